@@ -1,0 +1,76 @@
+# ruff: noqa: F401 - the names below are re-exported through __getattr__
+"""FP4 kernels for LLM inference, generated and compiled at first use, kept in a verified cache.
+
+Importing this package touches no GPU, no file and no environment variable; torch and the kernel families are imported
+when the first public name is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jitfp4 import sim
+    from jitfp4.cache import CacheInfo
+    from jitfp4.engine import cache_info
+    from jitfp4.errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        BundleError,
+        CacheCorruptError,
+        CacheError,
+        CacheUntrustedError,
+        CompileError,
+        Jitfp4Error,
+        LaunchError,
+        OfflineError,
+        RenderError,
+        SimError,
+        ToolchainError,
+        UnsupportedArchError,
+    )
+    from jitfp4.families.dequantize import nvfp4_dequantize
+    from jitfp4.families.quantize import nvfp4_quantize
+    from jitfp4.layouts import SfLayout
+
+_HOMES = {
+    "jitfp4.cache": ("CacheInfo",),
+    "jitfp4.engine": ("cache_info",),
+    "jitfp4.errors": (
+        "ArgumentError",
+        "ArgumentTypeError",
+        "BundleError",
+        "CacheCorruptError",
+        "CacheError",
+        "CacheUntrustedError",
+        "CompileError",
+        "Jitfp4Error",
+        "LaunchError",
+        "OfflineError",
+        "RenderError",
+        "SimError",
+        "ToolchainError",
+        "UnsupportedArchError",
+    ),
+    "jitfp4.families.dequantize": ("nvfp4_dequantize",),
+    "jitfp4.families.quantize": ("nvfp4_quantize",),
+    "jitfp4.layouts": ("SfLayout",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["sim", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "sim":
+        return importlib.import_module("jitfp4.sim")
+    if name not in _HOME:
+        raise AttributeError(f"module 'jitfp4' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

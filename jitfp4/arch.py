@@ -1,0 +1,79 @@
+"""The GPU architectures that kernels are built for, and the facts about them that templates and selection use.
+
+Sources: CUDA C++ Programming Guide, compute capability tables; PTX ISA, target notes of each instruction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jitfp4.errors import ArgumentError, UnsupportedArchError
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """One compile target.
+
+    ``name`` is NVRTC's ``--gpu-architecture``. ``shared_bytes`` is the largest dynamic shared memory of one CTA.
+    ``num_sms`` is the size of the part that selection assumes (B200, H200, ...): it shapes grids, never results.
+    """
+
+    name: str
+    shared_bytes: int
+    num_sms: int
+    has_e4m3_cvt: bool = False  # cvt.*.e4m3x2
+    has_e2m1_cvt: bool = False  # cvt.*.e2m1x2
+    has_pdl: bool = False  # griddepcontrol
+    has_tma: bool = False  # cp.async.bulk.tensor, mbarrier transactions, clusters
+    has_ld256: bool = False  # ld.global.v8.b32
+    has_f32x2: bool = False  # fma.rn.f32x2
+    has_tcgen05: bool = False
+
+    @property
+    def ptx_target(self) -> str:
+        """NVRTC's name for PTX output, such as ``compute_90a``."""
+        return self.name.replace("sm_", "compute_")
+
+    @staticmethod
+    def of(name: str) -> Arch:
+        """The architecture called ``name``. Raises ArgumentError when there is none."""
+        if name not in ARCHS:
+            raise ArgumentError("arch", repr(name), ", ".join(ARCHS))
+        return ARCHS[name]
+
+    @staticmethod
+    def of_capability(major: int, minor: int) -> Arch:
+        """The target whose cubins run on a device of this compute capability."""
+        for (at_major, at_minor), name in _TARGET_BY_CAPABILITY:
+            exact = name.endswith("a")  # arch-specific code runs on its own capability only
+            if major == at_major and (minor == at_minor if exact else minor >= at_minor):
+                return ARCHS[name]
+        raise UnsupportedArchError(f"compute capability {major}.{minor} has no target; supported: {', '.join(ARCHS)}")
+
+
+_HOPPER = {"has_e4m3_cvt": True, "has_pdl": True, "has_tma": True}
+_BLACKWELL = {**_HOPPER, "has_e2m1_cvt": True, "has_f32x2": True}
+
+ARCHS = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_80", shared_bytes=166912, num_sms=108),
+        Arch("sm_89", shared_bytes=101376, num_sms=128, has_e4m3_cvt=True),
+        Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
+        Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, has_tcgen05=True, **_BLACKWELL),
+        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, has_tcgen05=True, **_BLACKWELL),
+        Arch("sm_120a", shared_bytes=101376, num_sms=188, **_BLACKWELL),
+        Arch("sm_121a", shared_bytes=101376, num_sms=48, **_BLACKWELL),
+    )
+}
+
+# sm_80 code also runs on 8.6 and 8.7; the first match from the top wins.
+_TARGET_BY_CAPABILITY = (
+    ((8, 9), "sm_89"),
+    ((8, 0), "sm_80"),
+    ((9, 0), "sm_90a"),
+    ((10, 0), "sm_100a"),
+    ((10, 3), "sm_103a"),
+    ((12, 0), "sm_120a"),
+    ((12, 1), "sm_121a"),
+)

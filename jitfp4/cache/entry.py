@@ -1,0 +1,207 @@
+"""One entry of the cache as bytes: what entry.json says, and whether three files are what it says.
+
+Touches no file. Every check works on the bytes that the caller goes on to use, so nothing can change in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jitfp4.errors import CacheCorruptError
+from jitfp4.keys import SCHEMA, Recipe
+
+CUBIN, SOURCE, MANIFEST = "kernel.cubin", "kernel.cu", "entry.json"
+FILES = (CUBIN, SOURCE, MANIFEST)
+MAX_BYTES = {CUBIN: 256 << 20, SOURCE: 16 << 20, MANIFEST: 1 << 20}
+"""Largest size of each file that is read at all."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TOOLCHAIN = re.compile(r"[a-z0-9][a-z0-9_+-]*(\.[a-z0-9_+-]+)*")
+_EM_CUDA = 190
+_SEAL = ',\n  "seal": "%s"\n}\n'
+_SEAL_BYTES = len(_SEAL % ("0" * 64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a build callback returns.
+
+    ``symbol`` is the ``extern "C"`` kernel in ``cubin``. ``provenance`` says who made it from what (templates and their
+    SHA-256, spec, compile milliseconds, time, jitfp4 version); it is JSON, is stored, and is no part of the key.
+    """
+
+    cubin: bytes
+    symbol: str
+    provenance: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of entry.json."""
+
+    recipe: Mapping[str, object]
+    toolchain: str
+    symbol: str
+    cubin_bytes: int
+    cubin_sha256: str
+    source_bytes: int
+    provenance: Mapping[str, object]
+
+    @property
+    def digest(self) -> str:
+        return str(self.recipe["digest"])
+
+    @property
+    def arch(self) -> str:
+        return str(self.recipe["arch"])
+
+    @property
+    def family(self) -> str:
+        return str(self.recipe["family"])
+
+    @classmethod
+    def of(cls, recipe: Recipe, toolchain: str, built: Built) -> Manifest:
+        """The manifest of a fresh build."""
+        return cls(
+            recipe=recipe.to_json(),
+            toolchain=toolchain,
+            symbol=built.symbol,
+            cubin_bytes=len(built.cubin),
+            cubin_sha256=hashlib.sha256(built.cubin).hexdigest(),
+            source_bytes=len(recipe.source.encode()),
+            provenance=built.provenance,
+        )
+
+    def encode(self) -> bytes:
+        """entry.json: indented JSON whose last member, ``seal``, is the SHA-256 of every byte before it."""
+        fields = {
+            "schema": SCHEMA,
+            "recipe": dict(self.recipe),
+            "toolchain": self.toolchain,
+            "symbol": self.symbol,
+            "cubin": {"bytes": self.cubin_bytes, "sha256": self.cubin_sha256},
+            "source": {"bytes": self.source_bytes},
+            "provenance": dict(self.provenance),
+        }
+        body = json.dumps(fields, indent=2).removesuffix("\n}").encode()
+        return body + (_SEAL % hashlib.sha256(body).hexdigest()).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Parse entry.json. The seal is checked before the parser sees a byte. Raises CacheCorruptError."""
+        body, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+        if seal != (_SEAL % hashlib.sha256(body).hexdigest()).encode():
+            raise CacheCorruptError(f"{MANIFEST}: the seal does not match")
+        try:
+            fields = json.loads(body + b"}")
+        except (ValueError, RecursionError) as error:
+            raise CacheCorruptError(f"{MANIFEST}: not JSON: {error}") from None
+        match fields:
+            case {
+                "schema": int(schema),
+                "recipe": {"digest": str(), "family": str(), "arch": str(), "source_sha256": str()} as recipe,
+                "toolchain": str(toolchain),
+                "symbol": str(symbol),
+                "cubin": {"bytes": int(cubin_bytes), "sha256": str(cubin_sha256)},
+                "source": {"bytes": int(source_bytes)},
+                "provenance": dict(provenance),
+            } if schema == SCHEMA:
+                return cls(
+                    recipe=recipe,
+                    toolchain=toolchain,
+                    symbol=symbol,
+                    cubin_bytes=cubin_bytes,
+                    cubin_sha256=cubin_sha256,
+                    source_bytes=source_bytes,
+                    provenance=provenance,
+                )
+        raise CacheCorruptError(f"{MANIFEST}: a member is missing, of the wrong type, or of another schema")
+
+    def check_place(self, digest: str, toolchain: str) -> None:
+        """The entry lies where it belongs: this catches swapped and copied entries. Raises CacheCorruptError."""
+        if self.digest != digest:
+            raise CacheCorruptError(f"{MANIFEST}: made for recipe {self.digest}, found under {digest}")
+        if self.toolchain != toolchain:
+            raise CacheCorruptError(f"{MANIFEST}: made by {self.toolchain}, found under {toolchain}")
+
+    def check_cubin(self, cubin: bytes) -> None:
+        """These are the published bytes, for this architecture, with this kernel inside. Raises CacheCorruptError."""
+        if len(cubin) != self.cubin_bytes or hashlib.sha256(cubin).hexdigest() != self.cubin_sha256:
+            raise CacheCorruptError(f"{CUBIN}: SHA-256 or size is not the published one")
+        check_elf(cubin, self.arch, self.symbol)
+
+    def check_source(self, source: bytes) -> Recipe:
+        """The recipe, recomputed from its preimage and ``source``. Raises CacheCorruptError when the digest differs."""
+        try:
+            return Recipe.from_json(self.recipe, source.decode())
+        except ValueError as error:
+            raise CacheCorruptError(f"{SOURCE}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryFiles:
+    """The three files of an entry, read whole."""
+
+    cubin: bytes
+    source: bytes
+    manifest: bytes
+
+    def check(self, digest: str, toolchain: str) -> Manifest:
+        """Every check there is, the recomputed recipe included. Raises CacheCorruptError."""
+        manifest = Manifest.decode(self.manifest)
+        manifest.check_place(digest, toolchain)
+        manifest.check_source(self.source)
+        manifest.check_cubin(self.cubin)
+        return manifest
+
+    def by_name(self) -> dict[str, bytes]:
+        """File name to contents; the manifest last, because it is the one that is written last."""
+        return {CUBIN: self.cubin, SOURCE: self.source, MANIFEST: self.manifest}
+
+
+def check_elf(cubin: bytes, arch: str, symbol: str) -> None:
+    """``cubin`` is device code for ``arch`` and has a section ``.text.<symbol>``. Raises CacheCorruptError.
+
+    ELF ABI version 7 keeps the SM number in bits 0-7 of e_flags, version 8 in bits 8-23. NVRTC 12.9 marks arch-specific
+    targets (``a``) in bit 11 of version 7 and bit 3 of version 8; NVRTC 13.5 never sets that bit. So a set bit needs
+    an ``a``, a clear bit says nothing, and the suffix is bound by the recipe, which hashes the name.
+    """
+    if len(cubin) < 64 or cubin[:5] != b"\x7fELF\x02":
+        raise CacheCorruptError(f"{CUBIN}: not a 64-bit ELF file")
+    (machine,), (flags,) = struct.unpack_from("<H", cubin, 18), struct.unpack_from("<I", cubin, 48)
+    old = cubin[8] < 8
+    sm = flags & 0xFF if old else flags >> 8 & 0xFFFF
+    specific = bool(flags & (0x800 if old else 0x8))
+    named = arch.removeprefix("sm_")
+    if machine != _EM_CUDA or str(sm) != named.rstrip("af") or (specific and not named.endswith("a")):
+        raise CacheCorruptError(
+            f"{CUBIN}: ELF machine {machine}, sm_{sm}{'a' * specific}; wanted device code for {arch}"
+        )
+    if b".text." + symbol.encode() + b"\0" not in cubin:
+        raise CacheCorruptError(f"{CUBIN}: holds no kernel {symbol}")
+
+
+def is_digest(name: str) -> bool:
+    """``name`` is 64 lower-case hex digits."""
+    return _DIGEST.fullmatch(name) is not None
+
+
+def is_toolchain(name: str) -> bool:
+    """``name`` may be a toolchain folder: at most 100 of ``a-z 0-9 _ + -`` and single inner dots."""
+    return len(name) <= 100 and _TOOLCHAIN.fullmatch(name) is not None
+
+
+def newest_first(toolchains: list[str]) -> list[str]:
+    """Toolchain names by descending version, numbers compared as numbers (12.10 before 12.9)."""
+    return sorted(
+        toolchains,
+        key=lambda name: [
+            (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)
+        ],
+        reverse=True,
+    )

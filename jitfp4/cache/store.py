@@ -1,0 +1,346 @@
+"""The cache as the engine sees it: find a kernel in the layers, or build it once and publish it.
+
+A trouble of the store never fails a call whose build succeeded: it is counted, and logged once per cause. ``strict``
+turns it into an exception. What build() raises passes through unchanged, and nothing is published then.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jitfp4.cache.entry import Built, EntryFiles, Manifest, is_toolchain, newest_first
+from jitfp4.cache.evict import Limits, enforce_now_and_then
+from jitfp4.cache.index import Index
+from jitfp4.cache.layer import INDEXES, Layer, entry_path
+from jitfp4.cache.lock import Lock, locked, stripe
+from jitfp4.cache.publish import open_root, publish, quarantine, sweep, write_file
+from jitfp4.config import Config
+from jitfp4.errors import ArgumentError, CacheCorruptError, CacheError, CacheUntrustedError
+from jitfp4.keys import Recipe
+
+_PASS_SHARE = 32  # a process looks after the limits each time it has published this fraction of max_bytes
+
+_log = logging.getLogger("jitfp4.cache")
+
+
+class Miss(enum.StrEnum):
+    """Why a lookup found nothing to use; the later members hide the earlier ones when layers disagree."""
+
+    OFF = "off"
+    ABSENT = "absent"
+    TOOLCHAIN = "other toolchain"
+    UNREADABLE = "unreadable"
+    UNTRUSTED = "untrusted"
+    CORRUPT = "corrupt"
+
+
+_BAD = frozenset({Miss.UNREADABLE, Miss.UNTRUSTED, Miss.CORRUPT})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missed:
+    """A lookup without a result. ``detail`` names what was found and refused, layer by layer."""
+
+    reason: Miss
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A kernel to hand to the driver: exactly these bytes were verified, or came from build().
+
+    ``path`` is the entry's folder, None when the kernel was built and is only in memory. ``missed`` is None for a hit,
+    else why it had to be built; ``build_ms`` is what that took. ``toolchain`` is the folder it came from.
+    """
+
+    cubin: bytes
+    symbol: str
+    toolchain: str | None
+    path: Path | None
+    missed: Missed | None = None
+    build_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInfo:
+    """Counters of one Cache since it was made. ``misses`` is by Miss value, ``store_errors`` by cause; ``joins`` are
+    misses that another process's build answered, ``lock_timeouts`` those for which the wait was too long."""
+
+    hits: int
+    misses: Mapping[str, int]
+    builds: int
+    publishes: int
+    quarantines: int
+    evictions: int
+    joins: int
+    lock_timeouts: int
+    store_errors: Mapping[str, int]
+
+
+class Cache:
+    """A user's root, read-only layers behind it, and the rules of cache_layout.md. Threads may share it.
+
+    Args:
+        config: where the layers are, the mode, the limits. Nothing is touched before the first call.
+        world_readable: make folders 0755 and files 0644 instead of 0700 and 0600: for an image that others run.
+    """
+
+    def __init__(self, config: Config, *, world_readable: bool = False) -> None:
+        self.config = config
+        self.world_readable = world_readable
+        writable = config.cache_mode == "rw"
+        self.user = Layer(path=config.cache_dir, own=True, stamps=writable) if config.cache_dir else None
+        self.layers = tuple(Layer(path=path, pin=config.bundle_sha256) for path in config.cache_ro)
+        self._own: tuple[Layer, ...] = (self.user,) if self.user else ()
+        self._counters: Counter[tuple[str, str]] = Counter()
+        self._mutex = threading.Lock()
+        self._unpruned: int | None = None  # bytes published since the last pruning pass; None before the first
+
+    def get_or_build(self, recipe: Recipe, toolchain: str | None, build: Callable[[], Built]) -> Loaded:
+        """The kernel of ``recipe``: verified from a layer, else built, once among all processes, and published.
+
+        Args:
+            toolchain: name of the compiler build, such as ``nvrtc-12.9.86-3f2a91c07d5e``; None when there is none:
+                then any toolchain's entry will do, and ``build`` has to raise.
+            build: called at most once, after every layer missed.
+        Raises:
+            CacheError: only with JITFP4_STRICT, when the store failed or held a bad entry.
+        """
+        found = self.lookup(recipe, toolchain)
+        if isinstance(found, Loaded):
+            return found
+        if toolchain is None or self.config.offline or self.config.cache_mode != "rw":
+            return self._build(build, toolchain, found)[0]
+        return self._build_once(recipe, toolchain, build, found)
+
+    def lookup(self, recipe: Recipe, toolchain: str | None) -> Loaded | Missed:
+        """Search the layers in order, verify what is found, and count the outcome. Builds and repairs nothing."""
+        found = self._search(recipe, toolchain)
+        if isinstance(found, Loaded):
+            self._count("hits")
+            return found
+        self._count("misses", found.reason.value)
+        if found.reason in _BAD and self._count("reports", found.detail) == 1:
+            _log.warning("kernel cache, lookup: %s", found.detail)
+        return found
+
+    def info(self) -> CacheInfo:
+        """A snapshot of the counters."""
+        with self._mutex:
+            counters = dict(self._counters)
+
+        def by_kind(kind: str) -> dict[str, int]:
+            return {name: count for (group, name), count in sorted(counters.items()) if group == kind}
+
+        def total(kind: str) -> int:
+            return counters.get((kind, ""), 0)
+
+        return CacheInfo(
+            hits=total("hits"),
+            misses=by_kind("misses"),
+            builds=total("builds"),
+            publishes=total("publishes"),
+            quarantines=total("quarantines"),
+            evictions=total("evictions"),
+            joins=total("joins"),
+            lock_timeouts=total("lock_timeouts"),
+            store_errors=by_kind("store_errors"),
+        )
+
+    def adopt(self, files: EntryFiles) -> bool:
+        """Publish a foreign entry into the user's root after every check. False when it was there already.
+
+        Raises:
+            CacheCorruptError: the files are not what their manifest says.
+            CacheError, OSError: the root cannot be written.
+        """
+        manifest = Manifest.decode(files.manifest)
+        files.check(manifest.digest, manifest.toolchain)
+        if not is_toolchain(manifest.toolchain):
+            raise CacheCorruptError(f"toolchain: {manifest.toolchain!r} cannot be a folder name")
+        shared = self.world_readable
+        with open_root(self._own_root(), world_readable=shared) as root:
+            return publish(root, manifest.digest, manifest.toolchain, files.by_name(), world_readable=shared)
+
+    def adopt_index(self, index: Index) -> None:
+        """Store the index of imported entries, for those who pin it. Raises CacheError or OSError."""
+        path, shared = f"{INDEXES}/{index.digest}.json", self.world_readable
+        with open_root(self._own_root(), world_readable=shared) as root:
+            write_file(root, path, index.encode(), world_readable=shared)
+
+    def read(self, recipe: Recipe, toolchain: str) -> EntryFiles:
+        """The three files of an entry, all checked, from the first layer that has it.
+
+        Raises:
+            FileNotFoundError: no layer has it.
+            CacheCorruptError, CacheUntrustedError, OSError: the first one that has it is bad.
+        """
+        for layer in (*self._own, *self.layers):
+            with suppress(FileNotFoundError):
+                files = layer.read_files(recipe.digest, toolchain)
+                files.check(recipe.digest, toolchain)
+                return files
+        raise FileNotFoundError(errno.ENOENT, "no such entry", entry_path(recipe.digest, toolchain))
+
+    def _own_root(self) -> Path:
+        if self.user is None:
+            raise CacheError("there is no cache folder: neither HOME nor JITFP4_CACHE_DIR is set")
+        return self.user.path
+
+    # ---- looking ------------------------------------------------------------
+
+    def _search(self, recipe: Recipe, toolchain: str | None) -> Loaded | Missed:
+        if self.config.cache_mode == "off":
+            return Missed(reason=Miss.OFF)
+        if toolchain is not None and not is_toolchain(toolchain):
+            raise ArgumentError("toolchain", repr(toolchain), "a-z 0-9 _ + - and single inner dots, at most 100")
+        refused: list[Missed] = []
+        for layer, name in self._candidates(recipe.digest, toolchain):
+            found = self._load(layer, recipe, name)
+            if isinstance(found, Loaded):
+                return found
+            if found.reason is not Miss.ABSENT:
+                refused.append(found)
+        if refused:
+            reasons = list(Miss)
+            worst = max((missed.reason for missed in refused), key=reasons.index)
+            return Missed(reason=worst, detail="; ".join(missed.detail for missed in refused))
+        others = self.user.toolchains(recipe.digest) if self.user else []
+        if others:
+            return Missed(reason=Miss.TOOLCHAIN, detail=f"built by {', '.join(others)}, not by {toolchain}")
+        return Missed(reason=Miss.ABSENT)
+
+    def _candidates(self, digest: str, toolchain: str | None) -> Iterator[tuple[Layer, str]]:
+        """Where to look, in order. Lazy: a hit in the first place lists no folder."""
+        if toolchain is not None:
+            yield from ((layer, toolchain) for layer in (*self._own, *self.layers))
+        anything_goes = toolchain is None or self.config.offline
+        for layer in (*self.layers, *self._own) if anything_goes else self.layers:
+            names = [name for name in layer.toolchains(digest) if name != toolchain]
+            yield from ((layer, name) for name in newest_first(names))
+
+    def _load(self, layer: Layer, recipe: Recipe, toolchain: str) -> Loaded | Missed:
+        path = layer.path / entry_path(recipe.digest, toolchain)
+        try:
+            manifest, cubin = layer.load(recipe.digest, toolchain)
+        except FileNotFoundError:
+            return Missed(reason=Miss.ABSENT)
+        except CacheCorruptError as error:
+            reason, cause = Miss.CORRUPT, str(error)
+        except CacheUntrustedError as error:
+            reason, cause = Miss.UNTRUSTED, str(error)
+        except OSError as error:
+            reason, cause = Miss.UNREADABLE, f"{error.filename}: {error.strerror}"
+        else:
+            return Loaded(cubin=cubin, symbol=manifest.symbol, toolchain=toolchain, path=path)
+        about_root = cause.startswith(f"{layer.path}:")  # the same trouble for every entry
+        detail = f"{reason.value} entry: " + (cause if about_root else f"{path}: {cause}")
+        if self.config.strict:
+            kind = {Miss.CORRUPT: CacheCorruptError, Miss.UNTRUSTED: CacheUntrustedError}.get(reason, CacheError)
+            raise kind(detail)
+        return Missed(reason=reason, detail=detail)
+
+    # ---- building -----------------------------------------------------------
+
+    def _build_once(self, recipe: Recipe, toolchain: str, build: Callable[[], Built], missed: Missed) -> Loaded:
+        """Under the recipe's lock: look again, move a bad entry aside, build, publish."""
+        user = self.user
+        with ExitStack() as stack:
+            root, lock = None, None
+            with self._tolerated("open"):
+                root = stack.enter_context(open_root(self._own_root(), world_readable=self.world_readable))
+            if root is None or user is None:
+                return self._build(build, toolchain, missed)[0]
+            with self._tolerated("lock"):
+                what = f"{recipe.family} for {recipe.arch} ({recipe.digest[:12]})"
+                lock = stack.enter_context(locked(root, stripe(recipe.digest), what, self.config.lock_timeout))
+            if lock is Lock.TIMED_OUT:
+                self._count("lock_timeouts")
+                return self._build(build, toolchain, missed)[0]
+            if lock is Lock.HELD:
+                again = self._load(user, recipe, toolchain)
+                if isinstance(again, Loaded):
+                    self._count("joins")
+                    return again
+                if again.reason in (Miss.CORRUPT, Miss.UNTRUSTED):
+                    with self._tolerated("quarantine"):
+                        self._quarantine(root, user, recipe, toolchain)
+            loaded, built = self._build(build, toolchain, missed)
+            with self._tolerated("publish"):
+                if self._publish(root, user, recipe, toolchain, built):
+                    loaded = replace(loaded, path=user.path / entry_path(recipe.digest, toolchain))
+        return loaded
+
+    def _build(self, build: Callable[[], Built], toolchain: str | None, missed: Missed) -> tuple[Loaded, Built]:
+        start = time.perf_counter()
+        built = build()
+        milliseconds = (time.perf_counter() - start) * 1e3
+        self._count("builds")
+        loaded = Loaded(
+            cubin=built.cubin,
+            symbol=built.symbol,
+            toolchain=toolchain,
+            path=None,
+            missed=missed,
+            build_ms=milliseconds,
+        )
+        return loaded, built
+
+    def _publish(self, root: int, user: Layer, recipe: Recipe, toolchain: str, built: Built) -> bool:
+        """True when this process put the entry in place. Then it looks after the limits, now and then."""
+        manifest = Manifest.of(recipe, toolchain, built)
+        manifest.check_cubin(built.cubin)
+        files = EntryFiles(cubin=built.cubin, source=recipe.source.encode(), manifest=manifest.encode())
+        if not publish(root, recipe.digest, toolchain, files.by_name(), world_readable=self.world_readable):
+            return False
+        self._count("publishes")
+        with self._mutex:
+            first, self._unpruned = self._unpruned is None, (self._unpruned or 0) + len(built.cubin)
+            due = self._unpruned >= self.config.cache_max_bytes // _PASS_SHARE
+            if due:
+                self._unpruned = 0
+        if first:
+            sweep(root)
+        if first or due:
+            limits = Limits(max_bytes=self.config.cache_max_bytes, max_entries=self.config.cache_max_entries)
+            evicted = enforce_now_and_then(root, user, limits, at_once=due)
+            self._count("evictions", amount=evicted)
+        return True
+
+    def _quarantine(self, root: int, user: Layer, recipe: Recipe, toolchain: str) -> None:
+        moved = quarantine(root, recipe.digest, toolchain)
+        if moved is not None:
+            self._count("quarantines")
+            _log.warning("%s: moved aside to %s", user.path / entry_path(recipe.digest, toolchain), user.path / moved)
+
+    # ---- trouble ------------------------------------------------------------
+
+    @contextmanager
+    def _tolerated(self, step: str) -> Iterator[None]:
+        """Turn a failure of the store into a counter and one warning per cause; strict mode raises it instead."""
+        try:
+            yield
+        except (OSError, CacheError) as error:
+            self._trouble(step, error)
+
+    def _trouble(self, step: str, error: OSError | CacheError) -> None:
+        name = errno.errorcode.get(error.errno or 0, "OSError") if isinstance(error, OSError) else type(error).__name__
+        cause = f"{step}: {name}"
+        if self.config.strict:
+            raise error if isinstance(error, CacheError) else CacheError(f"kernel cache, {step}: {error}") from error
+        if self._count("store_errors", cause) == 1:
+            _log.warning("kernel cache, %s: %s; kernels are kept in memory where it does not work", step, error)
+
+    def _count(self, kind: str, name: str = "", amount: int = 1) -> int:
+        with self._mutex:
+            self._counters[kind, name] += amount
+            return self._counters[kind, name]

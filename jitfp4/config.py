@@ -1,0 +1,88 @@
+"""Every JITFP4_ environment variable, read in one place. None of them changes a numeric result.
+
+| variable | meaning | default |
+|---|---|---|
+| JITFP4_CACHE_DIR | the user's kernel cache | ``$XDG_CACHE_HOME/jitfp4`` or ``~/.cache/jitfp4`` |
+| JITFP4_CACHE_RO | read-only caches searched after it, separated by ``:`` | none |
+| JITFP4_CACHE | ``rw``, ``ro`` (never write) or ``off`` | ``rw`` |
+| JITFP4_CACHE_MAX_BYTES, JITFP4_CACHE_MAX_ENTRIES | size limits of the user's cache | 2 GiB, 50000 |
+| JITFP4_OFFLINE | 1: never compile; a missing kernel is an error that says how to prebuild it | 0 |
+| JITFP4_STRICT | 1: errors of the store are raised, not logged | 0 |
+| JITFP4_BUNDLE_SHA256 | digest that an imported bundle must have | none |
+| JITFP4_LOCK_TIMEOUT | seconds to wait for another process that builds the same kernel | 60 |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jitfp4.errors import ArgumentError
+
+CACHE_MODES = ("rw", "ro", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The environment, parsed. ``cache_dir`` is None when there is no home directory to put it in."""
+
+    cache_dir: Path | None
+    cache_ro: tuple[Path, ...] = ()
+    cache_mode: str = "rw"
+    cache_max_bytes: int = 2 << 30
+    cache_max_entries: int = 50_000
+    offline: bool = False
+    strict: bool = False
+    bundle_sha256: str | None = None
+    lock_timeout: float = 60.0
+
+
+def read_config(env: Mapping[str, str] | None = None) -> Config:
+    """Parse the JITFP4_ variables of ``env`` (the process environment by default)."""
+    env = os.environ if env is None else env
+    mode = env.get("JITFP4_CACHE", "rw")
+    if mode not in CACHE_MODES:
+        raise ArgumentError("JITFP4_CACHE", repr(mode), ", ".join(CACHE_MODES))
+    return Config(
+        cache_dir=_cache_dir(env),
+        cache_ro=tuple(Path(part) for part in env.get("JITFP4_CACHE_RO", "").split(os.pathsep) if part),
+        cache_mode=mode,
+        cache_max_bytes=int(_number(env, "JITFP4_CACHE_MAX_BYTES", 2 << 30)),
+        cache_max_entries=int(_number(env, "JITFP4_CACHE_MAX_ENTRIES", 50_000)),
+        offline=_flag(env, "JITFP4_OFFLINE"),
+        strict=_flag(env, "JITFP4_STRICT"),
+        bundle_sha256=env.get("JITFP4_BUNDLE_SHA256") or None,
+        lock_timeout=_number(env, "JITFP4_LOCK_TIMEOUT", 60.0),
+    )
+
+
+def _cache_dir(env: Mapping[str, str]) -> Path | None:
+    if explicit := env.get("JITFP4_CACHE_DIR"):
+        return Path(explicit)
+    if xdg := env.get("XDG_CACHE_HOME"):
+        return Path(xdg) / "jitfp4"
+    if home := env.get("HOME"):
+        return Path(home) / ".cache" / "jitfp4"
+    return None
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name, "0")
+    if text not in ("", "0", "1"):
+        raise ArgumentError(name, repr(text), "0 or 1")
+    return text == "1"
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentError(name, repr(text), "a number") from None
+    if not 0 < value < float("inf"):
+        raise ArgumentError(name, repr(text), "a positive finite number")
+    return value

@@ -1,0 +1,106 @@
+"""Every exception that jitfp4 raises on purpose.
+
+Jitfp4Error
+├── ArgumentError (ValueError)        a value is outside what is allowed: shape, size, layout, stride, alignment
+│   └── ArgumentTypeError (TypeError) a dtype, device or Python type is not one that is allowed
+├── UnsupportedArchError              no kernel of this family exists for the GPU
+├── RenderError                       a template and its specification do not fit together
+├── ToolchainError                    NVRTC is missing or cannot be used
+├── CompileError                      NVRTC rejected generated source; carries the log and the numbered lines
+├── OfflineError                      a kernel is not in the cache and JITFP4_OFFLINE forbids building it
+├── CacheError                        the store failed; raised only under JITFP4_STRICT or by cache commands
+│   ├── CacheCorruptError             an entry's bytes are not what was published
+│   ├── CacheUntrustedError           an entry or folder could have been written by somebody else
+│   └── BundleError                   a bundle or remote entry does not match its digest or its grammar
+├── LaunchError                       the driver refused to load or launch a kernel
+└── SimError                          the simulator found a fault in a program, or cannot model it
+    ├── SimParseError                 PTX text that the parser does not know
+    ├── SimMemoryError                out of bounds, misaligned or uninitialised access
+    ├── SimRaceError                  two unordered accesses to one shared-memory byte
+    └── SimDeadlockError              every thread waits
+"""
+
+from __future__ import annotations
+
+
+class Jitfp4Error(Exception):
+    """Base of every error that jitfp4 raises on purpose."""
+
+
+class ArgumentError(Jitfp4Error, ValueError):
+    """An argument's value is not allowed. Says which argument, what came, and what is allowed."""
+
+    def __init__(self, name: str, got: object, allowed: str) -> None:
+        super().__init__(f"{name}: got {got}; allowed: {allowed}")
+        self.name = name
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument's dtype, device or Python type is not allowed."""
+
+
+class UnsupportedArchError(Jitfp4Error):
+    """No kernel of the family exists for this architecture."""
+
+
+class RenderError(Jitfp4Error):
+    """A template asked for something that its specification does not hold."""
+
+
+class ToolchainError(Jitfp4Error):
+    """NVRTC is missing, too old, or failed for a reason that is not the source's."""
+
+
+class CompileError(Jitfp4Error):
+    """NVRTC rejected generated source."""
+
+    def __init__(self, program: str, arch: str, log: str, excerpt: str) -> None:
+        super().__init__(f"NVRTC rejected {program} for {arch}\n{log.strip()}\n\n{excerpt}")
+        self.program, self.arch, self.log, self.excerpt = program, arch, log, excerpt
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
+        return CompileError, (self.program, self.arch, self.log, self.excerpt)
+
+
+class OfflineError(Jitfp4Error):
+    """A kernel is not in the cache and building it is forbidden."""
+
+
+class CacheError(Jitfp4Error):
+    """The store failed. Launches never see this unless JITFP4_STRICT is set."""
+
+
+class CacheCorruptError(CacheError):
+    """An entry's bytes are not what was published, or belong to another key."""
+
+
+class CacheUntrustedError(CacheError):
+    """An entry or a folder could have been written by somebody else."""
+
+
+class BundleError(CacheError):
+    """A bundle or a remote entry does not match its digest or its grammar."""
+
+
+class LaunchError(Jitfp4Error):
+    """The driver refused to load or to launch a kernel."""
+
+
+class SimError(Jitfp4Error):
+    """The simulator found a fault in a program, or met something that it does not model."""
+
+
+class SimParseError(SimError):
+    """PTX text that the parser does not know."""
+
+
+class SimMemoryError(SimError):
+    """An access out of bounds, misaligned, or to memory that nothing wrote."""
+
+
+class SimRaceError(SimError):
+    """Two unordered accesses to one byte of shared memory, at least one of them a write."""
+
+
+class SimDeadlockError(SimError):
+    """Every thread waits; the message says who waits where."""

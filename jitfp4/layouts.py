@@ -1,0 +1,64 @@
+"""Where the scale of row r and scale column c lies in memory, for the three layouts of block scales.
+
+``128x4`` is the tile that tensor-core scale operands expect (PTX ISA, tcgen05 scale-factor layout): 512-byte tiles of
+128 rows by 4 columns, in which rows r, r+32, r+64 and r+96 are neighbours. ``8x4`` tiles 8 rows by 4 columns in 32
+bytes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+class SfLayout(IntEnum):
+    """Layout of a matrix of block scales, with FlashInfer's names and values."""
+
+    layout_128x4 = 0
+    layout_8x4 = 1
+    layout_linear = 2
+
+    @property
+    def tag(self) -> str:
+        """The layout's name in specs, generated source and file names."""
+        return self.name.removeprefix("layout_")
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """``(outer, inner, cols)``: a tile holds ``outer * inner`` rows by ``cols`` scale columns.
+
+        Inside a tile the order is [inner row][outer row][column]. Both dimensions are padded to whole tiles.
+        """
+        return _TILES[self]
+
+    def shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Padded [rows, columns] of the buffer that holds ``rows`` x ``cols`` scales."""
+        outer, inner, tile_cols = self.tile
+        return round_up(rows, outer * inner), round_up(cols, tile_cols)
+
+    def numel(self, rows: int, cols: int) -> int:
+        """Bytes of the buffer that holds ``rows`` x ``cols`` scales, one byte each."""
+        padded_rows, padded_cols = self.shape(rows, cols)
+        return padded_rows * padded_cols
+
+    def offset(self, row: int, col: int, cols: int) -> int:
+        """Byte offset of scale (row, col) in a buffer for ``cols`` columns."""
+        outer, inner, tile_cols = self.tile
+        row_tile, r = divmod(row, outer * inner)
+        col_tile, c = divmod(col, tile_cols)
+        tile = row_tile * ceil_div(cols, tile_cols) + col_tile
+        return ((tile * inner + r % inner) * outer + r // inner) * tile_cols + c
+
+
+_TILES = {
+    SfLayout.layout_128x4: (4, 32, 4),
+    SfLayout.layout_8x4: (1, 8, 4),
+    SfLayout.layout_linear: (1, 1, 1),
+}

@@ -1,0 +1,59 @@
+"""torch operators: one per public function, in the namespace ``jitfp4``, so that eager, torch.compile and graphs agree.
+
+Every operator writes into tensors that its caller allocated and returns nothing. So its Meta implementation is empty,
+and torch.compile sees ordinary allocations around a mutation that it knows how to functionalise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from jitfp4 import sim
+from jitfp4.tensors import check_aligned
+
+_library = torch.library.Library("jitfp4", "DEF")
+
+Implementation = Callable[..., None]
+
+
+def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) -> Callable[[Implementation], Any]:
+    """Define ``jitfp4::<schema>`` and decorate its kernel launch, giving the operator.
+
+    Args:
+        schema: in torch's schema language, every output a mutated argument, returning ``()``. Arguments bear the names
+            of the public function, so that errors do.
+        reference: what runs on CPU tensors, with the same arguments; inside ``sim.device(arch)`` the kernel runs
+            instead.
+        aligned: the arguments that must start at a multiple of 16 bytes. Addresses exist only in here: torch.compile
+            does not see them.
+    """
+
+    def define(kernel: Implementation) -> Any:
+        name = schema[: schema.index("(")]
+        _library.define(f"{schema} -> ()")
+        op = getattr(torch.ops.jitfp4, name).default
+        positions = [(n, arg.name) for n, arg in enumerate(op._schema.arguments) if arg.name in aligned]
+
+        def on_cuda(*args: Any) -> None:
+            for position, argument in positions:
+                check_aligned(argument, args[position])
+            kernel(*args)
+
+        def on_cpu(*args: Any) -> None:
+            for position, argument in positions:
+                check_aligned(argument, args[position])
+            (reference if sim.active_arch() is None else kernel)(*args)
+
+        _library.impl(name, on_cuda, "CUDA")
+        _library.impl(name, on_cpu, "CPU")
+        _library.impl(name, _on_meta, "Meta")
+        return op
+
+    return define
+
+
+def _on_meta(*_: Any) -> None:
+    """Shapes are the caller's: there is nothing to infer."""

@@ -1,0 +1,229 @@
+"""A PTX entry decoded for execution: closures in basic blocks, and the layout of its variables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jitfp4.errors import SimParseError
+from jitfp4.sim import ops as _ops  # noqa: F401 (registers every instruction)
+from jitfp4.sim.decode import CONTROLS, STEPS, Control, Decode, Source, Step, find
+from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.memory import PARAM_START, POISON, SHARED_START, GlobalMemory
+from jitfp4.sim.ptx import Array, Function, Instr, Module, Reg, Sym, Variable, Vec
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A basic block: steps with their program counters, then at most one control instruction, at ``end - 1``."""
+
+    steps: tuple[tuple[int, Step], ...]
+    control: Control | None
+    end: int
+
+
+Copies = list[tuple[int, int, int]]
+
+
+def _align(offset: int, to: int) -> int:
+    return -(-offset // max(to, 1)) * max(to, 1)
+
+
+class Program:
+    """One entry of a module and the device functions it may call."""
+
+    def __init__(self, module: Module, entry: str | None = None) -> None:
+        self.module = module
+        self.entry = _entry(module, entry)
+        self.registers = [_fill(kind.raw) for kind in module.registers]
+        self.module_bases: dict[str, int] = {}  # addresses of .global variables, set by each run
+        self.places: dict[str, tuple[str, int]] = {}
+        self.return_copies: dict[int, Copies] = {}
+        self._lay_out()
+        self.blocks: list[Block] = []
+        self.block_at: dict[int, int] = {}
+        self._decode()
+
+    # Variables
+
+    def _lay_out(self) -> None:
+        """Give every variable an address in its space; dynamic shared memory follows the static."""
+        ends = {"shared": SHARED_START, "local": 0, "const": 0}
+        variables = list(self.module.variables.values())
+        for function in self.module.functions.values():
+            if function.entry and function is not self.entry:
+                continue
+            formal = {id(v) for v in function.params} if function.entry else set()
+            variables += [v for v in function.variables.values() if id(v) not in formal]
+        for variable in variables:
+            space = "local" if variable.space == "param" else variable.space
+            if space == "shared" and variable.extern:
+                continue
+            if space != "global":
+                ends[space] = _align(ends[space], variable.align)
+                variable.offset = ends[space]
+                ends[space] += variable.size
+            self.places[variable.name] = (space, variable.offset)
+        self.shared_static = ends["shared"] - SHARED_START
+        self.local_bytes, self.const_bytes = ends["local"], ends["const"]
+        dynamic = [v for v in variables if v.space == "shared" and v.extern]
+        self.shared_dynamic = _align(ends["shared"], max(v.align for v in dynamic)) if dynamic else None
+        for variable in dynamic:
+            assert self.shared_dynamic is not None
+            self.places[variable.name] = ("shared", self.shared_dynamic)
+        self.param_bytes = 0
+        for variable in self.entry.params:
+            variable.offset = _align(self.param_bytes, variable.align)
+            self.param_bytes = variable.offset + variable.size
+            self.places[variable.name] = ("param", PARAM_START + variable.offset)
+
+    def address_of(self, symbol: Sym) -> tuple[str, int]:
+        """Space and address of a variable plus offset."""
+        if symbol.name not in self.places:
+            raise SimParseError(f"variable {symbol.name} has no storage: another entry's parameter?")
+        space, address = self.places[symbol.name]
+        return space, address + symbol.offset
+
+    def initialise(self, memory: GlobalMemory) -> Array:
+        """Place the module's ``.global`` variables in ``memory``. Returns the constant bank."""
+        const = np.zeros(self.const_bytes, np.uint8)
+        images: dict[str, Array] = {}
+        for variable in self.module.variables.values():
+            if variable.space in ("global", "const"):
+                image = np.zeros(variable.size, np.uint8)
+                image[: len(variable.init)] = np.frombuffer(variable.init, np.uint8)
+                images[variable.name] = image
+            if variable.space == "global":
+                self.module_bases[variable.name] = memory.add(variable.name, images[variable.name])
+        for name, image in images.items():
+            variable = self.module.variables[name]
+            for offset, symbol in variable.fixups:
+                address = self.module_bases.get(symbol.name, 0) + symbol.offset
+                image[offset : offset + 8] = np.frombuffer(address.to_bytes(8, "little"), np.uint8)
+            if variable.space == "const":
+                const[variable.offset : variable.offset + variable.size] = image
+        return const
+
+    # Calls
+
+    def index_of(self, instr: Instr) -> int:
+        return next(i for i, other in enumerate(self.module.code) if other is instr)
+
+    def param_copies(self, actual: Vec, formal: tuple[Variable, ...], d: Decode) -> Copies:
+        """What a call copies between the caller's .param variables and the function's: local offsets and sizes."""
+        if len(actual.items) != len(formal):
+            raise d.error(f"call with {len(actual.items)} parameters of a function that has {len(formal)}")
+        copies: Copies = []
+        for item, variable in zip(actual.items, formal, strict=True):
+            if not isinstance(item, Sym):
+                raise d.error(f"call parameter {item} is not a .param variable")
+            copies.append((self.address_of(item)[1], variable.offset, variable.size))
+        return copies
+
+    # Code
+
+    def _decode(self) -> None:
+        code = self.module.code
+        steps: list[tuple[Step | None, Control | None]] = []
+        leaders = {f.start for f in self.module.functions.values()} | {t for i in code for t in i.targets}
+        for number, instr in enumerate(code):
+            step, control = self._build(instr)
+            steps.append((step, control))
+            if control is not None:
+                leaders |= {number, number + 1} if _suspends(instr) else {number + 1}
+        leaders.add(len(code))
+        starts = sorted(s for s in leaders if s <= len(code))
+        for start, end in zip(starts, starts[1:], strict=False):
+            last = steps[end - 1][1]
+            plain = tuple((pc, s) for pc in range(start, end) if (s := steps[pc][0]) is not None)
+            self.block_at[start] = len(self.blocks)
+            self.blocks.append(Block(plain, last, end))
+
+    def _build(self, instr: Instr) -> tuple[Step | None, Control | None]:
+        try:
+            name, is_control = find(instr)
+        except KeyError:
+            raise SimParseError(f"unknown instruction {instr.name}\n  {self.place_of(instr)}") from None
+        decode = Decode(instr, self)
+        decode.mods = decode.mods[name.count(".") :]
+        guard = None if instr.guard is None else _guard(instr.guard, instr.negated)
+        if is_control:
+            control = CONTROLS[name](decode)
+            decode.finish()
+            return None, control if guard is None else _guarded_control(control, guard)
+        step = STEPS[name](decode)
+        decode.finish()
+        return step if guard is None else _guarded_step(step, guard), None
+
+    def place_of(self, instr: Instr) -> str:
+        where = f"PTX line {instr.line}: {instr.text}"
+        if instr.loc is not None:
+            where += f"\n  {self.module.files.get(instr.loc.file, 'source')} line {instr.loc.line}"
+        return where
+
+    def place(self, pc: int) -> str:
+        return self.place_of(self.module.code[pc]) if pc < len(self.module.code) else "end of code"
+
+    def histogram(self, block_runs: Array) -> Counter[str]:
+        """Thread-instructions by opcode, from how many threads entered each block."""
+        counts: Counter[str] = Counter()
+        starts = sorted(self.block_at, key=self.block_at.__getitem__)
+        for number, start in enumerate(starts):
+            runs = int(block_runs[number])
+            if runs:
+                for pc in range(start, self.blocks[number].end):
+                    instr = self.module.code[pc]
+                    counts[".".join((instr.name, *instr.mods))] += runs
+        return counts
+
+
+def _suspends(instr: Instr) -> bool:
+    """Whether threads can wait at the instruction itself, which must then start a block."""
+    return instr.name not in ("bra", "brx", "ret", "exit", "trap", "call")
+
+
+def _entry(module: Module, name: str | None) -> Function:
+    entries = [f for f in module.functions.values() if f.entry]
+    if name is None and len(entries) == 1:
+        return entries[0]
+    for function in entries:
+        if function.name == name:
+            return function
+    raise SimParseError(f"entry {name!r} is not one of {', '.join(f.name for f in entries) or 'none'}")
+
+
+def _fill(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Any]:
+    """Registers start with a recognisable pattern, so that a read before a write does not look like a zero."""
+    pattern = bool(0) if dtype.kind == "b" else int.from_bytes(bytes([POISON] * dtype.itemsize), "little")
+    return dtype, pattern
+
+
+def _guard(reg: Reg, negated: bool) -> Source:
+    index = reg.index
+    if negated:
+        return lambda m, lanes: ~m.registers[index][lanes.sel]
+    return lambda m, lanes: m.registers[index][lanes.sel]
+
+
+def _guarded_step(step: Step, guard: Source) -> Step:
+    def run(m: Any, lanes: Lanes) -> None:
+        taken, _ = m.split(lanes, guard(m, lanes))
+        if taken is not None:
+            step(m, taken)
+
+    return run
+
+
+def _guarded_control(control: Control, guard: Source) -> Control:
+    def run(m: Any, lanes: Lanes, following: int) -> None:
+        taken, rest = m.split(lanes, guard(m, lanes))
+        if rest is not None:
+            m.ready.push(following, rest)
+        if taken is not None:
+            control(m, taken, following)
+
+    return run
+

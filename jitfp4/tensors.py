@@ -1,0 +1,130 @@
+"""The only place that checks tensors and allocates outputs.
+
+Every check names the argument, what came, and what is allowed, and runs before anything is written. Shapes, dtypes,
+strides and devices are visible to ``torch.compile``; addresses are not, so check_aligned() runs inside the operators.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.layouts import SfLayout
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """``tensor`` is a torch tensor of one of ``dtypes``, on the CPU or on a CUDA device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(name, type(tensor).__name__, "a torch.Tensor")
+    if tensor.dtype not in dtypes:
+        raise ArgumentTypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
+    if tensor.device.type not in ("cuda", "cpu", "meta"):
+        raise ArgumentTypeError(name, f"a tensor on {tensor.device}", "a CUDA or CPU tensor")
+
+
+def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """``tensor`` as [m, k], its leading dimensions flattened without a copy.
+
+    k is a positive multiple of ``block``; elements of a row are adjacent; rows start at multiples of 16 bytes from the
+    first and do not overlap.
+    """
+    if tensor.dim() < 2:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", "[..., m, k]")
+    k = tensor.shape[-1]
+    if k == 0 or k % block:
+        raise ArgumentError(name, f"k = {k}", f"a positive multiple of {block}")
+    if tensor.stride(-1) != 1:
+        raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
+    try:
+        rows = tensor if tensor.dim() == 2 else tensor.view(-1, k)
+    except RuntimeError:
+        raise ArgumentError(
+            name, f"strides {tensor.stride()}", "leading dimensions that flatten to one stride"
+        ) from None
+    if rows.shape[0] > 1 and rows.stride(0) < k:
+        raise ArgumentError(name, f"strides {tensor.stride()}", "rows that do not overlap")
+    if rows.shape[0] > 1 and rows.stride(0) * rows.element_size() % 16:
+        raise ArgumentError(name, f"a row stride of {rows.stride(0)} elements", "a multiple of 16 bytes")
+    return rows
+
+
+def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
+    """``scalar`` as one float32 on ``like``'s device. A tensor's value is never read by the host."""
+    if isinstance(scalar, (int, float)):
+        return torch.full((1,), float(scalar), dtype=torch.float32, device=like.device)
+    check_dtype(name, scalar, (torch.float32, torch.float16, torch.bfloat16))
+    if scalar.numel() != 1:
+        raise ArgumentError(name, f"{scalar.numel()} elements", "one element")
+    check_same_device(name, scalar, like)
+    return scalar.float()
+
+
+def check_layout(name: str, layout: object) -> SfLayout:
+    """``layout`` is a SfLayout or its integer value."""
+    for member in SfLayout:
+        if layout == member:
+            return member
+    raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
+
+
+def check_same_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """``tensor`` is on ``like``'s device."""
+    if tensor.device != like.device:
+        raise ArgumentTypeError(name, f"a tensor on {tensor.device}", f"a tensor on {like.device}, as the input")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """``tensor`` is dense in row-major order. Nothing is ever copied to make it so."""
+    if not tensor.is_contiguous():
+        raise ArgumentError(name, f"strides {tensor.stride()}", "a contiguous tensor")
+
+
+def output(
+    name: str,
+    out: torch.Tensor | None,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """``out`` when the caller gave one that fits exactly, else a new tensor of ``shape`` and ``dtypes[0]``."""
+    if out is None:
+        return torch.empty(shape, dtype=dtypes[0], device=like.device)
+    check_dtype(name, out, dtypes)
+    check_same_device(name, out, like)
+    if tuple(out.shape) != tuple(shape):
+        raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{tuple(shape)}")
+    check_contiguous(name, out)
+    return out
+
+
+def check_aligned(name: str, tensor: torch.Tensor, alignment: int = 16) -> None:
+    """``tensor`` starts at a multiple of ``alignment`` bytes."""
+    if tensor.data_ptr() % alignment:
+        raise ArgumentError(name, f"address {tensor.data_ptr():#x}", f"a multiple of {alignment} bytes")
+
+
+@functools.cache
+def device_arch(index: int) -> Arch:
+    """The architecture of CUDA device ``index``."""
+    return Arch.of_capability(*torch.cuda.get_device_capability(index))
+
+
+class on_device:  # noqa: N801 - used as a statement: with on_device(index) as stream
+    """Makes CUDA device ``index`` current and yields its current raw stream."""
+
+    __slots__ = ("_index", "_previous")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> int:
+        self._previous = torch.cuda._exchange_device(self._index)
+        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
+        return stream
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda._maybe_exchange_device(self._previous)

@@ -1,0 +1,109 @@
+"""Prebuilding: which kernels a deployment needs, and building them in parallel without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import jitfp4.families  # noqa: F401 - registers every family
+from jitfp4 import engine
+from jitfp4.arch import Arch
+from jitfp4.cache import Loaded
+from jitfp4.errors import ArgumentError, CompileError
+from jitfp4.registry import Family, families, lookup
+from jitfp4.spec import KernelSpec
+
+PLAN_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One kernel to have: a specialisation of a family for an architecture."""
+
+    family: Family
+    spec: KernelSpec
+    arch: Arch
+
+    def __str__(self) -> str:
+        return f"{self.family.name}[{self.spec}] {self.arch.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a task: a loaded kernel, or the error that kept it from being built."""
+
+    task: Task
+    loaded: Loaded | None
+    error: Exception | None = None
+
+
+def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...]:
+    """Every specialisation of the families that match ``patterns`` (of all, when empty) on each of ``archs``."""
+    chosen = [family for pattern in patterns for family in families(pattern)] or families()
+    return tuple(
+        Task(family, spec, arch) for arch in archs for family in dict.fromkeys(chosen) for spec in family.specs(arch)
+    )
+
+
+def write_plan(tasks: Iterable[Task]) -> str:
+    """A plan as JSON text: what ``read_plan`` takes."""
+    kernels = [{"family": t.family.name, "arch": t.arch.name, "spec": t.spec.fields()} for t in tasks]
+    return json.dumps({"schema": PLAN_SCHEMA, "kernels": kernels}, indent=2) + "\n"
+
+
+def read_plan(text: str) -> tuple[Task, ...]:
+    """The tasks of a JSON plan. Raises ArgumentError when it is not one or names a kernel that does not exist."""
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise ArgumentError("plan", "text that is not JSON", str(error)) from None
+    match document:
+        case {"schema": int(schema), "kernels": list(kernels)} if schema == PLAN_SCHEMA:
+            return tuple(_read_task(kernel) for kernel in kernels)
+    raise ArgumentError("plan", "another document", f'{{"schema": {PLAN_SCHEMA}, "kernels": [...]}}')
+
+
+def _read_task(kernel: Mapping[str, object]) -> Task:
+    match kernel:
+        case {"family": str(name), "arch": str(arch), "spec": dict(fields)}:
+            family = lookup(name)
+            return Task(family, family.spec.from_fields(fields), Arch.of(arch))
+    raise ArgumentError("plan", kernel, '{"family": ..., "arch": ..., "spec": {...}}')
+
+
+def shard(tasks: Sequence[Task], index: int, count: int) -> tuple[Task, ...]:
+    """The ``index``-th (from 0) of ``count`` disjoint parts of ``tasks``, the same for every process that asks.
+
+    Tasks go by the hash of what they are, so that adding a kernel to a plan moves no other between shards.
+    """
+    if not 0 <= index < count:
+        raise ArgumentError("shard", f"{index}/{count}", "I/N with 0 <= I < N")
+    return tuple(task for task in tasks if int(hashlib.sha256(str(task).encode()).hexdigest(), 16) % count == index)
+
+
+def warm_up(tasks: Sequence[Task], *, jobs: int, on_done: Callable[[Outcome], None] = lambda _: None) -> list[Outcome]:
+    """Have every task in the cache, ``jobs`` at a time (NVRTC releases the GIL, so threads scale).
+
+    A kernel that does not compile is reported in its Outcome and does not stop the others.
+    """
+    outcomes = []
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for future in as_completed([pool.submit(_build, task) for task in tasks]):
+            outcomes.append(future.result())
+            on_done(outcomes[-1])
+    return outcomes
+
+
+def missing(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks whose kernel is in no layer of the cache; builds nothing."""
+    return [task for task in tasks if not engine.is_cached(task.family, task.spec, task.arch)]
+
+
+def _build(task: Task) -> Outcome:
+    try:
+        return Outcome(task, engine.build(task.family, task.spec, task.arch))
+    except CompileError as error:
+        return Outcome(task, None, error)

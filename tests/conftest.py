@@ -1,0 +1,38 @@
+"""Marks, isolation and the GPU gate: every test has its own kernel cache, and `gpu` tests run only where there is
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from jitfp4 import engine
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=on_gpu)
+    items[:] = [item for item in items if item not in on_gpu]
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the kernels that tests compile in order to run them."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def isolated_cache(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
+    """No test reads or writes the user's cache, and none sees another's configuration."""
+    for name in ("JITFP4_CACHE_RO", "JITFP4_CACHE", "JITFP4_OFFLINE", "JITFP4_STRICT", "JITFP4_BUNDLE_SHA256"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JITFP4_CACHE_DIR", str(shared_cache))
+    engine.reset()
+    yield
+    engine.reset()

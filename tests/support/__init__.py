@@ -1,0 +1,1 @@
+"""Inputs and comparisons that the tests and the benches share."""
