@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 from cuda.bindings import driver as cuda
-from cuda.core import LaunchConfig, ObjectCode, Stream, StridedMemoryView, TensorMapDescriptorOptions, launch
+from cuda.core import Device, LaunchConfig, ObjectCode, Stream, TensorMapDescriptorOptions, launch
+from cuda.core.utils import StridedMemoryView
 
 from jitfp4.errors import LaunchError
-from jitfp4.spec import F32, I64, Geometry, Param, Ptr, TensorMapParam, TileMap
+from jitfp4.spec import F32, Geometry, Param, Ptr, TensorMapParam, TileMap
 
 _DEFAULT_SHARED_BYTES = 48 << 10  # more dynamic shared memory needs the kernel's consent
 _PORTABLE_CLUSTER = 8  # a larger cluster needs it too
 _MAX_TENSOR_MAPS = 256
+_thread = threading.local()
 
 
 class LoadedKernel:
@@ -28,7 +31,10 @@ class LoadedKernel:
             self._kernel = ObjectCode.from_cubin(cubin, name=symbol).get_kernel(symbol)
         except Exception as error:  # cuda.core raises its own CUDAError, RuntimeError or ValueError
             raise LaunchError(f"the driver refused {symbol} ({len(cubin)} bytes): {error}") from error
-        self._converters = tuple(_CONVERTERS[type(param)] for param in params)
+        self._count = len(params)
+        self._pointers = tuple(i for i, param in enumerate(params) if isinstance(param, Ptr))
+        self._floats = tuple(i for i, param in enumerate(params) if isinstance(param, F32))
+        self._maps = tuple(i for i, param in enumerate(params) if isinstance(param, TensorMapParam))
         self._configs: dict[tuple[Geometry, bool], LaunchConfig] = {}
         self._shared_bytes = _DEFAULT_SHARED_BYTES
 
@@ -38,10 +44,19 @@ class LoadedKernel:
         ``args`` follow the family's parameters: tensors, ints, floats and TileMaps. ``pdl`` sets programmatic stream
         serialization: the kernel may start while its predecessor drains.
         """
+        if not hasattr(_thread, "bound"):  # a thread that never called the driver has no current context
+            Device(self.device).set_current()
+            _thread.bound = True
+        if len(args) != self._count:
+            raise LaunchError(f"{self.symbol} takes {self._count} arguments, got {len(args)}")
+        values = list(args)
+        for i in self._pointers:
+            values[i] = values[i].data_ptr()
+        for i in self._floats:
+            values[i] = numpy.float32(values[i])
+        for i in self._maps:
+            values[i] = _tensor_map(values[i])
         config = self._configs.get((geometry, pdl)) or self._configure(geometry, pdl)
-        if len(args) != len(self._converters):
-            raise LaunchError(f"{self.symbol} takes {len(self._converters)} arguments, got {len(args)}")
-        values = [convert(arg) for convert, arg in zip(self._converters, args, strict=True)]
         launch(_stream(self.device, stream), config, self._kernel, *values)
 
     def _configure(self, geometry: Geometry, pdl: bool) -> LaunchConfig:
@@ -75,11 +90,6 @@ def _stream(device: int, handle: int) -> Stream:  # noqa: ARG001 - a handle name
     return Stream.from_handle(handle)
 
 
-def _pointer(tensor: Any) -> int:
-    address: int = tensor.data_ptr()
-    return address
-
-
 def _tensor_map(tile: TileMap) -> Any:
     return _encode(_View(tile.tensor), tile.box, tile.swizzle)
 
@@ -107,11 +117,3 @@ def _encode(view: _View, box: tuple[int, ...], swizzle: int) -> Any:
     return StridedMemoryView.from_any_interface(tensor, stream_ptr=-1).as_tensor_map(
         box, swizzle=swizzles[f"SWIZZLE_{swizzle}B" if swizzle else "NONE"]
     )
-
-
-_CONVERTERS: dict[type[Param], Callable[[Any], Any]] = {
-    Ptr: _pointer,
-    I64: int,
-    F32: numpy.float32,
-    TensorMapParam: _tensor_map,
-}

@@ -2,10 +2,11 @@
 
 A launch is one dictionary look-up and one driver call. Only a spec that is new to the process goes further::
 
-    launch -> _kernels[family, spec, device]
-              miss: build -> render -> recipe -> cache -> hit: verified cubin
-                                                       -> miss: NVRTC, publish
-                    load  -> LoadedKernel
+    Launch.run -> LoadedKernel.launch
+                  the first time: _kernels[family, spec, device], else
+                      build -> render -> recipe -> cache -> hit: verified cubin
+                                                         -> miss: NVRTC, publish
+                      load  -> LoadedKernel
 """
 
 from __future__ import annotations
@@ -63,21 +64,44 @@ def _cuda_target(index: int) -> Target:
 _kernels: dict[tuple[Family, KernelSpec, int], LoadedKernel] = {}
 
 
-def launch(
-    family: Family, spec: KernelSpec, geometry: Geometry, args: Sequence[Any], *, target: Target, pdl: bool = False
-) -> None:
-    """Run one kernel on ``target``, building or loading it first when this process has not met it.
+class Launch:
+    """One specialisation at one geometry, ready to run. Families keep one for each problem that they have met."""
 
-    Args:
-        args: in the order of ``family.params``: tensors for pointers, ints, floats, TileMaps for tensor maps.
-        pdl: programmatic dependent launch, where the architecture has it.
-    """
-    if target.device is None:
-        sim.run(_ptx(family, spec, target.arch), args, geometry, target.arch, entry=family.symbol)
-        return
-    with on_device(target.device) as stream:
-        kernel = _kernels.get((family, spec, target.device)) or _load(family, spec, target.arch, target.device)
-        kernel.launch(geometry, args, stream=stream, pdl=pdl and target.arch.has_pdl)
+    __slots__ = ("_on_device", "family", "geometry", "spec")
+
+    def __init__(self, family: Family, spec: KernelSpec, geometry: Geometry) -> None:
+        self.family, self.spec, self.geometry = family, spec, geometry
+        self._on_device: dict[int, LoadedKernel] = {}
+
+    def run(self, args: Sequence[Any], target: Target, *, pdl: bool | None = None) -> None:
+        """Run the kernel on ``target``, building or loading it first when this process has not met it.
+
+        Args:
+            args: in the order of ``family.params``: tensors for pointers, ints, floats, TileMaps for tensor maps.
+            pdl: programmatic dependent launch; None means wherever the architecture has it.
+        """
+        arch, device = target
+        if device is None:
+            sim.run(_ptx(self.family, self.spec, arch), args, self.geometry, arch, entry=self.family.symbol)
+            return
+        with on_device(device) as stream:
+            kernel = self._on_device.get(device)
+            if kernel is None:
+                kernel = self._on_device[device] = _load(self.family, self.spec, arch, device)
+            kernel.launch(self.geometry, args, stream=stream, pdl=arch.has_pdl and pdl is not False)
+
+
+def launch(
+    family: Family,
+    spec: KernelSpec,
+    geometry: Geometry,
+    args: Sequence[Any],
+    *,
+    target: Target,
+    pdl: bool | None = None,
+) -> None:
+    """Run one kernel once; see Launch.run()."""
+    Launch(family, spec, geometry).run(args, target, pdl=pdl)
 
 
 def _load(family: Family, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:

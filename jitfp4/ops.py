@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from jitfp4 import sim
-from jitfp4.tensors import check_aligned
+from jitfp4.errors import ArgumentError
 
 _library = torch.library.Library("jitfp4", "DEF")
 
 Implementation = Callable[..., None]
+
+_ALIGNMENT = 16  # bytes of the widest access that every kernel makes
 
 
 def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) -> Callable[[Implementation], Any]:
@@ -37,14 +39,17 @@ def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) 
         op = getattr(torch.ops.jitfp4, name).default
         positions = [(n, arg.name) for n, arg in enumerate(op._schema.arguments) if arg.name in aligned]
 
-        def on_cuda(*args: Any) -> None:
+        def check(args: Sequence[Any]) -> None:
             for position, argument in positions:
-                check_aligned(argument, args[position])
+                if past := args[position].data_ptr() % _ALIGNMENT:
+                    raise ArgumentError(argument, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
+
+        def on_cuda(*args: Any) -> None:
+            check(args)
             kernel(*args)
 
         def on_cpu(*args: Any) -> None:
-            for position, argument in positions:
-                check_aligned(argument, args[position])
+            check(args)
             (reference if sim.active_arch() is None else kernel)(*args)
 
         _library.impl(name, on_cuda, "CUDA")

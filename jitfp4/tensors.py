@@ -1,13 +1,13 @@
 """The only place that checks tensors and allocates outputs.
 
 Every check names the argument, what came, and what is allowed, and runs before anything is written. Shapes, dtypes,
-strides and devices are visible to ``torch.compile``; addresses are not, so check_aligned() runs inside the operators.
+strides and devices are visible to ``torch.compile``; addresses are not, so the operators in ops.py check those.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -15,15 +15,27 @@ from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
+_exchange_device = torch.cuda._exchange_device
 
-def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    """``tensor`` is a torch tensor of one of ``dtypes``, on the CPU or on a CUDA device."""
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
+    """``tensor`` is a torch tensor of one of ``dtypes``."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise ArgumentTypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
-    if tensor.device.type not in ("cuda", "cpu", "meta"):
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """``tensor`` is on a CUDA device, on the CPU, or abstract."""
+    if not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         raise ArgumentTypeError(name, f"a tensor on {tensor.device}", "a CUDA or CPU tensor")
+
+
+def check_same_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """``tensor`` is on ``like``'s device."""
+    if tensor.device != like.device:
+        raise ArgumentTypeError(name, f"a tensor on {tensor.device}", f"a tensor on {like.device}, as the input")
 
 
 def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
@@ -42,13 +54,13 @@ def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
     try:
         rows = tensor if tensor.dim() == 2 else tensor.view(-1, k)
     except RuntimeError:
-        raise ArgumentError(
-            name, f"strides {tensor.stride()}", "leading dimensions that flatten to one stride"
-        ) from None
-    if rows.shape[0] > 1 and rows.stride(0) < k:
-        raise ArgumentError(name, f"strides {tensor.stride()}", "rows that do not overlap")
-    if rows.shape[0] > 1 and rows.stride(0) * rows.element_size() % 16:
-        raise ArgumentError(name, f"a row stride of {rows.stride(0)} elements", "a multiple of 16 bytes")
+        raise ArgumentError(name, f"strides {tensor.stride()}", "dimensions that flatten to rows") from None
+    stride = rows.stride(0)
+    if stride != k and rows.shape[0] > 1:
+        if stride < k:
+            raise ArgumentError(name, f"strides {tensor.stride()}", "rows that do not overlap")
+        if stride * rows.element_size() % 16:
+            raise ArgumentError(name, f"a row stride of {stride} elements", "a multiple of 16 bytes")
     return rows
 
 
@@ -60,7 +72,7 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
     if scalar.numel() != 1:
         raise ArgumentError(name, f"{scalar.numel()} elements", "one element")
     check_same_device(name, scalar, like)
-    return scalar.float()
+    return scalar if scalar.dtype == torch.float32 else scalar.float()
 
 
 def check_layout(name: str, layout: object) -> SfLayout:
@@ -69,12 +81,6 @@ def check_layout(name: str, layout: object) -> SfLayout:
         if layout == member:
             return member
     raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
-
-
-def check_same_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """``tensor`` is on ``like``'s device."""
-    if tensor.device != like.device:
-        raise ArgumentTypeError(name, f"a tensor on {tensor.device}", f"a tensor on {like.device}, as the input")
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -86,7 +92,7 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
 def output(
     name: str,
     out: torch.Tensor | None,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     dtypes: Sequence[torch.dtype],
     like: torch.Tensor,
 ) -> torch.Tensor:
@@ -95,16 +101,10 @@ def output(
         return torch.empty(shape, dtype=dtypes[0], device=like.device)
     check_dtype(name, out, dtypes)
     check_same_device(name, out, like)
-    if tuple(out.shape) != tuple(shape):
-        raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{tuple(shape)}")
+    if out.shape != shape:
+        raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{shape}")
     check_contiguous(name, out)
     return out
-
-
-def check_aligned(name: str, tensor: torch.Tensor, alignment: int = 16) -> None:
-    """``tensor`` starts at a multiple of ``alignment`` bytes."""
-    if tensor.data_ptr() % alignment:
-        raise ArgumentError(name, f"address {tensor.data_ptr():#x}", f"a multiple of {alignment} bytes")
 
 
 @functools.cache
@@ -122,9 +122,10 @@ class on_device:  # noqa: N801 - used as a statement: with on_device(index) as s
         self._index = index
 
     def __enter__(self) -> int:
-        self._previous = torch.cuda._exchange_device(self._index)
+        self._previous: int = _exchange_device(self._index)
         stream: int = torch._C._cuda_getCurrentRawStream(self._index)
         return stream
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda._maybe_exchange_device(self._previous)
+        if self._previous != self._index:
+            _exchange_device(self._previous)

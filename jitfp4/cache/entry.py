@@ -22,6 +22,7 @@ MAX_BYTES = {CUBIN: 256 << 20, SOURCE: 16 << 20, MANIFEST: 1 << 20}
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOOLCHAIN = re.compile(r"[a-z0-9][a-z0-9_+-]*(\.[a-z0-9_+-]+)*")
+_RECIPE_TEXTS = ("digest", "family", "arch", "source_sha256")
 _EM_CUDA = 190
 _SEAL = ',\n  "seal": "%s"\n}\n'
 _SEAL_BYTES = len(_SEAL % ("0" * 64))
@@ -101,26 +102,27 @@ class Manifest:
             fields = json.loads(body + b"}")
         except (ValueError, RecursionError) as error:
             raise CacheCorruptError(f"{MANIFEST}: not JSON: {error}") from None
-        match fields:
-            case {
-                "schema": int(schema),
-                "recipe": {"digest": str(), "family": str(), "arch": str(), "source_sha256": str()} as recipe,
-                "toolchain": str(toolchain),
-                "symbol": str(symbol),
-                "cubin": {"bytes": int(cubin_bytes), "sha256": str(cubin_sha256)},
-                "source": {"bytes": int(source_bytes)},
-                "provenance": dict(provenance),
-            } if schema == SCHEMA:
-                return cls(
-                    recipe=recipe,
-                    toolchain=toolchain,
-                    symbol=symbol,
-                    cubin_bytes=cubin_bytes,
-                    cubin_sha256=cubin_sha256,
-                    source_bytes=source_bytes,
-                    provenance=provenance,
-                )
-        raise CacheCorruptError(f"{MANIFEST}: a member is missing, of the wrong type, or of another schema")
+        try:
+            manifest = cls(
+                recipe=fields["recipe"],
+                toolchain=fields["toolchain"],
+                symbol=fields["symbol"],
+                cubin_bytes=fields["cubin"]["bytes"],
+                cubin_sha256=fields["cubin"]["sha256"],
+                source_bytes=fields["source"]["bytes"],
+                provenance=fields["provenance"],
+            )
+            texts = (*(manifest.recipe[name] for name in _RECIPE_TEXTS), manifest.toolchain, manifest.symbol)
+        except (KeyError, TypeError) as error:
+            raise CacheCorruptError(f"{MANIFEST}: a member is missing or of the wrong type: {error}") from None
+        numbers = (manifest.cubin_bytes, manifest.source_bytes)
+        if not (all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)):
+            raise CacheCorruptError(f"{MANIFEST}: a member is of the wrong type")
+        if fields["schema"] != SCHEMA or type(manifest.provenance) is not dict:
+            raise CacheCorruptError(
+                f"{MANIFEST}: schema {fields['schema']}, or no provenance; this reader knows {SCHEMA}"
+            )
+        return manifest
 
     def check_place(self, digest: str, toolchain: str) -> None:
         """The entry lies where it belongs: this catches swapped and copied entries. Raises CacheCorruptError."""
@@ -128,6 +130,19 @@ class Manifest:
             raise CacheCorruptError(f"{MANIFEST}: made for recipe {self.digest}, found under {digest}")
         if self.toolchain != toolchain:
             raise CacheCorruptError(f"{MANIFEST}: made by {self.toolchain}, found under {toolchain}")
+
+    def check_asked(self, recipe: Recipe) -> None:
+        """The preimage that is written here is the one that was asked for, its source aside. Raises CacheCorruptError.
+
+        The digest alone would not do: the ELF header is compared with the ``arch`` that is written here.
+        """
+        written = self.recipe
+        if (
+            written["arch"] != recipe.arch
+            or written["family"] != recipe.family
+            or written.get("options") != list(recipe.options)
+        ):
+            raise CacheCorruptError(f"{MANIFEST}: its family, arch and options are not those of recipe {self.digest}")
 
     def check_cubin(self, cubin: bytes) -> None:
         """These are the published bytes, for this architecture, with this kernel inside. Raises CacheCorruptError."""

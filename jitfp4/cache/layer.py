@@ -11,7 +11,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar
 from jitfp4.cache.entry import CUBIN, MANIFEST, MAX_BYTES, SOURCE, EntryFiles, Manifest, is_digest, is_toolchain
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index
 from jitfp4.errors import BundleError, CacheCorruptError, CacheUntrustedError
+from jitfp4.keys import Recipe
 
 VERSION = "v1"
 INDEXES = "bundles"
@@ -42,25 +43,35 @@ def entry_path(digest: str, toolchain: str) -> str:
 
 def check_trusted(status: os.stat_result, what: str) -> None:
     """Nobody but this user or root could have written it. Raises CacheUntrustedError."""
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid != 0 and status.st_uid != os.geteuid():
         raise CacheUntrustedError(f"{what}: belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root")
     if status.st_mode & 0o022:
         raise CacheUntrustedError(f"{what}: group or others may write it (mode {stat.S_IMODE(status.st_mode):04o})")
 
 
+def check_folder(status: os.stat_result, what: str) -> None:
+    """``status``, of a path whose last link was not followed, is a folder's. Raises CacheUntrustedError."""
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheUntrustedError(f"{what}: a symbolic link or a file where a folder belongs")
+
+
 @contextmanager
 def open_folder(path: str | Path, *, at: int | None = None) -> Iterator[int]:
     """A descriptor of a real folder, closed at the end. Raises CacheUntrustedError for a symbolic link or a file."""
-    try:
-        fd = os.open(path, _FOLDER, dir_fd=at)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise CacheUntrustedError(f"{path}: a symbolic link or a file where a folder belongs") from None
-        raise
+    fd = _open_folder(path, at=at)
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def _open_folder(path: str | Path, *, at: int | None = None) -> int:
+    try:
+        return os.open(path, _FOLDER, dir_fd=at)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise CacheUntrustedError(f"{path}: a symbolic link or a file where a folder belongs") from None
+        raise
 
 
 def _again_if_stale(read: Callable[P, T]) -> Callable[P, T]:
@@ -92,7 +103,7 @@ class Layer:
     pin: str | None = None
 
     @_again_if_stale
-    def load(self, digest: str, toolchain: str) -> tuple[Manifest, bytes]:
+    def load(self, recipe: Recipe, toolchain: str) -> tuple[Manifest, bytes]:
         """The manifest and the cubin of one entry, checked in the order of cache_layout.md.
 
         Raises:
@@ -100,32 +111,29 @@ class Layer:
             CacheCorruptError, CacheUntrustedError: an entry that must not be used.
             OSError: it could not be read.
         """
+        digest = recipe.digest
         pinned = self._pinned_manifest(digest, toolchain)
-        with self._open_entry(digest, toolchain, trusted=pinned is not None) as folder:
-            data = self._read(folder, MANIFEST, pinned=pinned)
-            manifest = Manifest.decode(data)
+        folder = self._open_entry(digest, toolchain, pinned)
+        try:
+            manifest = Manifest.decode(self._read(folder, MANIFEST, pinned))
             manifest.check_place(digest, toolchain)
-            cubin = self._read(folder, CUBIN, size=manifest.cubin_bytes, trusted=pinned is not None)
+            manifest.check_asked(recipe)
+            cubin = self._read(folder, CUBIN, pinned, manifest.cubin_bytes)
+        except FileNotFoundError as error:
+            raise self._missing(error, folder, digest, toolchain) from None
+        finally:
+            os.close(folder)
         manifest.check_cubin(cubin)
         return manifest, cubin
 
-    @_again_if_stale
     def read_manifest(self, digest: str, toolchain: str) -> bytes:
         """entry.json as it is, from trusted folders. Raises like load()."""
-        pinned = self._pinned_manifest(digest, toolchain)
-        with self._open_entry(digest, toolchain, trusted=pinned is not None) as folder:
-            return self._read(folder, MANIFEST, pinned=pinned)
+        return self._read_each(digest, toolchain, (MANIFEST,))[0]
 
-    @_again_if_stale
     def read_files(self, digest: str, toolchain: str) -> EntryFiles:
         """All three files from trusted folders; their contents are not checked. Raises like load()."""
-        pinned = self._pinned_manifest(digest, toolchain)
-        with self._open_entry(digest, toolchain, trusted=pinned is not None) as folder:
-            return EntryFiles(
-                manifest=self._read(folder, MANIFEST, pinned=pinned),
-                source=self._read(folder, SOURCE, trusted=pinned is not None),
-                cubin=self._read(folder, CUBIN, trusted=pinned is not None),
-            )
+        manifest, source, cubin = self._read_each(digest, toolchain, (MANIFEST, SOURCE, CUBIN))
+        return EntryFiles(manifest=manifest, source=source, cubin=cubin)
 
     def toolchains(self, digest: str) -> list[str]:
         """Names of the toolchain folders of a recipe; none when there is no recipe folder."""
@@ -139,41 +147,53 @@ class Layer:
                 if is_digest(digest := fan + rest):
                     yield from ((digest, name) for name in self.toolchains(digest))
 
-    @contextmanager
-    def _open_entry(self, digest: str, toolchain: str, *, trusted: bool) -> Iterator[int]:
-        """A descriptor of the entry's folder. All files are opened below it, so they belong to one generation."""
-        with open_folder(self.path) as root:
-            if not trusted:
-                check_trusted(os.fstat(root), str(self.path))
-            for level in (VERSION, f"{VERSION}/{digest[:2]}", f"{VERSION}/{digest[:2]}/{digest[2:]}"):
-                status = os.stat(level, dir_fd=root, follow_symlinks=False)
-                if not stat.S_ISDIR(status.st_mode):
-                    raise CacheUntrustedError(f"{level}: a symbolic link or a file where a folder belongs")
-                if not trusted:
-                    check_trusted(status, level)
-            path = entry_path(digest, toolchain)
-            with open_folder(path, at=root) as folder:
-                if not trusted:
-                    check_trusted(os.fstat(folder), path)
-                try:
-                    yield folder
-                except FileNotFoundError as error:
-                    if os.fstat(folder).st_nlink and _same_folder(root, path, folder):
-                        raise CacheCorruptError(f"{path}: {error.filename} is missing") from None
-                    raise  # evicted or moved aside while it was being read
+    @_again_if_stale
+    def _read_each(self, digest: str, toolchain: str, names: Sequence[str]) -> list[bytes]:
+        pinned = self._pinned_manifest(digest, toolchain)
+        folder = self._open_entry(digest, toolchain, pinned)
+        try:
+            return [self._read(folder, name, pinned) for name in names]
+        except FileNotFoundError as error:
+            raise self._missing(error, folder, digest, toolchain) from None
+        finally:
+            os.close(folder)
 
-    def _read(
-        self, folder: int, name: str, *, size: int | None = None, pinned: str | None = None, trusted: bool = False
-    ) -> bytes:
-        """One file, if it is regular, trusted and of an acceptable size, which is known before a byte is read."""
+    def _open_entry(self, digest: str, toolchain: str, pinned: str | None) -> int:
+        """A descriptor of the entry's folder. All files are opened below it, so they belong to one generation."""
+        root = _open_folder(self.path)
+        try:
+            if pinned is None:
+                check_trusted(os.fstat(root), str(self.path))
+            fan = f"{VERSION}/{digest[:2]}"
+            for level in (VERSION, fan, f"{fan}/{digest[2:]}"):
+                status = os.stat(level, dir_fd=root, follow_symlinks=False)
+                check_folder(status, level)
+                if pinned is None:
+                    check_trusted(status, level)
+            folder = _open_folder(f"{fan}/{digest[2:]}/{toolchain}", at=root)
+        finally:
+            os.close(root)
+        try:
+            if pinned is None:
+                check_trusted(os.fstat(folder), toolchain)
+        except CacheUntrustedError:
+            os.close(folder)
+            raise
+        return folder
+
+    def _read(self, folder: int, name: str, pinned: str | None, size: int | None = None) -> bytes:
+        """One file, if it is regular, trusted and of an acceptable size, which is known before a byte is read.
+
+        With ``pinned``, the SHA-256 of entry.json, neither owner nor mode counts: the contents are known.
+        """
         fd = os.open(name, _FILE, dir_fd=folder)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise CacheUntrustedError(f"{name}: not a regular file")
-            if pinned is None and not trusted:
+            if pinned is None:
                 check_trusted(status, name)
-                if self.own and status.st_nlink != 1:
+                if self.own and status.st_nlink > 1:  # 0: evicted since it was opened, and whole
                     raise CacheUntrustedError(f"{name}: has {status.st_nlink} hard links")
             if status.st_size > MAX_BYTES[name] or (size is not None and status.st_size != size):
                 raise CacheCorruptError(f"{name}: {status.st_size} bytes, not the published size")
@@ -181,14 +201,19 @@ class Layer:
             if name == MANIFEST and self.stamps and abs(time.time() - status.st_mtime) >= STAMP_SECONDS:
                 with suppress(OSError):  # on a read-only mount uses go unrecorded
                     os.utime(fd)
-        except OSError as error:
-            error.filename = error.filename or name
-            raise
         finally:
             os.close(fd)
-        if pinned is not None and hashlib.sha256(data).hexdigest() != pinned:
+        if pinned is not None and name == MANIFEST and hashlib.sha256(data).hexdigest() != pinned:
             raise CacheUntrustedError(f"{name}: not the one that the pinned bundle index {self.pin} lists")
         return data
+
+    def _missing(self, error: FileNotFoundError, folder: int, digest: str, toolchain: str) -> Exception:
+        """A file that is not in an entry's folder: damage, unless the folder has left its place meanwhile."""
+        with suppress(OSError):
+            now = (self.path / entry_path(digest, toolchain)).lstat()
+            if os.path.samestat(now, os.fstat(folder)):
+                return CacheCorruptError(f"{error.filename}: missing")
+        return error
 
     def _pinned_manifest(self, digest: str, toolchain: str) -> str | None:
         """SHA-256 that entry.json must have, if this layer holds the pinned index and the index lists the entry."""
@@ -226,13 +251,6 @@ def read_all(fd: int, size: int) -> bytes:
     while len(data) < size and (more := os.read(fd, size + 1 - len(data))):
         data += more
     return data
-
-
-def _same_folder(root: int, path: str, folder: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, dir_fd=root, follow_symlinks=False), os.fstat(folder))
-    except OSError:
-        return False
 
 
 def _listing(path: Path) -> list[str]:

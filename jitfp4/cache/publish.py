@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jitfp4.cache.layer import VERSION, check_trusted, entry_path, open_folder
+from jitfp4.cache.layer import VERSION, check_folder, check_trusted, entry_path, open_folder
 from jitfp4.cache.lock import LOCKS, TROUBLE, try_lock
 from jitfp4.errors import CacheUntrustedError
 
@@ -188,8 +187,7 @@ def _ensure_folder(root: int, path: str, mode: int) -> None:
         os.chmod(path, mode, dir_fd=root)  # whatever the umask
     except FileExistsError:
         status = os.stat(path, dir_fd=root, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            raise CacheUntrustedError(f"{path}: a symbolic link or a file where a folder belongs") from None
+        check_folder(status, path)
         check_trusted(status, path)
 
 

@@ -58,16 +58,21 @@ class Missed:
 class Loaded:
     """A kernel to hand to the driver: exactly these bytes were verified, or came from build().
 
-    ``path`` is the entry's folder, None when the kernel was built and is only in memory. ``missed`` is None for a hit,
-    else why it had to be built; ``build_ms`` is what that took. ``toolchain`` is the folder it came from.
+    ``toolchain`` built it. ``missed`` is None for a hit, else why it had to be built; ``build_ms`` is what that took.
     """
 
     cubin: bytes
     symbol: str
     toolchain: str | None
-    path: Path | None
+    digest: str
+    root: Path | None = None
     missed: Missed | None = None
     build_ms: float = 0.0
+
+    @property
+    def path(self) -> Path | None:
+        """The entry's folder; None when the kernel was built and is only in memory."""
+        return self.root / entry_path(self.digest, self.toolchain) if self.root and self.toolchain else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +124,7 @@ class Cache:
         if isinstance(found, Loaded):
             return found
         if toolchain is None or self.config.offline or self.config.cache_mode != "rw":
-            return self._build(build, toolchain, found)[0]
+            return self._build(recipe, toolchain, build, found)[0]
         return self._build_once(recipe, toolchain, build, found)
 
     def lookup(self, recipe: Recipe, toolchain: str | None) -> Loaded | Missed:
@@ -229,9 +234,8 @@ class Cache:
             yield from ((layer, name) for name in newest_first(names))
 
     def _load(self, layer: Layer, recipe: Recipe, toolchain: str) -> Loaded | Missed:
-        path = layer.path / entry_path(recipe.digest, toolchain)
         try:
-            manifest, cubin = layer.load(recipe.digest, toolchain)
+            manifest, cubin = layer.load(recipe, toolchain)
         except FileNotFoundError:
             return Missed(reason=Miss.ABSENT)
         except CacheCorruptError as error:
@@ -241,7 +245,10 @@ class Cache:
         except OSError as error:
             reason, cause = Miss.UNREADABLE, f"{error.filename}: {error.strerror}"
         else:
-            return Loaded(cubin=cubin, symbol=manifest.symbol, toolchain=toolchain, path=path)
+            return Loaded(
+                cubin=cubin, symbol=manifest.symbol, toolchain=toolchain, digest=recipe.digest, root=layer.path
+            )
+        path = layer.path / entry_path(recipe.digest, toolchain)
         about_root = cause.startswith(f"{layer.path}:")  # the same trouble for every entry
         detail = f"{reason.value} entry: " + (cause if about_root else f"{path}: {cause}")
         if self.config.strict:
@@ -259,13 +266,13 @@ class Cache:
             with self._tolerated("open"):
                 root = stack.enter_context(open_root(self._own_root(), world_readable=self.world_readable))
             if root is None or user is None:
-                return self._build(build, toolchain, missed)[0]
+                return self._build(recipe, toolchain, build, missed)[0]
             with self._tolerated("lock"):
                 what = f"{recipe.family} for {recipe.arch} ({recipe.digest[:12]})"
                 lock = stack.enter_context(locked(root, stripe(recipe.digest), what, self.config.lock_timeout))
             if lock is Lock.TIMED_OUT:
                 self._count("lock_timeouts")
-                return self._build(build, toolchain, missed)[0]
+                return self._build(recipe, toolchain, build, missed)[0]
             if lock is Lock.HELD:
                 again = self._load(user, recipe, toolchain)
                 if isinstance(again, Loaded):
@@ -274,13 +281,15 @@ class Cache:
                 if again.reason in (Miss.CORRUPT, Miss.UNTRUSTED):
                     with self._tolerated("quarantine"):
                         self._quarantine(root, user, recipe, toolchain)
-            loaded, built = self._build(build, toolchain, missed)
+            loaded, built = self._build(recipe, toolchain, build, missed)
             with self._tolerated("publish"):
                 if self._publish(root, user, recipe, toolchain, built):
-                    loaded = replace(loaded, path=user.path / entry_path(recipe.digest, toolchain))
+                    loaded = replace(loaded, root=user.path)
         return loaded
 
-    def _build(self, build: Callable[[], Built], toolchain: str | None, missed: Missed) -> tuple[Loaded, Built]:
+    def _build(
+        self, recipe: Recipe, toolchain: str | None, build: Callable[[], Built], missed: Missed
+    ) -> tuple[Loaded, Built]:
         start = time.perf_counter()
         built = build()
         milliseconds = (time.perf_counter() - start) * 1e3
@@ -289,7 +298,7 @@ class Cache:
             cubin=built.cubin,
             symbol=built.symbol,
             toolchain=toolchain,
-            path=None,
+            digest=recipe.digest,
             missed=missed,
             build_ms=milliseconds,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -9,7 +10,7 @@ from itertools import product
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.engine import launch, target_of
+from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout, ceil_div
@@ -19,6 +20,7 @@ from jitfp4.registry import Family, register
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 from jitfp4.tensors import (
     check_contiguous,
+    check_device,
     check_dtype,
     check_layout,
     check_same_device,
@@ -64,6 +66,12 @@ NVFP4_DEQUANTIZE = register(
 )
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan(dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
+    spec = Spec(out_dtype=_OUT_DTYPES[dtype], sf_layout=SfLayout(layout))
+    return Launch(NVFP4_DEQUANTIZE, spec, geometry(m=m, k=k))
+
+
 def _reference(
     q: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int, _: bool | None
 ) -> None:
@@ -79,15 +87,7 @@ def _dequantize(
     q: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int, enable_pdl: bool | None
 ) -> None:
     m, k = out.shape
-    spec = Spec(out_dtype=_OUT_DTYPES[out.dtype], sf_layout=SfLayout(layout))
-    launch(
-        NVFP4_DEQUANTIZE,
-        spec,
-        geometry(m=m, k=k),
-        (q, sf, scale, out, m, k),
-        target=target_of(q),
-        pdl=enable_pdl is not False,
-    )
+    _plan(out.dtype, layout, m, k).run((q, sf, scale, out, m, k), target_of(q), pdl=enable_pdl)
 
 
 def nvfp4_dequantize(
@@ -127,6 +127,7 @@ def nvfp4_dequantize(
     if out_dtype not in _OUT_DTYPES:
         raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, _OUT_DTYPES)))
     check_dtype("a_fp4", a_fp4, (torch.uint8,))
+    check_device("a_fp4", a_fp4)
     check_contiguous("a_fp4", a_fp4)
     if a_fp4.dim() < 2 or a_fp4.shape[-1] == 0 or a_fp4.shape[-1] % (NVFP4.block // 2):
         raise ArgumentError("a_fp4", f"shape {tuple(a_fp4.shape)}", "[..., m, k/2] with k a positive multiple of 16")

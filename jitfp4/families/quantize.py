@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.engine import launch, target_of
+from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout, ceil_div
@@ -19,32 +21,45 @@ from jitfp4.reference.formats import swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.registry import Family, register
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.tensors import as_rows, check_dtype, check_layout, output, scalar_f32
+from jitfp4.tensors import as_rows, check_device, check_dtype, check_layout, output, scalar_f32
 
 _IN_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 _BACKENDS = ("cuda", "cute-dsl", "auto")
 _SHUFFLE_TILE = 128  # rows of the epilogue tile that do_shuffle prepares for
+_WARP = 32
 _BLOCK_THREADS = 256
+_BLOCKS_BY_WORK = ((1 << 22, 1), (inf, 4))  # (limit on m * k, blocks of 16 for each thread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSpec(KernelSpec):
-    """A kernel in which every thread loads and converts whole blocks."""
+    """A kernel in which every thread loads and converts whole blocks, ``blocks_per_thread`` of them along k."""
 
     in_dtype: DType
     sf_layout: SfLayout
+    block_threads: int
+    blocks_per_thread: int
 
 
-def vector_specs(_: Arch) -> Iterator[VectorSpec]:
+def vector_specs(_arch: Arch) -> Iterator[VectorSpec]:
     """Every architecture has every specialisation."""
-    for in_dtype, sf_layout in product(_IN_DTYPES.values(), SfLayout):
-        yield VectorSpec(in_dtype=in_dtype, sf_layout=sf_layout)
+    for in_dtype, sf_layout, (_limit, blocks) in product(_IN_DTYPES.values(), SfLayout, _BLOCKS_BY_WORK):
+        yield VectorSpec(in_dtype=in_dtype, sf_layout=sf_layout, block_threads=_BLOCK_THREADS, blocks_per_thread=blocks)
 
 
 def vector_geometry(spec: VectorSpec, *, m: int, k: int) -> Geometry:
-    """A thread for each scale of a row, padding included, walking down the rows."""
-    rows, cols = spec.sf_layout.shape(m, k // NVFP4.block)
-    return Geometry(grid=(ceil_div(cols, _BLOCK_THREADS), min(rows, 65535), 1), block=(_BLOCK_THREADS, 1, 1))
+    """A warp takes 32 scales that are neighbours in memory, and ``blocks_per_thread`` such groups along k."""
+    outer, inner, tile_cols = spec.sf_layout.tile
+    warp_cols = _WARP if spec.sf_layout is SfLayout.layout_linear else tile_cols
+    row_tasks = ceil_div(m, outer * inner) * ceil_div(outer * inner * warp_cols, _WARP)
+    tasks = row_tasks * ceil_div(k // NVFP4.block, warp_cols * spec.blocks_per_thread)
+    return Geometry(grid=(ceil_div(tasks * _WARP, spec.block_threads), 1, 1), block=(spec.block_threads, 1, 1))
+
+
+def select(*, in_dtype: DType, sf_layout: SfLayout, m: int, k: int) -> VectorSpec:
+    """The specialisation for a problem. Pure: reads no device, no clock and no environment."""
+    blocks = next(blocks for limit, blocks in _BLOCKS_BY_WORK if m * k < limit)
+    return VectorSpec(in_dtype=in_dtype, sf_layout=sf_layout, block_threads=_BLOCK_THREADS, blocks_per_thread=blocks)
 
 
 NVFP4_VECTOR = register(
@@ -65,6 +80,12 @@ NVFP4_VECTOR = register(
 )
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan(dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
+    spec = select(in_dtype=_IN_DTYPES[dtype], sf_layout=SfLayout(layout), m=m, k=k)
+    return Launch(NVFP4_VECTOR, spec, vector_geometry(spec, m=m, k=k))
+
+
 def _reference(
     a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor, layout: int, _: bool | None
 ) -> None:
@@ -82,15 +103,7 @@ def _quantize(
     a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor, layout: int, enable_pdl: bool | None
 ) -> None:
     m, k = a.shape
-    spec = VectorSpec(in_dtype=_IN_DTYPES[a.dtype], sf_layout=SfLayout(layout))
-    launch(
-        NVFP4_VECTOR,
-        spec,
-        vector_geometry(spec, m=m, k=k),
-        (a, scale, q, sf, m, k, a.stride(0)),
-        target=target_of(a),
-        pdl=enable_pdl is not False,
-    )
+    _plan(a.dtype, layout, m, k).run((a, scale, q, sf, m, k, a.stride(0)), target_of(a), pdl=enable_pdl)
 
 
 def nvfp4_quantize(
@@ -138,7 +151,8 @@ def nvfp4_quantize(
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, tuple(_IN_DTYPES))
+    check_dtype("a", a, _IN_DTYPES)
+    check_device("a", a)
     rows = as_rows("a", a, NVFP4.block)
     m, k = rows.shape
     scale = scalar_f32("a_global_sf", a_global_sf, like=a)
@@ -149,7 +163,7 @@ def nvfp4_quantize(
     if m == 0:
         return q, sf
     if not do_shuffle:
-        _quantize(rows, scale, q.view(m, k // 2), sf, int(layout), enable_pdl)
+        _quantize(rows, scale, q if q.dim() == 2 else q.view(m, -1), sf, int(layout), enable_pdl)
         return q, sf
     linear = SfLayout.layout_linear
     codes, scales = nvfp4_quantize(rows, scale, linear, enable_pdl=enable_pdl)

@@ -32,7 +32,7 @@ class Barriers:
         self.at = np.full(machine.total, -1, np.int64)  # barrier at which a thread waits
         self.value = np.zeros(machine.total, bool)  # operand of a reduction
         self.aligned = np.zeros(machine.total, bool)
-        self.clock: dict[tuple[int, int], Array] = {}  # for the race detector: what arrivals published
+        self.clock: dict[int, Array] = {}  # for the race detector: what arrivals published
         machine.on_exit.append(self.threads_left)
 
     def arrive(self, lanes: Lanes, number: Array, expected: Array, *, wait: bool, aligned: bool) -> Array:
@@ -129,7 +129,8 @@ class ClusterBarrier:
         self.phase = np.zeros(clusters, np.int64)
         self.arrived = np.zeros(machine.total, bool)
         self.waits_for = np.full(machine.total, -1, np.int64)  # the phase whose end a thread awaits
-        self.clock: dict[tuple[int, int], Array] = {}
+        self.blocked = np.zeros(machine.total, bool)
+        self.clock: dict[int, Array] = {}
         machine.on_exit.append(self.threads_left)
 
     def arrive(self, lanes: Lanes) -> None:
@@ -150,8 +151,8 @@ class ClusterBarrier:
             if (self.arrived | ~m.live)[members].all() and self.arrived[members].any():
                 self.phase[cluster] += 1
                 self.arrived[members] = False
-                waiting = np.flatnonzero(members & (m.waiting >= 0) & (self.waits_for >= 0) & m.live)
-                waiting = waiting[[m.program.is_cluster_wait(int(pc)) for pc in m.waiting[waiting]]] if len(waiting) else waiting
+                waiting = np.flatnonzero(members & self.blocked)
+                self.blocked[waiting] = False
                 for pc in np.unique(m.waiting[waiting]):
                     m.resume(waiting[m.waiting[waiting] == pc], int(pc))
 
@@ -167,6 +168,7 @@ class ClusterBarrier:
             if m.races is not None:
                 m.races.acquire(self.clock, through.ids, self.cluster[through.sel], np.unique(self.cluster[through.sel]))
         if stay is not None:
+            self.blocked[stay.sel] = True
             m.suspend(stay)
         return through, stay
 

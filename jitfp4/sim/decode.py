@@ -33,8 +33,8 @@ Dest = Callable[["Machine", Lanes, Any], None]
 class Decode:
     """One instruction being decoded."""
 
-    def __init__(self, instr: Instr, program: Program) -> None:
-        self.instr, self.program = instr, program
+    def __init__(self, instr: Instr, pc: int, program: Program) -> None:
+        self.instr, self.pc, self.program = instr, pc, program
         self.mods = list(instr.mods)
         self.operands = list(instr.operands)
 

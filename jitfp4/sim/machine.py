@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from jitfp4.arch import Arch
-from jitfp4.errors import SimDeadlockError, SimError
+from jitfp4.errors import SimDeadlockError, SimError, SimMemoryError
 from jitfp4.sim.lanes import Lanes
-from jitfp4.sim.memory import GlobalMemory, Memory
+from jitfp4.sim.memory import WINDOWS, GlobalMemory, Memory
 from jitfp4.sim.ptx import Array
 from jitfp4.sim.scheduler import FAIR_TURN, Ready
+from jitfp4.sim.tensormap import TensorMap
 from jitfp4.spec import Dim3, Geometry
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Launch:
     geometry: Geometry
     cluster: Dim3
     arch: Arch
-    tensor_maps: dict[int, Any]
+    tensor_maps: dict[int, TensorMap]
     races: bool
 
 
@@ -79,6 +80,7 @@ class Machine:
         self.warp = self.cta * self.block_warps + self.tid // WARP
         self.first, self.rank = first, self.cta % self.cluster_size
         self.live = np.ones(self.total, bool)
+        self.live_in_cta = np.full(ctas, self.block_threads)
         self.waiting = np.full(self.total, -1, np.int32)  # program counter at which a suspended thread waits
         self.pc = program.entry.start
         self.races: Races | None = None
@@ -88,6 +90,7 @@ class Machine:
         self.engines: list[Engine] = []
         self.on_exit: list[Callable[[Array], None]] = []
         self.units: dict[type[Any], Any] = {}
+        self.special: dict[str, Any] = {}  # values of special registers that do not change
         self.block_runs = np.zeros(len(program.blocks), np.int64)
         if launch.races:
             from jitfp4.sim.races import Races
@@ -154,8 +157,17 @@ class Machine:
 
     def exit(self, lanes: Lanes) -> None:
         self.live[lanes.sel] = False
+        self.live_in_cta -= np.bincount(self.cta[lanes.sel], minlength=self.ctas)
         for hook in self.on_exit:
             hook(lanes.ids)
+
+    def tensor_map(self, space: str, address: int, lanes: Lanes) -> TensorMap:
+        """The tensor map at an address, which is that of a kernel parameter."""
+        at = address - WINDOWS["param"] if space == "generic" else address
+        found = self.launch.tensor_maps.get(at)
+        if found is None:
+            raise self.error(SimMemoryError, f"no tensor map at {space} address {address:#x}", lanes.ids)
+        return found
 
     # Facts about threads
 

@@ -151,6 +151,9 @@ class Memory:
             if outside.any():
                 self.fault(lanes, outside, address, "shared::cluster address names no CTA of the cluster")
             cta = cta - own + rank
+            gone = machine.live_in_cta[cta] == 0
+            if gone.any():
+                self.fault(lanes, gone, address, "shared::cluster access to a CTA that has exited")
         elif (rank != own).any():
             self.fault(lanes, rank != own, address, "shared::cta access to an address outside the CTA's own window")
         offset = address & ((1 << RANK_BITS) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Block:
 
 
 Copies = list[tuple[int, int, int]]
+_NEVER_WAIT = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 
 
 def _align(offset: int, to: int) -> int:
@@ -42,6 +44,7 @@ class Program:
         self.module_bases: dict[str, int] = {}  # addresses of .global variables, set by each run
         self.places: dict[str, tuple[str, int]] = {}
         self.return_copies: dict[int, Copies] = {}
+        self.barrier_results: dict[int, Step] = {}  # what bar.red writes when its threads are released
         self._lay_out()
         self.blocks: list[Block] = []
         self.block_at: dict[int, int] = {}
@@ -109,9 +112,6 @@ class Program:
 
     # Calls
 
-    def index_of(self, instr: Instr) -> int:
-        return next(i for i, other in enumerate(self.module.code) if other is instr)
-
     def param_copies(self, actual: Vec, formal: tuple[Variable, ...], d: Decode) -> Copies:
         """What a call copies between the caller's .param variables and the function's: local offsets and sizes."""
         if len(actual.items) != len(formal):
@@ -126,37 +126,43 @@ class Program:
     # Code
 
     def _decode(self) -> None:
-        code = self.module.code
-        steps: list[tuple[Step | None, Control | None]] = []
-        leaders = {f.start for f in self.module.functions.values()} | {t for i in code for t in i.targets}
-        for number, instr in enumerate(code):
-            step, control = self._build(instr)
-            steps.append((step, control))
-            if control is not None:
-                leaders |= {number, number + 1} if _suspends(instr) else {number + 1}
-        leaders.add(len(code))
-        starts = sorted(s for s in leaders if s <= len(code))
-        for start, end in zip(starts, starts[1:], strict=False):
-            last = steps[end - 1][1]
-            plain = tuple((pc, s) for pc in range(start, end) if (s := steps[pc][0]) is not None)
-            self.block_at[start] = len(self.blocks)
-            self.blocks.append(Block(plain, last, end))
+        for function in self.module.functions.values():
+            if function is self.entry or not function.entry:
+                self._decode_function(function)
 
-    def _build(self, instr: Instr) -> tuple[Step | None, Control | None]:
+    def _decode_function(self, function: Function) -> None:
+        """Cut a function into blocks: at labels, after control instructions, and before those at which threads wait."""
+        code = range(function.start, function.end)
+        steps: dict[int, Step] = {}
+        controls: dict[int, Control] = {}
+        leaders = {function.start, function.end}
+        for pc in code:
+            instr = self.module.code[pc]
+            leaders.update(instr.targets)
+            if self._build(pc, instr, steps, controls):
+                leaders |= {pc, pc + 1} if instr.name not in _NEVER_WAIT else {pc + 1}
+        for start, end in pairwise(sorted(leaders)):
+            self.block_at[start] = len(self.blocks)
+            plain = tuple((pc, steps[pc]) for pc in range(start, end) if pc in steps)
+            self.blocks.append(Block(plain, controls.get(end - 1), end))
+
+    def _build(self, pc: int, instr: Instr, steps: dict[int, Step], controls: dict[int, Control]) -> bool:
+        """Decode one instruction into ``steps`` or ``controls``; True for the latter."""
         try:
             name, is_control = find(instr)
         except KeyError:
             raise SimParseError(f"unknown instruction {instr.name}\n  {self.place_of(instr)}") from None
-        decode = Decode(instr, self)
+        decode = Decode(instr, pc, self)
         decode.mods = decode.mods[name.count(".") :]
         guard = None if instr.guard is None else _guard(instr.guard, instr.negated)
         if is_control:
             control = CONTROLS[name](decode)
-            decode.finish()
-            return None, control if guard is None else _guarded_control(control, guard)
-        step = STEPS[name](decode)
+            controls[pc] = control if guard is None else _guarded_control(control, guard)
+        else:
+            step = STEPS[name](decode)
+            steps[pc] = step if guard is None else _guarded_step(step, guard)
         decode.finish()
-        return step if guard is None else _guarded_step(step, guard), None
+        return is_control
 
     def place_of(self, instr: Instr) -> str:
         where = f"PTX line {instr.line}: {instr.text}"
@@ -178,11 +184,6 @@ class Program:
                     instr = self.module.code[pc]
                     counts[".".join((instr.name, *instr.mods))] += runs
         return counts
-
-
-def _suspends(instr: Instr) -> bool:
-    """Whether threads can wait at the instruction itself, which must then start a block."""
-    return instr.name not in ("bra", "brx", "ret", "exit", "trap", "call")
 
 
 def _entry(module: Module, name: str | None) -> Function:

@@ -68,14 +68,11 @@ def special(name: str) -> Source:
     if stem.startswith(("clock", "globaltimer")):
         shift = np.uint64(32 if stem.endswith("_hi") else 0)
         return lambda m, _lanes: np.uint64(m.ready.turn) >> shift
-    cache: dict[int, tuple[Any, Any]] = {}
 
     def read(m: Machine, lanes: Lanes) -> Any:
-        known = cache.get(0)
-        if known is None or known[0] is not m:
-            value = _vector(stem, "xyz".index(axis), m) if axis else _scalar(stem, m)
-            known = cache[0] = (m, value)
-        value = known[1]
+        value = m.special.get(name)
+        if value is None:
+            value = m.special[name] = _vector(stem, "xyz".index(axis), m) if axis else _scalar(stem, m)
         return value if value.ndim == 0 else value[lanes.sel]
 
     return read

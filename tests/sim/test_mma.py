@@ -146,6 +146,29 @@ def test_hopper_fp8_adds_the_accumulator_last_and_to_nearest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arch", "kept"), [("sm_80", 24), ("sm_89", 24), ("sm_90a", 25), ("sm_100a", 25), ("sm_120a", 25)]
+)
+def test_kept_fraction_bits_are_those_of_the_architecture(arch: str, kept: int) -> None:
+    for bits in (kept, kept + 1):
+        a, b = np.zeros((1, 16, 8), ml_dtypes.bfloat16), np.ones((1, 8, 8), ml_dtypes.bfloat16)
+        a[0, :, :3] = [1, -1, 2.0**-bits]
+        left, right = fragments(a.view(np.uint16), b.view(np.uint16), 16)
+        d = mma(8, "f32.bf16.bf16.f32", left, right, np.zeros((1, 32, 4), np.uint32), arch=arch)
+        assert set(d.view(np.float32).ravel()) == {np.float32(2.0**-bits if bits == kept else 0)}
+
+
+def test_hopper_fp8_pairs_the_halves_of_every_four_k() -> None:
+    a, b = np.zeros((1, 16, 32), ml_dtypes.float8_e4m3fn), np.zeros((1, 32, 8), ml_dtypes.float8_e4m3fn)
+    a[0, :, 0], b[0, 0] = 256, 256
+    a[0, :, 16], b[0, 16] = -256, 256  # cancels in the first half, before the small product of the second
+    a[0, :, 2], b[0, 2] = 2.0**-9, 0.5
+    left, right = fragments(a.view(np.uint8), b.view(np.uint8), 8)
+    zero = np.zeros((1, 32, 4), np.uint32)
+    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch="sm_90a").view(np.float32).ravel()) == {2.0**-10}
+    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch="sm_120a").view(np.float32).ravel()) == {0.0}
+
+
+@pytest.mark.parametrize(
     ("kind", "scale_vec", "scale_type"),
     [("mxf4nvf4", 4, "ue4m3"), ("mxf4nvf4", 4, "ue8m0"), ("mxf4nvf4", 2, "ue8m0"), ("mxf4", 2, "ue8m0")],
 )

@@ -181,11 +181,29 @@ def test_nan_scales_poison_their_row_and_column() -> None:
     np.testing.assert_array_equal(d, expected)
 
 
-def test_scaled_operands_move_exponents_with_the_values() -> None:
+def test_zeros_never_decide_the_alignment() -> None:
+    unit = DotUnit(chunk=4, fraction_bits=25)
+    a = np.array([[0.0, 2.0**-20 * (1 + 2.0**-7), 0.0, 0.0]])
+    b = np.array([[1.0, 1.0, 0.0, 2.0**60]])
+    d = fused_dot_add(Operand.of(a, formats.BF16), Operand.of(b, formats.BF16), np.float32([[0]]), unit)
+    assert d[0, 0] == a[0, 1]
+
+
+@pytest.mark.parametrize(("shift", "kept"), [(35, True), (36, False)])
+def test_block_scaled_groups_keep_thirty_five_bits(shift: int, kept: bool) -> None:
+    a, b = np.zeros((1, 64)), np.ones((1, 64))
+    a[0, 0], a[0, 16], a[0, 32] = 1, -1, 1
+    sfa = np.float32([[1, 1, 2.0**-shift, 1]])
+    d = block_scaled_dot_add(a, b, sfa, np.ones((1, 4), np.float32), np.float32([[0]]), None)
+    assert d[0, 0] == (2.0**-shift if kept else 0)
+
+
+@pytest.mark.parametrize("exponent", [20, -20])
+def test_scaled_operands_move_exponents_with_the_values(exponent: int) -> None:
     unit = DotUnit(chunk=32, fraction_bits=25)
     a, b = values((4, 32), formats.E4M3), values((3, 32), formats.E5M2)
-    power = np.full((4, 1), 2.0**20)
+    power = np.full((4, 1), 2.0**exponent)
     c = np.zeros((4, 3), np.float32)
     scaled = fused_dot_add(Operand.of(a, formats.E4M3).scaled(power), Operand.of(b, formats.E5M2), c, unit)
     plain = fused_dot_add(Operand.of(a, formats.E4M3), Operand.of(b, formats.E5M2), c, unit)
-    np.testing.assert_array_equal(scaled, plain * np.float32(2.0**20))
+    np.testing.assert_array_equal(scaled, plain * np.float32(2.0**exponent))

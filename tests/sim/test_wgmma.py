@@ -199,15 +199,37 @@ def test_operand_addresses_cover_each_byte_once() -> None:
     assert at[1, 0] == 2048 + 128 + (2 ^ 1) * 16
 
 
-def test_fp8_keeps_thirteen_fraction_bits() -> None:
-    a, b = np.zeros((64, 32), ml_dtypes.float8_e4m3fn), np.zeros((8, 32), ml_dtypes.float8_e4m3fn)
-    a[:, 0], b[:, 0] = 1, 1
-    a[:, 1], b[:, 1] = 2.0**-6, 2.0**-8  # 2**-14 below the largest: lost
-    a[:, 2], b[:, 2] = 2.0**-6, 2.0**-7  # 2**-13: kept
+@pytest.mark.parametrize("transposed", ["a", "b"])
+def test_operands_are_transposed_one_by_one(transposed: str) -> None:
+    a, b = matrix("f16", 64, 16), matrix("f16", 64, 16)
+    shared = np.zeros(1 << 17, np.uint8)
+    places = {"a": place_k_major, "b": place_k_major, transposed: place_mn_major}
+    desc_a = places["a"](shared, 0, a, Swizzle.B32)
+    desc_b = places["b"](shared, B_TILE, b, Swizzle.B32)
+    mods = Modifiers(trans_a=transposed == "a", trans_b=transposed == "b")
+    d = wgmma(64, "f32.f16.f16", desc_a, desc_b, zeros(64), shared, scale_d=False, mods=mods)
+    np.testing.assert_array_equal(d_matrix(d.view(np.float32), 64), a.astype(np.float32) @ b.astype(np.float32).T)
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(13, True), (14, False)])
+def test_fp8_keeps_thirteen_fraction_bits(bits: int, kept: bool) -> None:
+    a, b = np.zeros((64, 32), ml_dtypes.float8_e4m3fn), np.ones((8, 32), ml_dtypes.float8_e4m3fn)
+    a[:, 0], a[:, 1] = 1, -1
+    a[:, 2], b[:, 2] = 2.0**-6, 2.0 ** (6 - bits)
     shared = np.zeros(1 << 16, np.uint8)
     desc_b = place_k_major(shared, 0, b, Swizzle.NONE)
     d = wgmma(8, "f32.e4m3.e4m3", a_registers(a), desc_b, zeros(8), shared, scale_d=False, mods=Modifiers())
-    assert set(d.view(np.float32).ravel()) == {np.float32(1 + 2.0**-13)}
+    assert set(d.view(np.float32).ravel()) == {np.float32(2.0**-bits if kept else 0)}
+
+
+def test_fp8_results_have_thirteen_mantissa_bits() -> None:
+    a, b = np.ones((64, 32), ml_dtypes.float8_e4m3fn), np.zeros((8, 32), ml_dtypes.float8_e4m3fn)
+    b[:, 0] = 1
+    shared = np.zeros(1 << 16, np.uint8)
+    desc_b = place_k_major(shared, 0, b, Swizzle.NONE)
+    c = np.full((4, 32, 4), 2 + 2.0**-12 + 2.0**-13, np.float32).view(np.uint32)
+    d = wgmma(8, "f32.e4m3.e4m3", a_registers(a), desc_b, c, shared, scale_d=True, mods=Modifiers())
+    assert set(d.view(np.float32).ravel()) == {np.float32(3 + 2.0**-12)}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ FLOORS = (
     ("tensors", "driver", "nvrtc", "sim"),
     ("registry", "engine", "ops"),
     ("families",),
-    ("warmup",),
+    ("warmup", "golden"),
     ("cli", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from jitfp4.sim.ops import (
     arithmetic,
+    async_copy,
+    atomics,
+    barrier,
     bits,
     compare,
     control,
     convert,
+    mbarrier,
     memory,
     move,
+    warp,
 )
 
-__all__ = ["arithmetic", "bits", "compare", "control", "convert", "memory", "move"]
+__all__ = [
+    "arithmetic",
+    "async_copy",
+    "atomics",
+    "barrier",
+    "bits",
+    "compare",
+    "control",
+    "convert",
+    "mbarrier",
+    "memory",
+    "move",
+    "warp",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jitfp4.errors import SimError
 from jitfp4.sim.barriers import Barriers, ClusterBarrier
 from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control, step
 from jitfp4.sim.lanes import Lanes
@@ -24,7 +25,7 @@ def _arrive(m: Machine, lanes: Lanes, operands: tuple[Source, Source | None], *,
     which = broadcast(number(m, lanes), lanes.n).astype(np.int64)
     expected = np.zeros(lanes.n, np.int64) if count is None else broadcast(count(m, lanes), lanes.n).astype(np.int64)
     if (expected % WARP).any():
-        raise m.program.fault_of("a barrier's thread count must be a multiple of 32", m, lanes)
+        raise m.error(SimError, "a barrier's thread count must be a multiple of 32", lanes.ids)
     units = m.unit(Barriers)
     units.release(units.arrive(lanes, which, expected, wait=wait, aligned=aligned))
 
@@ -69,7 +70,7 @@ def _reduce(d: Decode) -> Control:
         count = np.bincount(cta, minlength=m.ctas)[cta]
         dst(m, lanes, {"popc": ones.astype(np.uint32), "and": ones == count, "or": ones > 0}[op])
 
-    d.program.barrier_results[d.program.index_of(d.instr)] = finish
+    d.program.barrier_results[d.pc] = finish
 
     def run(m: Machine, lanes: Lanes, _following: int) -> None:
         value = broadcast(read(m, lanes), lanes.n)

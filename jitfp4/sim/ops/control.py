@@ -65,8 +65,8 @@ def _call(d: Decode) -> Control:
     assert isinstance(arguments, Vec)
     function = functions[callee.name]
     copies_in = d.program.param_copies(arguments, function.params, d)
-    d.program.return_copies[d.program.index_of(d.instr)] = d.program.param_copies(results, function.returns, d)
-    here = d.program.index_of(d.instr)
+    d.program.return_copies[d.pc] = d.program.param_copies(results, function.returns, d)
+    here = d.pc
 
     def run(m: Machine, lanes: Lanes, _following: int) -> None:
         stack = m.unit(CallStack)

@@ -1,0 +1,48 @@
+"""The command line: ``jitfp4``, and ``python -m jitfp4``.
+
+Data goes to stdout, messages to stderr, and every command takes ``--json``. An error that jitfp4 raises on purpose is a
+message and exit status 2. Commands import what they need when they run: ``jitfp4 cache dir`` loads neither torch nor
+NVRTC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from jitfp4.cli import cache, doctor, render, warmup
+from jitfp4.cli.output import say
+from jitfp4.errors import Jitfp4Error
+
+__all__ = ["app"]
+
+
+class _Commands(TyperGroup):
+    """Turns the package's errors, and those of the file system, into a message and exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (Jitfp4Error, OSError) as error:
+            say(f"jitfp4: {error}")
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    name="jitfp4",
+    cls=_Commands,
+    help="FP4 GPU kernels: prebuild them, look at their source, look after their cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
+app.command(epilog=render.EXAMPLES)(render.render)
+app.add_typer(cache.app)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)

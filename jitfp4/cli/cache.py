@@ -1,0 +1,340 @@
+"""``jitfp4 cache``: where the kernel cache is, what is in it, whether it is sound, and how to make it smaller."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.cache import Catalog, Checked, Entry, Limits, Manifest, Use
+from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, read_bytes, read_seconds
+from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, put_table, say, utc
+from jitfp4.config import Config
+from jitfp4.errors import CacheError, ToolchainError
+from jitfp4.keys import Recipe
+
+app = typer.Typer(name="cache", help="Look at the kernel cache, verify it, make it smaller.", no_args_is_help=True)
+
+UNKNOWN_KEY = 16
+"""Exit status bit of ``verify``, beside those of Verdict: a KEY named no entry."""
+
+_SHORT_DIGEST = 12
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; list what would go.")]
+
+
+class Order(enum.StrEnum):
+    """What ``ls --sort`` goes by."""
+
+    USED = "used"
+    SIZE = "size"
+    FAMILY = "family"
+
+
+# ---- look ------------------------------------------------------------------------------------------------------------
+
+
+@app.command("dir", epilog=examples("cd $(jitfp4 cache dir)"))
+def show_dir(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Print the cache's folder. It need not exist yet."""
+    config = configure(cache_dir)
+    root = _root(config)
+    if as_json:
+        layers = [str(path) for path in config.cache_ro]
+        put_json("cache dir", path=str(root), exists=root.is_dir(), mode=config.cache_mode, read_only=layers)
+    else:
+        put(str(root))
+
+
+@app.command("size", epilog=examples("jitfp4 cache size --json"))
+def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Print how many kernels the cache holds and what it takes on disk."""
+    size = Catalog(_root(configure(cache_dir))).size()
+    facts = {"entries": size.entries, "bytes": size.disk_bytes, "inodes": size.inodes, "quarantined": size.quarantined}
+    if as_json:
+        put_json("cache size", **facts)
+    else:
+        put_facts(facts.items())
+
+
+@app.command("ls", epilog=examples("jitfp4 cache ls --arch sm_90a --sort size --limit 10", "jitfp4 cache ls -q"))
+def list_entries(
+    arch: ArchNames = None,
+    family: Annotated[str | None, typer.Option(metavar="NAME", help="A family, or a folder of them.")] = None,
+    sort: Annotated[Order, typer.Option(help="Last used first, largest first, or by name.")] = Order.USED,
+    limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="At most so many.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Digests only.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the kernels in the cache.
+
+    Damaged entries are listed too, with what is wrong in place of the parameters.
+    """
+    archs = {a.name for a in read_archs(arch)} if arch is not None else None
+    found = (e for e in Catalog(_root(configure(cache_dir))).entries() if _is_wanted(e, archs, family))
+    entries = sorted(found, key=lambda entry: _sort_key(entry, sort))[:limit]
+    if as_json:
+        put_json("cache ls", entries=[_summary(entry) for entry in entries])
+        return
+    if quiet:
+        for entry in entries:
+            put(entry.use.digest)
+        return
+    columns = ["recipe", "family", "arch", "spec", "toolchain", "bytes", "last used"]
+    put_table(columns, [_row(entry) for entry in entries])
+    say(plural(len(entries), "kernel"))
+
+
+@app.command(epilog=examples("jitfp4 cache show 3f2a91c0", "jitfp4 cache show 3f2a91c0 --source > kernel.cu"))
+def show(
+    key: Annotated[str, typer.Argument(help="The first digits of a recipe's digest, as ls prints them.")],
+    source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="Print the machine code; needs nvdisasm.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what the digest was made from.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print everything about one kernel: parameters, compiler, checksums, provenance.
+
+    Exit status: 0, 1 when no kernel or more than one has this KEY, 2 when the entry is damaged.
+    """
+    catalog = Catalog(_root(configure(cache_dir)))
+    entries = catalog.find(key)
+    digests = sorted({entry.use.digest for entry in entries})
+    if len(digests) != 1:
+        say("\n  ".join([f"{key}: {'one of these?' if digests else 'no such kernel'}", *digests]))
+        raise typer.Exit(1)
+    checked = [(entry, *catalog.read(entry.use)) for entry in entries]  # one for each toolchain
+    recipe = checked[0][2]
+    if as_json:
+        details = [_details(entry, manifest) for entry, manifest, *_ in checked]
+        put_json("cache show", source=recipe.source, entries=details)
+    elif source:
+        put(recipe.source)
+    elif explain:
+        put(recipe.explain())
+    elif sass:
+        put(_disassemble(entries[-1].path / "kernel.cubin"))
+    else:
+        for entry, manifest, *_ in checked:
+            put_facts(_flat(_details(entry, manifest)))
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=examples("jitfp4 cache verify", "jitfp4 cache verify 3f2a91c0 --recompile"))
+def verify(
+    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Only these; all without one.")] = None,
+    recompile: Annotated[bool, typer.Option("--recompile", help="Also compile again and compare the bytes.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte of the cache: checksums, keys, owners, architectures. Changes nothing.
+
+    Exit status, added up: 1 corrupt, 2 untrusted, 4 unreadable, 8 not reproducible, 16 a KEY names no kernel.
+    """
+    catalog = Catalog(_root(configure(cache_dir)))
+    compiled: list[bool] = []
+
+    def compile_again(recipe: Recipe, manifest: Manifest) -> bytes | None:
+        cubin = _recompile(recipe, manifest)
+        compiled.append(cubin is not None)
+        return cubin
+
+    status, checked = 0, list[Checked]()
+    for key in keys or [""]:
+        found = list(catalog.verify(key, recompile=compile_again if recompile else None))
+        checked += found
+        if key and not found:
+            say(f"{key}: no such kernel")
+            status |= UNKNOWN_KEY
+    for item in checked:
+        status |= item.verdict
+    bad = [item for item in checked if item.verdict]
+    if as_json:
+        put_json("cache verify", status=status, recompiled=sum(compiled), entries=[_verdict(item) for item in checked])
+    else:
+        for item in bad:
+            put(f"{_verdict(item)['verdict']} {item.path}: {item.reason}")
+    say(f"{plural(len(checked), 'kernel')} verified, {len(bad)} bad")
+    if not all(compiled):
+        say(f"{compiled.count(False)} not compiled again: another compiler or other options made them")
+    if status:
+        raise typer.Exit(status)
+
+
+# ---- remove ----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=examples("jitfp4 cache prune --max-size 500M --max-age 30d", "jitfp4 cache prune --dry-run"))
+def prune(
+    max_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 500M or 2GiB.")] = None,
+    max_entries: Annotated[int | None, typer.Option(min=0, metavar="N", help="Kernels to keep at most.")] = None,
+    max_age: Annotated[str | None, typer.Option(metavar="TIME", help="Since the last use, such as 12h or 30d.")] = None,
+    dry_run: DryRun = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the least recently used kernels until the limits hold.
+
+    Without an option the limits are those of the environment, JITFP4_CACHE_MAX_BYTES and JITFP4_CACHE_MAX_ENTRIES.
+    """
+    config = configure(cache_dir)
+    limits = Limits(
+        max_bytes=read_bytes("--max-size", max_size),
+        max_entries=max_entries,
+        max_age=read_seconds("--max-age", max_age),
+    )
+    if limits == Limits():
+        limits = Limits(max_bytes=config.cache_max_bytes, max_entries=config.cache_max_entries)
+    _put_removed("prune", Catalog(_root(config)).prune(limits, dry_run=dry_run), dry_run, as_json)
+
+
+@app.command(epilog=examples("jitfp4 cache clear --dry-run", "jitfp4 cache clear -y"))
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove every kernel, and the quarantine. Asks first.
+
+    Processes that run keep what they have loaded. Exit status: 0, 1 when the answer is no, 2 an error.
+    """
+    root = _root(configure(cache_dir))
+    catalog = Catalog(root)
+    if not (yes or dry_run):
+        count = len(catalog.clear(dry_run=True))
+        typer.confirm(f"Remove {plural(count, 'kernel')} from {root}?", abort=True, err=True)
+    _put_removed("clear", catalog.clear(dry_run=dry_run), dry_run, as_json)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _root(config: Config) -> Path:
+    if config.cache_dir is None:
+        raise CacheError("there is no cache folder: neither HOME nor JITFP4_CACHE_DIR is set")
+    return config.cache_dir
+
+
+def _is_wanted(entry: Entry, archs: set[str] | None, family: str | None) -> bool:
+    if entry.manifest is None:
+        return archs is None and family is None
+    in_family = family is None or f"{entry.manifest.family}/".startswith(f"{family}/")
+    return in_family and (archs is None or entry.manifest.arch in archs)
+
+
+def _sort_key(entry: Entry, order: Order) -> tuple[float, str]:
+    match order:
+        case Order.USED:
+            return -entry.use.last_used, ""
+        case Order.SIZE:
+            return -entry.use.disk_bytes, ""
+    return 0, " ".join(map(str, _row(entry)[1:]))
+
+
+def _row(entry: Entry) -> list[object]:
+    manifest, use = entry.manifest, entry.use
+    what = [manifest.family, manifest.arch, _spec_text(manifest)] if manifest else ["?", "?", entry.problem]
+    return [use.digest[:_SHORT_DIGEST], *what, use.toolchain, use.disk_bytes, utc(use.last_used)]
+
+
+def _spec_text(manifest: Manifest) -> str:
+    match manifest.provenance.get("spec"):
+        case dict(spec):
+            return ",".join(f"{name}={value}" for name, value in spec.items())
+    return ""
+
+
+def _use(use: Use) -> dict[str, object]:
+    return {
+        "digest": use.digest,
+        "toolchain": use.toolchain,
+        "disk_bytes": use.disk_bytes,
+        "last_used": utc(use.last_used),
+    }
+
+
+def _summary(entry: Entry) -> dict[str, object]:
+    fields = _use(entry.use) | {"path": str(entry.path)}
+    if entry.manifest is None:
+        return fields | {"problem": entry.problem}
+    spec = entry.manifest.provenance.get("spec")
+    return fields | {"family": entry.manifest.family, "arch": entry.manifest.arch, "spec": spec}
+
+
+def _details(entry: Entry, manifest: Manifest) -> dict[str, object]:
+    return _use(entry.use) | {
+        "path": str(entry.path),
+        "symbol": manifest.symbol,
+        "recipe": manifest.recipe,
+        "cubin": {"bytes": manifest.cubin_bytes, "sha256": manifest.cubin_sha256},
+        "source": {"bytes": manifest.source_bytes},
+        "provenance": manifest.provenance,
+    }
+
+
+def _verdict(item: Checked) -> dict[str, object]:
+    name = (item.verdict.name or "").lower().replace("_", " ")
+    return _use(item.use) | {"path": str(item.path), "verdict": name, "reason": item.reason}
+
+
+def _flat(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in fields.items():
+        match value:
+            case dict():
+                yield from _flat(value, f"{prefix}{name}.")
+            case list():
+                yield f"{prefix}{name}", " ".join(map(str, value))
+            case _:
+                yield f"{prefix}{name}", value
+
+
+def _recompile(recipe: Recipe, manifest: Manifest) -> bytes | None:
+    """The cubin of ``recipe``; None when the compiler or its options are no longer those that made the entry."""
+    from jitfp4 import nvrtc
+
+    toolchain = nvrtc.toolchain()
+    if toolchain is None or toolchain.name != manifest.toolchain or recipe.arch not in ARCHS:
+        return None
+    arch = Arch.of(recipe.arch)
+    if nvrtc.compile_options(arch) != recipe.options:
+        return None
+    return nvrtc.compile_cubin(recipe.source, arch, symbol=manifest.symbol)
+
+
+def _disassemble(cubin: Path) -> str:
+    program = shutil.which("nvdisasm") or _packaged("nvdisasm")
+    if program is None:
+        raise ToolchainError("nvdisasm is not installed; the package nvidia-cuda-nvdisasm has it")
+    done = subprocess.run([program, cubin], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolchainError(f"nvdisasm: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _packaged(program: str) -> str | None:
+    """A program of NVIDIA's Python packages, which do not put theirs on PATH."""
+    nvidia = importlib.util.find_spec("nvidia")
+    roots = (nvidia.submodule_search_locations or ()) if nvidia else ()
+    return next((str(file) for root in roots for file in Path(root).glob(f"*/bin/{program}")), None)
+
+
+def _put_removed(command: str, uses: Sequence[Use], dry_run: bool, as_json: bool) -> None:
+    disk_bytes = sum(use.disk_bytes for use in uses)
+    if as_json:
+        put_json(f"cache {command}", dry_run=dry_run, bytes=disk_bytes, removed=[_use(use) for use in uses])
+    else:
+        for use in uses:
+            put(f"{use.digest} {use.toolchain}")
+    say(f"{'would remove' if dry_run else 'removed'} {plural(len(uses), 'kernel')}, {human_bytes(disk_bytes)}")

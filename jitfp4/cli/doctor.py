@@ -1,0 +1,199 @@
+"""``jitfp4 doctor``: whether this machine can compile, cache and run kernels, and what stands in the way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.cache import Catalog
+from jitfp4.cache.layer import check_trusted, open_folder
+from jitfp4.cache.lock import try_lock
+from jitfp4.cli.gpus import cuda_driver
+from jitfp4.cli.options import AsJson, CacheDir, configure, examples
+from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, say
+from jitfp4.config import Config
+from jitfp4.errors import CacheUntrustedError, CompileError, ToolchainError, UnsupportedArchError
+
+EXAMPLES = examples(
+    "jitfp4 doctor",
+    "jitfp4 doctor --json --cache-dir /srv/kernels",
+)
+
+_PACKAGES = ("jitfp4", "torch", "cuda-bindings", "cuda-core", "jinja2")
+_PROBE = 'extern "C" __global__ void probe() {}\n'
+_LEAST_FREE_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Finding:
+    """One topic: what is the case, and what is wrong with it."""
+
+    topic: str
+    facts: dict[str, object] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Report on compiler, cache, GPU and driver of this machine. Leaves no file behind.
+
+    Exit status: 0 all is well, 1 something is wrong, 2 an error.
+    """
+    config = configure(cache_dir)
+    findings = [_versions(), _compiler(config), _cache(config), *map(_layer, config.cache_ro), _gpu()]
+    problems = [problem for finding in findings for problem in finding.problems]
+    if as_json:
+        fields = [{"topic": f.topic, "problems": f.problems, **f.facts} for f in findings]
+        put_json("doctor", ok=not problems, findings=fields)
+    else:
+        for finding in findings:
+            put(finding.topic)
+            put_facts((f"  {name}", _text(name, value)) for name, value in finding.facts.items())
+            for problem in finding.problems:
+                put(f"  PROBLEM: {problem}")
+    say(f"{plural(len(problems), 'problem')} found")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _versions() -> Finding:
+    finding = Finding("versions", {"python": platform.python_version()})
+    for package in _PACKAGES:
+        try:
+            finding.facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            finding.facts[package] = None
+    return finding
+
+
+def _compiler(config: Config) -> Finding:
+    from jitfp4 import nvrtc
+
+    finding = Finding("compiler", {"offline": config.offline})
+    toolchain = nvrtc.toolchain()
+    if toolchain is None:
+        finding.facts["nvrtc"] = None
+        if not config.offline:
+            finding.problems.append("NVRTC is not installed: only kernels that are in the cache can run")
+        return finding
+    finding.facts |= {"nvrtc": toolchain.version, "build": toolchain.build, "toolchain": toolchain.name}
+    refused = {}
+    for arch in ARCHS.values():
+        try:
+            nvrtc.compile_cubin(_PROBE, arch, symbol="probe")
+        except (CompileError, ToolchainError) as error:
+            refused[arch.name] = str(error).splitlines()[0]
+    finding.facts["archs"] = [name for name in ARCHS if name not in refused]
+    finding.problems += [f"NVRTC does not compile for {name}: {reason}" for name, reason in refused.items()]
+    return finding
+
+
+def _cache(config: Config) -> Finding:
+    root = config.cache_dir
+    finding = Finding("cache", {"path": root and str(root), "mode": config.cache_mode, "strict": config.strict})
+    if root is None:
+        finding.problems.append("there is no cache folder: neither HOME nor JITFP4_CACHE_DIR is set")
+        return finding
+    finding.facts["exists"] = os.path.lexists(root)
+    place = root
+    if finding.facts["exists"]:
+        _inspect_root(root, finding)
+    else:
+        place = next(parent for parent in root.absolute().parents if parent.exists())
+    _inspect_file_system(place, finding)
+    if config.cache_mode == "rw":
+        _try_writing(place, finding)
+    return finding
+
+
+def _layer(root: Path) -> Finding:
+    finding = Finding("read-only layer", {"path": str(root), "exists": os.path.lexists(root)})
+    if finding.facts["exists"]:
+        _inspect_root(root, finding)
+    else:
+        finding.problems.append(f"{root}: does not exist")
+    return finding
+
+
+def _gpu() -> Finding:
+    driver = cuda_driver()
+    finding = Finding("gpu", {"driver_cuda": driver and driver.cuda, "devices": []})
+    devices = []
+    for gpu in driver.gpus if driver else ():
+        try:
+            arch = Arch.of_capability(*gpu.capability).name
+        except UnsupportedArchError as error:
+            arch = None
+            finding.problems.append(f"{gpu.name}: {error}")
+        devices.append({"name": gpu.name, "arch": arch})
+    finding.facts["devices"] = devices
+    return finding
+
+
+def _inspect_root(root: Path, finding: Finding) -> None:
+    try:
+        with open_folder(root) as folder:
+            status = os.fstat(folder)
+            finding.facts |= {"owner": status.st_uid, "permissions": f"{stat.S_IMODE(status.st_mode):04o}"}
+            check_trusted(status, str(root))
+    except (CacheUntrustedError, OSError) as error:
+        finding.problems.append(str(error))
+        return
+    size = Catalog(root).size()
+    finding.facts |= {"entries": size.entries, "disk_bytes": size.disk_bytes, "quarantined": size.quarantined}
+
+
+def _inspect_file_system(place: Path, finding: Finding) -> None:
+    system = os.statvfs(place)
+    free_bytes = system.f_bavail * system.f_frsize
+    finding.facts |= {"file_system": _file_system(place), "free_bytes": free_bytes}
+    if free_bytes < _LEAST_FREE_BYTES:
+        finding.problems.append(f"{place}: {human_bytes(free_bytes)} free")
+    if system.f_files:  # some file systems, such as btrfs, do not count inodes
+        finding.facts["free_inodes"] = system.f_favail
+        if not system.f_favail:
+            finding.problems.append(f"{place}: no inode is free")
+
+
+def _try_writing(place: Path, finding: Finding) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            finding.facts["writable"] = True
+            finding.facts["locks"] = try_lock(file.fileno())
+    except OSError as error:
+        cause = "locks do not work" if finding.facts.get("writable") else "cannot be written"
+        finding.problems.append(f"{place}: {cause}: {error.strerror}")
+
+
+def _file_system(place: Path) -> str:
+    """The type of the file system that holds ``place``, from proc(5) mountinfo: the longest mount point above it."""
+    real = place.resolve()
+    mounts = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    found = {Path(fields[4]): fields[fields.index("-") + 1] for fields in mounts if real.is_relative_to(fields[4])}
+    return found[max(found, key=lambda mount: len(mount.parts))]
+
+
+def _text(name: str, value: object) -> object:
+    match value:
+        case list(items):
+            return " ".join(_flat(items)) or "none"
+        case int() if name.endswith("_bytes"):
+            return human_bytes(value)
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "none"
+    return value
+
+
+def _flat(items: list[object]) -> Iterator[str]:
+    for item in items:
+        yield ", ".join(str(value) for value in item.values()) if isinstance(item, dict) else str(item)

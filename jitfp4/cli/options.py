@@ -1,0 +1,72 @@
+"""Options that several commands take, and how their texts are read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.config import Config, read_config
+from jitfp4.errors import ArgumentError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+CacheDir = Annotated[
+    Path | None, typer.Option("--cache-dir", metavar="DIR", help="The cache to use, instead of JITFP4_CACHE_DIR.")
+]
+ArchNames = Annotated[
+    str | None, typer.Option("--arch", metavar="NAMES", help=f"Comma-separated: {', '.join(ARCHS)}; or all.")
+]
+
+_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def configure(cache_dir: Path | None) -> Config:
+    """The environment's configuration, with ``--cache-dir`` in place of JITFP4_CACHE_DIR for this whole process."""
+    if cache_dir is not None:
+        os.environ["JITFP4_CACHE_DIR"] = str(cache_dir.absolute())
+    return read_config()
+
+
+def examples(*lines: str) -> str:
+    """Command lines for the end of a ``--help`` text."""
+    return "\n\n".join(("Examples:", *lines))
+
+
+def split(text: str | None) -> tuple[str, ...]:
+    """The parts of ``a,b``, without repetitions; none for None."""
+    return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+
+
+def read_archs(text: str) -> tuple[Arch, ...]:
+    """The architectures that ``--arch`` names. Raises ArgumentError for an unknown or an empty one."""
+    if text == "all":
+        return tuple(ARCHS.values())
+    archs = tuple(Arch.of(name) for name in split(text))
+    if not archs:
+        raise ArgumentError("--arch", repr(text), f"{', '.join(ARCHS)}, or all")
+    return archs
+
+
+def read_bytes(name: str, text: str | None) -> float | None:
+    """A size such as ``500M`` or ``2GiB``, in bytes; units are powers of 1024."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ArgumentError(name, repr(text), "a size such as 500M or 2GiB")
+    return float(found[1]) * _BYTES[found[2].upper()]
+
+
+def read_seconds(name: str, text: str | None) -> float | None:
+    """A time such as ``12h`` or ``30d``, in seconds."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip())
+    if not found:
+        raise ArgumentError(name, repr(text), "a time such as 90s, 45m, 12h, 30d or 2w")
+    return float(found[1]) * _SECONDS[found[2]]

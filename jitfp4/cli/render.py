@@ -1,0 +1,93 @@
+"""``jitfp4 render``: the generated sources, and whether the committed golden ones are still what they were."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jitfp4.cli.options import ArchNames, AsJson, examples, read_archs
+from jitfp4.cli.output import plural, put, put_json, say
+from jitfp4.errors import ArgumentError
+
+EXAMPLES = examples(
+    "jitfp4 render quantize/nvfp4_vector --arch sm_100a",
+    "jitfp4 render --arch all --out generated/",
+    "jitfp4 render --check",
+    "jitfp4 render --update",
+)
+
+
+def render(
+    family: Annotated[str | None, typer.Argument(metavar="FAMILY", help="A family, or a folder of them.")] = None,
+    arch: ArchNames = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write files there, not to stdout.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Print differences to the golden files.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Rewrite the golden files.")] = False,
+    golden: Annotated[Path, typer.Option(metavar="DIR", help="Where the golden files are.")] = Path("tests/golden"),
+    as_json: AsJson = False,
+) -> None:
+    """Generate CUDA C++ sources; needs neither a compiler nor a GPU.
+
+    Without --arch it generates for the architectures of the golden files. Exit status: 0, with --check 1 when a golden
+    file differs, is missing or is one too many, 2 an error.
+    """
+    if check or update:
+        if (check and update) or out is not None or arch is not None:
+            raise ArgumentError("render", "contradicting options", "one of --check, --update, or --arch and --out")
+        (_check if check else _update)(golden, family, as_json)
+    else:
+        _generate(family, arch, out, as_json)
+
+
+def _generate(family: str | None, arch: str | None, out: Path | None, as_json: bool) -> None:
+    from jitfp4.golden import GOLDEN_ARCHS, generate
+
+    sources = generate(read_archs(arch if arch is not None else ",".join(GOLDEN_ARCHS)), family)
+    if out is not None:
+        for path, source in sources.items():
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            (out / path).write_text(source)
+    if as_json:
+        put_json("render", sources=[_fields(path, source) for path, source in sources.items()])
+    else:
+        for path, source in sources.items():
+            put(source if out is None else str(out / path))
+    say(plural(len(sources), "source"))
+
+
+def _check(golden: Path, family: str | None, as_json: bool) -> None:
+    from jitfp4.golden import drift
+
+    if not golden.is_dir():
+        raise ArgumentError("--golden", str(golden), "the folder of the golden files; run this in a checkout")
+    drifted = list(drift(golden, family))
+    if as_json:
+        put_json("render", drift=[{"path": d.path, "kind": d.kind, "diff": d.diff} for d in drifted])
+    else:
+        for item in drifted:
+            put(item.diff)
+            say(f"{item.kind}: {golden / item.path}")
+    if drifted:
+        say(f"{plural(len(drifted), 'golden file')} drifted; after a review: jitfp4 render --update")
+        raise typer.Exit(1)
+    say("the golden files are what the templates generate")
+
+
+def _update(golden: Path, family: str | None, as_json: bool) -> None:
+    from jitfp4.golden import update
+
+    done = {"changed": "rewritten", "missing": "added", "extra": "removed"}
+    drifted = update(golden, family)
+    if as_json:
+        put_json("render", updated=[{"path": d.path, "kind": done[d.kind]} for d in drifted])
+    else:
+        for item in drifted:
+            put(f"{done[item.kind]} {golden / item.path}")
+    say(f"{plural(len(drifted), 'golden file')} updated")
+
+
+def _fields(path: str, source: str) -> dict[str, str]:
+    return {"path": path, "sha256": hashlib.sha256(source.encode()).hexdigest(), "source": source}

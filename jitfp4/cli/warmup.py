@@ -1,0 +1,185 @@
+"""``jitfp4 warmup``: have every kernel of a plan in the cache before a process needs it."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jitfp4.arch import Arch
+from jitfp4.cli.gpus import cuda_driver
+from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, split
+from jitfp4.cli.output import plural, put, put_json, put_table, say
+from jitfp4.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from jitfp4.warmup import Outcome, Task
+
+EXAMPLES = examples(
+    "jitfp4 warmup --arch sm_90a,sm_100a --family quantize",
+    "jitfp4 warmup --arch all --write-plan plan.json",
+    "jitfp4 warmup plan.json --shard 0/8 --jobs 4",
+    "jitfp4 warmup plan.json --check",
+)
+
+_BYTES_PER_JOB = 1 << 30  # NVRTC's peak for the largest kernels, with room
+
+
+class State(enum.StrEnum):
+    """What became of one kernel."""
+
+    BUILT = "built"
+    CACHED = "cached"
+    UNSAVED = "unsaved"
+    FAILED = "failed"
+
+
+def warmup(
+    plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
+    arch: ArchNames = None,
+    family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Compilations at a time; 0: as cores and memory allow.")] = 0,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Only the I-th (from 0) of N parts.")] = "0/1",
+    check: Annotated[bool, typer.Option("--check", help="Build nothing; list what is missing.")] = False,
+    write_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, build nothing.")] = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile kernels into the cache, without a GPU.
+
+    Without --arch and PLAN it builds for the GPUs of this machine. Exit status: 0 complete, 1 a kernel is missing (with
+    --check) or could not be stored, 2 an error, 3 a kernel does not compile.
+    """
+    configure(cache_dir)
+    tasks = _select(plan, arch, split(family), shard)
+    if write_plan is not None:
+        from jitfp4.warmup import write_plan as plan_text
+
+        write_plan.write_text(plan_text(tasks))
+        say(f"{write_plan}: {plural(len(tasks), 'kernel')}")
+    elif check:
+        _check(tasks, as_json)
+    else:
+        _build(tasks, jobs or default_jobs(), as_json)
+
+
+def default_jobs() -> int:
+    """One compilation for each core, and no more than the available memory holds."""
+    with Path("/proc/meminfo").open() as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    return max(1, min(len(os.sched_getaffinity(0)), available // _BYTES_PER_JOB))
+
+
+def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard: str) -> tuple[Task, ...]:
+    from jitfp4 import warmup
+
+    if path is not None:
+        archs = read_archs(arch or "all")
+        chosen = {task.family for task in warmup.plan(archs, patterns)}
+        tasks = tuple(t for t in warmup.read_plan(path.read_text()) if t.arch in archs and t.family in chosen)
+    else:
+        tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
+    index, _, count = shard.partition("/")
+    if not (index.isdecimal() and count.isdecimal()):
+        raise ArgumentError("--shard", repr(shard), "I/N with 0 <= I < N")
+    return warmup.shard(tasks, int(index), int(count))
+
+
+def _archs_of_this_machine() -> tuple[Arch, ...]:
+    driver = cuda_driver()
+    if driver is None or not driver.gpus:
+        raise ArgumentError("--arch", "none, on a machine without a GPU", "--arch sm_90a (see --help), or --arch all")
+    return tuple(dict.fromkeys(Arch.of_capability(*gpu.capability) for gpu in driver.gpus))
+
+
+def _check(tasks: Sequence[Task], as_json: bool) -> None:
+    from jitfp4.warmup import missing
+
+    absent = missing(tasks)
+    if as_json:
+        put_json("warmup", total=len(tasks), missing=[_fields(task) for task in absent])
+    else:
+        for task in absent:
+            put(str(task))
+    say(f"{len(absent)} of {plural(len(tasks), 'kernel')} missing")
+    if absent:
+        raise typer.Exit(1)
+
+
+def _build(tasks: Sequence[Task], jobs: int, as_json: bool) -> None:
+    start = time.monotonic()
+    by_task = {outcome.task: outcome for outcome in _build_with_progress(tasks, jobs)}
+    seconds = time.monotonic() - start
+    outcomes = [by_task[task] for task in tasks]
+    counts = Counter(map(_state, outcomes))
+    if as_json:
+        totals = {state.value: counts[state] for state in State}
+        put_json("warmup", jobs=jobs, seconds=round(seconds, 3), **totals, kernels=[_report(o) for o in outcomes])
+    else:
+        _put_summary(outcomes)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            say(f"\n{outcome.task}\n{outcome.error}")
+    say(f"{plural(len(tasks), 'kernel')} in {seconds:.1f} s: {', '.join(f'{counts[s]} {s}' for s in State)}")
+    if counts[State.FAILED]:
+        raise typer.Exit(3)
+    if counts[State.UNSAVED]:
+        raise typer.Exit(1)
+
+
+def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from jitfp4.warmup import warm_up
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("", total=len(tasks))
+        return warm_up(tasks, jobs=jobs, on_done=lambda o: progress.update(bar, advance=1, description=str(o.task)))
+
+
+def _put_summary(outcomes: Sequence[Outcome]) -> None:
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((outcome.task.family.name, outcome.task.arch.name), []).append(outcome)
+    rows = []
+    for (family, arch), group in groups.items():
+        counts = Counter(map(_state, group))
+        compile_ms = sum(outcome.loaded.build_ms for outcome in group if outcome.loaded)
+        rows.append([family, arch, len(group), *(counts[state] for state in State), round(compile_ms / 1e3, 2)])
+    put_table(["family", "arch", "kernels", *State, "compile s"], rows)
+
+
+def _state(outcome: Outcome) -> State:
+    if outcome.loaded is None:
+        return State.FAILED
+    if outcome.loaded.path is None:
+        return State.UNSAVED
+    return State.CACHED if outcome.loaded.missed is None else State.BUILT
+
+
+def _report(outcome: Outcome) -> dict[str, object]:
+    report = _fields(outcome.task) | {"state": _state(outcome).value}
+    if outcome.loaded is None:
+        return report | {"error": str(outcome.error)}
+    missed = outcome.loaded.missed
+    return report | {
+        "missed": missed and (missed.detail or missed.reason.value),
+        "compile_ms": round(outcome.loaded.build_ms, 1),
+        "cubin_bytes": len(outcome.loaded.cubin),
+        "path": outcome.loaded.path and str(outcome.loaded.path),
+    }
+
+
+def _fields(task: Task) -> dict[str, object]:
+    return {"family": task.family.name, "arch": task.arch.name, "spec": task.spec.fields()}

@@ -1,0 +1,123 @@
+"""mbarrier objects: phases of arrivals and transaction bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jitfp4.errors import SimError, SimMemoryError
+from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.memory import MBARRIER, UNWRITTEN
+from jitfp4.sim.ptx import Array
+
+if TYPE_CHECKING:
+    from jitfp4.sim.machine import Machine
+
+SIZE = 8
+MAX_COUNT = (1 << 20) - 1
+
+
+@dataclass(slots=True)
+class MBarrier:
+    """``phase`` counts completed phases. The current one completes when ``pending`` and ``tx`` are both zero."""
+
+    count: int
+    pending: int
+    tx: int = 0
+    phase: int = 0
+
+
+class MBarriers:
+    """Every mbarrier of the batch, by its flat offset in shared memory."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.table: dict[int, MBarrier] = {}
+        self.waits_at = np.full(machine.total, -1, np.int64)
+        self.clock: dict[int, Array] = {}
+
+    def keys(self, space: str, ids: Array, address: Array) -> Array:
+        """Flat offsets of 8-byte shared addresses; generic addresses must point into shared memory."""
+        out = np.empty(len(ids), np.int64)
+        for part in self.machine.memory.locate(space, ids, address, SIZE):
+            if part.space != "shared":
+                raise self.machine.error(SimMemoryError, f"mbarrier in {part.space} memory", part.of(ids))
+            out[slice(None) if part.pick is None else part.pick] = part.offset
+        return out
+
+    def name(self, key: int) -> str:
+        stride = self.machine.memory.shared_stride
+        cta = tuple(int(axis[key // stride]) for axis in self.machine.cta_index)
+        return f"mbarrier at shared {key % stride:#x} of CTA {cta}"
+
+    def get(self, key: int, ids: Array) -> MBarrier:
+        found = self.table.get(key)
+        if found is None:
+            raise self.machine.error(SimMemoryError, f"no {self.name(key)}: it was not initialised", ids)
+        return found
+
+    def init(self, key: int, count: int, ids: Array) -> None:
+        if not 1 <= count <= MAX_COUNT:
+            raise self.machine.error(SimError, f"mbarrier count {count} is not in [1, {MAX_COUNT}]", ids)
+        if key in self.table:
+            raise self.machine.error(SimError, f"{self.name(key)} is initialised again without mbarrier.inval", ids)
+        self.machine.memory.mark(key, SIZE, MBARRIER)
+        self.table[key] = MBarrier(count, count)
+
+    def invalidate(self, key: int, ids: Array) -> None:
+        self.get(key, ids)
+        del self.table[key]
+        self.machine.memory.mark(key, SIZE, UNWRITTEN)
+
+    def arrive(self, key: int, arrivals: int, ids: Array, *, drop: bool = False) -> int:
+        """Count arrivals. Returns the state before them: completed phases above 20 bits of pending count."""
+        barrier = self.get(key, ids)
+        state = barrier.phase << 20 | barrier.pending
+        while arrivals:
+            if barrier.pending == 0:
+                raise self.machine.error(SimError, f"{self.name(key)}: more arrivals than it expects", ids)
+            step = min(arrivals, barrier.pending)
+            barrier.pending -= step
+            barrier.count -= step if drop else 0
+            arrivals -= step
+            self.advance(key, barrier)
+        return state
+
+    def expect(self, key: int, size: int, ids: Array) -> None:
+        barrier = self.get(key, ids)
+        barrier.tx += size
+        if barrier.tx > MAX_COUNT:
+            raise self.machine.error(SimError, f"{self.name(key)}: {barrier.tx} transaction bytes are too many", ids)
+
+    def complete_tx(self, key: int, size: int, ids: Array) -> None:
+        barrier = self.get(key, ids)
+        barrier.tx -= size
+        self.advance(key, barrier)
+
+    def advance(self, key: int, barrier: MBarrier) -> None:
+        """Begin the next phase and wake the waiting threads when the current one is complete."""
+        if barrier.pending or barrier.tx:
+            return
+        barrier.phase += 1
+        barrier.pending = barrier.count
+        ids = np.flatnonzero(self.waits_at == key)
+        self.waits_at[ids] = -1
+        m = self.machine
+        for pc in np.unique(m.waiting[ids]):
+            m.resume(ids[m.waiting[ids] == pc], int(pc))
+
+    def suspend(self, lanes: Lanes, keys: Array) -> None:
+        self.waits_at[lanes.sel] = keys
+        self.machine.suspend(lanes)
+
+    def report(self) -> list[str]:
+        """Barriers that somebody waits at, for the deadlock message."""
+        lines = []
+        for key in np.unique(self.waits_at[self.waits_at >= 0]):
+            b = self.table[int(key)]
+            lines.append(
+                f"{self.name(int(key))}: phase {b.phase}, {b.pending} of {b.count} arrivals and {b.tx} bytes are missing"
+            )
+        return lines

@@ -1,0 +1,110 @@
+"""atom and red, and the reductions that bulk copies share with them.
+
+Lanes that meet at one address take effect one after the other, in thread order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jitfp4.sim import rounding as exact
+from jitfp4.sim.decode import Decode, Step, broadcast, step
+from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.machine import Machine
+from jitfp4.sim.memory import WRITTEN, Part
+from jitfp4.sim.ops.floating import extremum
+from jitfp4.sim.ops.half import narrow, widen
+from jitfp4.sim.ops.memory import policy, space_of
+from jitfp4.sim.ptx import TYPES, Array, Type
+
+_OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
+_HALVES = ("f16", "bf16", "f16x2", "bf16x2")
+
+
+def apply(op: str, kind: Type, old: Array, b: Array, c: Array | None = None, *, flush: bool = False) -> Array:
+    """New raw contents of cells that hold raw ``old``. ``flush`` zeroes subnormal f32 sums, as global memory does."""
+    match op:
+        case "exch":
+            return b
+        case "cas":
+            assert c is not None
+            return np.where(old == b, c, old)
+        case "and":
+            return old & b
+        case "or":
+            return old | b
+        case "xor":
+            return old ^ b
+        case "inc":
+            return np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1))
+        case "dec":
+            return np.where((old == 0) | (old > b), b, old - old.dtype.type(1))
+    if kind.name in _HALVES:
+        x, y = (widen(kind.name, np.ascontiguousarray(v).view(np.uint16)) for v in (old, b))
+        wide = exact.sum_odd(x.astype(np.float64), y.astype(np.float64)) if op == "add" else extremum(op, False, False)(x, y)
+        return narrow(kind.name, wide).view(old.dtype)
+    x, y = old.view(kind.dtype), b.view(kind.dtype)
+    if not kind.is_float:
+        return {"add": np.add, "min": np.minimum, "max": np.maximum}[op](x, y).view(old.dtype)
+    if op != "add":
+        return extremum(op, False, False)(x, y).view(old.dtype)
+    if flush and kind.name == "f32":
+        x, y = exact.flush_f32(x), exact.flush_f32(y)
+    total = exact.canonical(x + y)
+    return (exact.flush_f32(total) if flush and kind.name == "f32" else total).view(old.dtype)
+
+
+def combine(op: str, kind: Type, old: Array, new: Array) -> Array:
+    """``apply`` over whole byte arrays of elements of ``kind``."""
+    raw = kind.raw
+    return apply(op, kind, np.ascontiguousarray(old).view(raw), np.ascontiguousarray(new).view(raw)).view(np.uint8)
+
+
+@step("atom", "red")
+def _atomic(d: Decode) -> Step:
+    d.ignore("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys")
+    space = space_of(d)
+    op = d.need(*_OPS)
+    d.ignore("noftz")
+    hint = d.flag("L2::cache_hint")
+    count = int((d.take("v2", "v4", "v8") or "v1")[1:])
+    kind = d.type()
+    raw = TYPES[f"b{kind.bits}"]
+    writes = [d.dst(raw, item) for item in d.vector()] if d.instr.name == "atom" else []
+    address = d.address()
+    reads = [d.src(raw, item) for item in d.vector()]
+    if len(reads) != count or len(writes) not in (0, count):
+        raise d.error(f"{d.instr.name} with {count} elements and {len(reads)} registers")
+    swap = d.src(raw) if op == "cas" else None
+    if hint:
+        policy(d)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        b = [broadcast(r(m, lanes), lanes.n) for r in reads]
+        c = None if swap is None else broadcast(swap(m, lanes), lanes.n)
+        old = [np.empty(lanes.n, raw.raw) for _ in range(count)]
+        for part in m.memory.locate(space, lanes.ids, address(m, lanes), kind.bytes * count):
+            if part.space == "shared":
+                m.memory.require_state(part, lanes.ids, kind.bytes * count, WRITTEN, "atomic")
+            _in_order(part, op, kind, old, b, c)
+        for write, value in zip(writes, old, strict=False):
+            write(m, lanes, value)
+
+    return run
+
+
+def _in_order(part: Part, op: str, kind: Type, old: list[Array], b: list[Array], c: Array | None) -> None:
+    """Apply to every cell of ``part``, the first lane of each address first, then the second, ..."""
+    view, index = part.region.elements(part.offset, kind.bytes)
+    where = np.arange(len(index)) if part.pick is None else part.pick
+    order = np.argsort(index, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(index[order]) != 0])
+    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
+    for now in range(int(turn.max()) + 1):
+        chosen = order[turn == now]
+        lanes = where[chosen]
+        for j, values in enumerate(b):
+            cells = index[chosen] + j
+            before = view[cells]
+            old[j][lanes] = before
+            view[cells] = apply(op, kind, before, values[lanes], None if c is None else c[lanes], flush=part.space == "global")
