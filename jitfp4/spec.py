@@ -125,9 +125,9 @@ Param = Ptr | I64 | F32 | TensorMapParam
 class TileMap:
     """The argument for a TensorMapParam: how TMA walks ``tensor`` in boxes.
 
-    ``tensor`` is row-major with unit stride in its last dimension (any tensor type that the launch path takes);
-    ``box`` is in elements, outermost dimension first; ``swizzle`` is the shared-memory swizzle span in bytes: 0, 32,
-    64 or 128. Elements outside the tensor read as zero.
+    ``tensor`` is row-major with unit stride in its last dimension, of a dtype that TMA has: 16-bit floats go as uint16.
+    ``box`` is in elements, outermost dimension first; ``swizzle`` is the shared-memory swizzle span in bytes: 0, 32, 64
+    or 128. Elements outside the tensor read as zero.
     """
 
     tensor: Any

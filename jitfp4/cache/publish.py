@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from jitfp4.cache.layer import VERSION, check_folder, check_trusted, entry_path, open_folder
@@ -17,7 +17,7 @@ TMP, BAD = "tmp", "bad"
 KEPT_BAD = 16
 """Quarantined entries that are kept as evidence, the newest ones."""
 
-_ATTEMPTS = 3  # a sweeper or an eviction may take a folder away between two steps
+_ATTEMPTS = 8  # a sweeper or an eviction may take a folder away between two steps
 
 
 @contextmanager
@@ -49,20 +49,30 @@ def publish(root: int, digest: str, toolchain: str, files: Mapping[str, bytes], 
         _write_files(stage, files, 0o644 if world_readable else 0o600)
         os.fsync(stage)
         parents = [VERSION, f"{VERSION}/{digest[:2]}", f"{VERSION}/{digest[:2]}/{digest[2:]}"]
-        for attempt in range(_ATTEMPTS):
-            for parent in parents:
-                _ensure_folder(root, parent, _folder_mode(world_readable))
-            try:
-                os.rename(f"{TMP}/{name}", target, src_dir_fd=root, dst_dir_fd=root)
-                break
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    return False
-                if error.errno != errno.ENOENT or attempt + 1 == _ATTEMPTS:
-                    raise
+        if not _move_in(root, f"{TMP}/{name}", target, parents, _folder_mode(world_readable)):
+            return False
         for parent in reversed(parents):
-            _sync_folder(root, parent)
+            with suppress(FileNotFoundError):  # evicted again already
+                _sync_folder(root, parent)
     return True
+
+
+def _move_in(root: int, staged: str, target: str, parents: list[str], mode: int) -> bool:
+    """Rename into place below ``parents``, which an eviction may remove as soon as they are empty. False when taken."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            for parent in parents:
+                _ensure_folder(root, parent, mode)
+            os.rename(staged, target, src_dir_fd=root, dst_dir_fd=root)
+            return True
+        except FileNotFoundError:
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+    return False
 
 
 def write_file(root: int, path: str, data: bytes, *, world_readable: bool) -> None:
@@ -141,16 +151,20 @@ def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
     for _ in range(_ATTEMPTS):
         name = f"{os.getpid()}-{os.urandom(8).hex()}"
         os.mkdir(f"{TMP}/{name}", 0o700, dir_fd=root)
-        try:
-            with open_folder(f"{TMP}/{name}", at=root) as stage:
-                os.fchmod(stage, mode)  # whatever the umask
-                if not _own_staging(stage):
-                    continue  # a sweeper was faster
+        with ExitStack() as stack:
+            try:
+                stage = stack.enter_context(open_folder(f"{TMP}/{name}", at=root))
+            except FileNotFoundError:
+                continue  # a sweeper was faster
+            if not _own_staging(stage):
+                continue
+            os.fchmod(stage, mode)  # whatever the umask
+            try:
                 yield name, stage
-                return
-        finally:
-            if _exists(root, f"{TMP}/{name}"):
-                remove_tree(root, f"{TMP}/{name}")
+            finally:
+                if _exists(root, f"{TMP}/{name}"):
+                    remove_tree(root, f"{TMP}/{name}")
+            return
     raise OSError(errno.EAGAIN, "a sweeper removed every staging folder", TMP)
 
 

@@ -219,8 +219,8 @@ class Cache:
             reasons = list(Miss)
             worst = max((missed.reason for missed in refused), key=reasons.index)
             return Missed(reason=worst, detail="; ".join(missed.detail for missed in refused))
-        others = self.user.toolchains(recipe.digest) if self.user else []
-        if others:
+        found_now = self.user.toolchains(recipe.digest) if self.user else []
+        if others := [name for name in found_now if name != toolchain]:
             return Missed(reason=Miss.TOOLCHAIN, detail=f"built by {', '.join(others)}, not by {toolchain}")
         return Missed(reason=Miss.ABSENT)
 

@@ -21,7 +21,8 @@ from jitfp4.sim.parser import parse
 from jitfp4.sim.program import Program
 from jitfp4.sim.ptx import Array, Variable
 from jitfp4.sim.tensormap import TensorMap
-from jitfp4.spec import Dim3, Geometry
+from jitfp4.sim.tiles import tensor_map
+from jitfp4.spec import Dim3, Geometry, TileMap
 
 BATCH_THREADS = 8192
 """Threads simulated together unless the caller says otherwise: a 32-bit register array then takes 32 KiB of cache."""
@@ -147,6 +148,8 @@ def _pack(params: Sequence[Variable], args: Sequence[Any], memory: GlobalMemory)
     size = max((p.offset + p.size for p in params), default=0)
     bank, maps = np.zeros(size, np.uint8), {}
     for number, (param, arg) in enumerate(zip(params, args, strict=True)):
+        if isinstance(arg, TileMap):
+            arg = tensor_map(arg)
         if isinstance(arg, TensorMap):
             maps[PARAM_START + param.offset] = arg
             if param.size != TENSOR_MAP_BYTES:

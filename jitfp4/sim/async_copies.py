@@ -56,7 +56,7 @@ class BulkCopies:
         self.machine = machine
         self.pending: deque[BulkCopy] = deque()
         self.committed = np.zeros(machine.total, np.int64)
-        machine.engines.append(self)
+        machine.engines.insert(0, self)  # before the tensor pipe
         machine.on_exit.append(self.threads_left)
 
     def issue(self, thread: int, read: Callable[[], Array], write: Callable[[Array], None], *, grouped: bool) -> None:
@@ -207,3 +207,8 @@ def rank_base(machine: Machine, thread: int, rank: int) -> int:
         raise machine.error(SimError, f"CTA rank {rank} is not in the cluster", np.array([thread]))
     cta = int(machine.cta[thread]) - int(machine.rank[thread]) + rank
     return cta * machine.memory.shared_stride
+
+
+def signal_ranks(mask: int | None, own: int) -> list[int]:
+    """Ranks of the CTAs that a multicast mask names, or the one of the address."""
+    return [own] if mask is None else [rank for rank in range(16) if mask >> rank & 1]

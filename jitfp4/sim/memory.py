@@ -256,6 +256,21 @@ class Memory:
         """Set the state of a flat range of shared memory."""
         self.state.data[start : start + size] = state
 
+    def check_operand(self, cta: int, addresses: Array, thread: int) -> None:
+        """Shared bytes that a matrix descriptor names must have been written when the instruction is issued."""
+        fault = self.machine.error
+        if addresses.min() < SHARED_START or addresses.max() >= self.shared_end:
+            raise fault(SimMemoryError, "a matrix descriptor leaves shared memory", np.array([thread]))
+        state = self.state.data[cta * self.shared_stride + addresses]
+        if (state != WRITTEN).any():
+            at = int(addresses.reshape(-1)[np.flatnonzero(state.reshape(-1) != WRITTEN)[0]])
+            text = f"an operand in shared memory at {at:#x} was not written or is still being copied"
+            raise fault(SimMemoryError, text, np.array([thread]))
+
+    def of_cta(self, cta: int) -> Array:
+        """The shared memory of one CTA, indexed by address."""
+        return self.shared.data[cta * self.shared_stride : (cta + 1) * self.shared_stride]
+
     def copy_local(self, lanes: Array, source: int, target: int, size: int) -> None:
         """Copy a variable to another one within the local memory of each lane."""
         cells = self.local.data.reshape(-1, self.local_stride)

@@ -33,7 +33,8 @@ def have(kind: str, root: Path, seed: int) -> bytes:
     return open_store(kind, root).get_or_build(make_recipe(seed), TOOLCHAIN, lambda: make_built(seed)).cubin
 
 
-def corrupt(root: Path) -> None:
+def corrupt_entry(root: Path) -> None:
+    have("cache", root, TARGET)
     for path in root.rglob("kernel.cubin"):
         path.write_bytes(path.read_bytes()[:-9])
 
@@ -50,7 +51,7 @@ def store_index(root: Path) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]]] = {
     "publish": (lambda _: None, lambda root, kind: have(kind, root, TARGET)),
-    "rebuild": (lambda root: (have("cache", root, TARGET), corrupt(root)), lambda root, kind: have(kind, root, TARGET)),
+    "rebuild": (corrupt_entry, lambda root, kind: have(kind, root, TARGET)),
     "prune": (three_entries, lambda root, _: Catalog(root).prune(Limits(max_entries=1))),
     "clear": (three_entries, lambda root, _: Catalog(root).clear()),
     "index": (three_entries, lambda root, _: store_index(root)),
@@ -58,7 +59,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], objec
 
 
 def exit_everywhere(store: str, root: str, scenario: str) -> dict[str, object]:
-    """Run a scenario again and again, ending the process before its 1st, 2nd, ... write-side call and inside each write.
+    """Run a scenario again and again, each time ending the process at another write-side call, or inside a write.
 
     After each death another process works in the same root: what it finds wrong is returned.
     """
@@ -226,9 +227,7 @@ def states_after(trace: list[list[str]], target: Path, files: dict[str, bytes]) 
         for name in sorted(written):
             data = files[name]
             sure = [(name, data)]
-            choices.append(
-                sure if name in synced else [None, (name, b""), (name, data[: len(data) // 2]), (name, data)]
-            )
+            choices.append(sure if name in synced else [None, (name, b""), (name, data[: len(data) // 2]), *sure])
         for combination in itertools.product(*choices):
             yield tuple(item for item in combination if item is not None)
 

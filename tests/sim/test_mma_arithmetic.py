@@ -181,6 +181,14 @@ def test_nan_scales_poison_their_row_and_column() -> None:
     np.testing.assert_array_equal(d, expected)
 
 
+def test_subnormal_factors_align_as_the_smallest_normal() -> None:
+    a, b = np.array([[2.0**-9, 2.0**-9]]), np.array([[1.0, 2.0**-9]])
+    left, right = Operand.of(a, formats.E4M3), Operand.of(b, formats.E4M3)
+    for bits, expected in ((11, 2.0**-9), (12, 2.0**-9 + 2.0**-18)):  # exponent -6, not -9
+        d = fused_dot_add(left, right, np.float32([[0]]), DotUnit(chunk=2, fraction_bits=bits))
+        assert d[0, 0] == expected
+
+
 def test_zeros_never_decide_the_alignment() -> None:
     unit = DotUnit(chunk=4, fraction_bits=25)
     a = np.array([[0.0, 2.0**-20 * (1 + 2.0**-7), 0.0, 0.0]])

@@ -47,10 +47,11 @@ extern "C" __global__ void kernel(const __grid_constant__ TensorMap map, short* 
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(b) : "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" ::"r"(b) : "memory");
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, 8}],
-                 [%2];" ::"r"(at), "l"(&map), "r"(b) : "memory");
-    asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W; }" ::"r"(b) :
-    "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, 8}], [%2];"
+        ::"r"(at), "l"(&map), "r"(b) : "memory");
+    asm volatile(
+        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W; }" ::"r"(b) : "memory");
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) out[i] = tile[i];
@@ -101,10 +102,12 @@ def test_tensor_map() -> None:
     out = torch.zeros(8, 64, dtype=torch.int16, device="cuda")
     for seed in (0, 1):  # the second map has another address
         x = torch.randint(-9999, 9999, (12, 64), dtype=torch.int16, device="cuda")
-        run(kernel, Geometry(grid=(1, 1, 1), block=(32, 1, 1)), TileMap(x, (8, 64)), out)
+        run(kernel, Geometry(grid=(1, 1, 1), block=(32, 1, 1)), TileMap(x.view(torch.uint16), (8, 64)), out)
         assert torch.equal(out[:4], x[8:]), seed
         assert not out[4:].any()
-        run(kernel, Geometry(grid=(1, 1, 1), block=(32, 1, 1)), TileMap(x, (8, 64), swizzle=128), out)
+        run(
+            kernel, Geometry(grid=(1, 1, 1), block=(32, 1, 1)), TileMap(x.view(torch.uint16), (8, 64), swizzle=128), out
+        )
         chunks = out.view(8, 8, 8)  # row r holds 16-byte chunk c at place c ^ r
         unswizzled = torch.stack([torch.stack([chunks[r, c ^ r] for c in range(8)]) for r in range(8)]).view(8, 64)
         assert torch.equal(unswizzled[:4], x[8:])

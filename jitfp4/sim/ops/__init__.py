@@ -11,9 +11,11 @@ from jitfp4.sim.ops import (
     compare,
     control,
     convert,
+    matrix,
     mbarrier,
     memory,
     move,
+    tcgen05,
     warp,
 )
 
@@ -26,8 +28,10 @@ __all__ = [
     "compare",
     "control",
     "convert",
+    "matrix",
     "mbarrier",
     "memory",
     "move",
+    "tcgen05",
     "warp",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jitfp4.errors import SimError, SimMemoryError
-from jitfp4.sim.async_copies import AsyncCopies, BulkCopies, claim, deliver, initialised, rank_base
+from jitfp4.sim.async_copies import AsyncCopies, BulkCopies, claim, deliver, initialised, rank_base, signal_ranks
 from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import Machine
@@ -222,15 +222,13 @@ def _shared_writer(
     (start,) = m.memory.locate(space, one.ids, np.array([int(cells.min())]), min(16, len(cells)))
     m.memory.bound(one.ids, start.offset % m.memory.shared_stride, 0, m.memory.shared_end, len(cells), "bulk copy")
     own = int(start.offset[0]) // m.memory.shared_stride - int(m.cta[thread]) + int(m.rank[thread])
-    ranks = [own]
-    if signal.mask is not None:
-        mask = int(broadcast(signal.mask(m, lanes), lanes.n)[position])
-        ranks = [r for r in range(16) if mask >> r & 1]
+    mask = None if signal.mask is None else int(broadcast(signal.mask(m, lanes), lanes.n)[position])
+    ranks = signal_ranks(mask, own)
     local = (cells & 0xFFFFFF).astype(np.int64)
     targets = []
     for rank in ranks:
         at = bar >> 24
-        if signal.mask is not None:
+        if mask is not None:
             at = rank & ~1 | at & 1 if signal.pair else rank
         elif at != rank and not signal.pair and op is None:
             raise m.error(SimError, "the copy's mbarrier lies in another CTA than its destination", one.ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,48 +14,26 @@ from jitfp4.sim.decode import Control, Decode, Dest, Source, Step, broadcast, co
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
 from jitfp4.sim.ops.warp import collective
-from jitfp4.sim.ptx import TYPES, Array, Imm, Operand, Vec
-from jitfp4.sim.tensor_pipe import IN_FLIGHT_BITS, TensorPipe, WarpGroups
+from jitfp4.sim.ptx import TYPES, Array, Imm, Operand, Reg, Vec
+from jitfp4.sim.warp_groups import Accumulator, WarpGroups, gather, scatter
 
 B32, U32, U64, PRED = TYPES["b32"], TYPES["u32"], TYPES["u64"], TYPES["pred"]
 
 
-def aligned_warps(body: Step, *, group: int = 1) -> Control:
-    """An ``.aligned`` instruction of whole warps."""
+def aligned_warps(body: Step, *, group: int = 1, forward: bool = True) -> Control:
+    """An ``.aligned`` instruction of whole warps; without ``forward`` the body sends its threads on."""
 
     def whole(m: Machine, lanes: Lanes) -> None:
         if lanes.n % WARP or (m.lane[lanes.sel] != np.tile(np.arange(WARP), lanes.n // WARP)).any():
             raise m.error(SimError, "not every thread of the warp takes part", lanes.ids)
         body(m, lanes)
 
-    return collective(whole, group=group)
+    return collective(whole, group=group, forward=forward)
 
 
-def registers(d: Decode, operand: Operand | None = None) -> tuple[list[Source], list[Dest]]:
-    """Readers and writers of a vector of 32-bit registers."""
-    items = d.vector(operand)
-    reads = [d.src(B32, item) for item in items]
-    writes = [d.dst(B32, item) if not isinstance(item, Imm) else _no_write(d) for item in items]
-    return reads, writes
-
-
-def _no_write(d: Decode) -> Dest:
-    def refuse(_m: Machine, _lanes: Lanes, _value: Any) -> None:
-        raise AssertionError(d.instr.text)
-
-    return refuse
-
-
-def gather(m: Machine, lanes: Lanes, reads: list[Source]) -> Array:
-    """Registers as uint32 [warps, 32, count]."""
-    columns = [broadcast(r(m, lanes), lanes.n) for r in reads]
-    return np.stack(columns, axis=1).reshape(-1, WARP, len(reads))
-
-
-def scatter(m: Machine, lanes: Lanes, writes: list[Dest], values: Array) -> None:
-    flat = values.reshape(lanes.n, len(writes))
-    for j, write in enumerate(writes):
-        write(m, lanes, flat[:, j].copy())
+def registers(d: Decode, operand: Operand | None = None) -> list[Source]:
+    """Readers of a vector of 32-bit registers."""
+    return [d.src(B32, item) for item in d.vector(operand)]
 
 
 def _matrix_form(d: Decode) -> tuple[int, bool]:
@@ -126,7 +105,7 @@ def _mma(d: Decode) -> Control:
     types = ".".join(d.mods)
     d.mods.clear()
     writes = [d.dst(B32, item) for item in d.vector()]
-    a, b, c = (registers(d)[0] for _ in range(3))
+    a, b, c = (registers(d) for _ in range(3))
     if not scaled:
         return aligned_warps(
             lambda m, lanes: scatter(
@@ -183,9 +162,11 @@ def _wgmma(d: Decode) -> Control:
     types = ".".join(d.mods)
     element = d.mods[1]
     d.mods.clear()
-    reads, writes = registers(d)
+    accumulators = d.vector()
+    reads, writes = [d.src(B32, item) for item in accumulators], [d.dst(B32, item) for item in accumulators]
+    places = tuple(item.index for item in accumulators if isinstance(item, Reg))
     first = d.next()
-    a_registers = registers(d, first)[0] if isinstance(first, Vec) else None
+    a_registers = registers(d, first) if isinstance(first, Vec) else None
     a_descriptor = d.src(U64, first) if a_registers is None else None
     b_descriptor, scale_d = d.src(U64), d.src(PRED)
     negate_a = bool(d.operands) and _flag(d, -1)
@@ -205,9 +186,10 @@ def _wgmma(d: Decode) -> Control:
             own = m.lanes(ids)
             at = int(np.searchsorted(lanes.ids, ids[0]))
             left = a[at // WARP : at // WARP + 4] if a is not None else _uniform(m, own, a_bits, at)
-            right, scale = _uniform(m, own, b_bits, at), bool(keep[at])
+            right = _uniform(m, own, b_bits, at)
             _check_operands(m, own, left, right, n, element, mods)
-            units.issue(number, ids, _work(m, own, n, types, left, right, scale, mods, reads, writes))
+            multiply = partial(wgmma.wgmma, n, types, left, right, scale_d=bool(keep[at]), mods=mods)
+            units.issue(number, own, Accumulator(places, reads, writes), multiply)
 
     return aligned_warps(body, group=4)
 
@@ -224,46 +206,32 @@ def _check_operands(
     m: Machine, own: Lanes, a: int | Array, b: int, n: int, element: str, mods: wgmma.Modifiers
 ) -> None:
     cta = int(m.cta[own.ids[0]])
-    check = m.unit(TensorPipe).check_shared
+    check = m.memory.check_operand
     if isinstance(a, int):
         check(cta, wgmma.operand_addresses(a, 64, element, mn_major=mods.trans_a), int(own.ids[0]))
     check(cta, wgmma.operand_addresses(b, n, element, mn_major=mods.trans_b), int(own.ids[0]))
 
 
-def _work(
-    m: Machine,
-    own: Lanes,
-    n: int,
-    types: str,
-    a: int | Array,
-    b: int,
-    scale_d: bool,
-    mods: wgmma.Modifiers,
-    reads: list[Source],
-    writes: list[Dest],
-) -> Callable[[], None]:
-    """Take the accumulators now unless an earlier multiply still owes them; deliver the sum when performed."""
-    pending: dict[Any, Array] = m.unit(Accumulators).values
-    key = (int(own.ids[0]), tuple(id(w) for w in writes))
-    del key
-    old = gather(m, own, reads)
-    owed = (old == IN_FLIGHT_BITS).all()
-    for write in writes:
-        write(m, own, np.full(own.n, IN_FLIGHT_BITS))
-    place = int(own.ids[0])
-    shared = m.unit(TensorPipe).view(int(m.cta[own.ids[0]])).shared
+@control("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
+def _wgmma_order(d: Decode) -> Control:
+    what = d.instr.mods[0]
+    d.need("sync")
+    d.need("aligned")
+    allowed = 0
+    if what == "wait_group":
+        operand = d.next()
+        if not isinstance(operand, Imm):
+            raise d.error("expected an immediate")
+        allowed = int(operand.value)
 
-    def perform() -> None:
-        d = pending.get(place) if owed else old
-        if d is None:
-            d = gather(m, own, reads)
-        result = wgmma.wgmma(n, types, a, b, d, shared, scale_d=scale_d, mods=mods)
-        scatter(m, own, writes, result)
+    def body(m: Machine, lanes: Lanes) -> None:
+        units = m.unit(WarpGroups)
+        for number, _ in units.of(lanes):
+            if what == "fence":
+                units.fenced[number] = True
+            elif what == "commit_group":
+                units.committed[number] += 1
+            else:
+                units.wait(number, allowed)
 
-    return perform
-
-
-class Accumulators:
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.values: dict[Any, Array] = {}
+    return aligned_warps(body, group=4)

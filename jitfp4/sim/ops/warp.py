@@ -18,8 +18,11 @@ PRED, B32, U32 = TYPES["pred"], TYPES["b32"], TYPES["u32"]
 POISON = np.uint32(0xCDCDCDCD)
 
 
-def collective(body: Step, mask: Source | None = None, group: int = 1) -> Control:
-    """Run ``body`` for threads whose warp (or ``group`` of warps, or member mask) has arrived; the others wait."""
+def collective(body: Step, mask: Source | None = None, group: int = 1, *, forward: bool = True) -> Control:
+    """Run ``body`` for threads whose warp (or ``group`` of warps, or member mask) has arrived; the others wait.
+
+    They go on at the next instruction, unless ``forward`` leaves that to the body.
+    """
 
     def run(m: Machine, lanes: Lanes, following: int) -> None:
         members = None if mask is None else broadcast(mask(m, lanes), lanes.n)
@@ -31,7 +34,8 @@ def collective(body: Step, mask: Source | None = None, group: int = 1) -> Contro
         body(m, ready)
         if m.races is not None:
             m.races.warp_sync(ready)
-        m.ready.push(following, ready)
+        if forward:
+            m.ready.push(following, ready)
 
     return run
 

@@ -1,0 +1,365 @@
+"""tcgen05: tensor memory, its loads, stores and copies, and the matrix multiply of the sm_100 family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jitfp4.errors import SimError
+from jitfp4.sim import tcgen05, tmem
+from jitfp4.sim.async_copies import signal_ranks
+from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control, step
+from jitfp4.sim.instruction_descriptor import InstructionDescriptor
+from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.machine import WARP, Machine
+from jitfp4.sim.matrix_descriptor import MatrixDescriptor
+from jitfp4.sim.mbarriers import MBarriers
+from jitfp4.sim.ops.matrix import aligned_warps
+from jitfp4.sim.ptx import TYPES, Addr, Imm
+from jitfp4.sim.tensor_pipe import TensorPipe
+from jitfp4.sim.warp_groups import gather, scatter
+
+B32, U16, U32, U64, PRED = TYPES["b32"], TYPES["u16"], TYPES["u32"], TYPES["u64"], TYPES["pred"]
+
+
+def _group(d: Decode) -> int:
+    return int(d.need("cta_group::1", "cta_group::2")[-1])
+
+
+def _sync_aligned(d: Decode) -> None:
+    d.need("sync")
+    d.need("aligned")
+
+
+def _warps(lanes: Lanes) -> list[slice]:
+    return [slice(start, start + WARP) for start in range(0, lanes.n, WARP)]
+
+
+# Allocation
+
+
+@control("tcgen05.alloc")
+def _alloc(d: Decode) -> Control:
+    """Allocate columns for the CTA and store their address to shared memory; waits while there is no room."""
+    _group(d)
+    _sync_aligned(d)
+    d.take("shared::cta")
+    d.need("b32")
+    address, count = d.address(), d.src(U32)
+    pc = d.pc
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        pipe = m.unit(TensorPipe)
+        at, columns = address(m, lanes), broadcast(count(m, lanes), lanes.n)
+        for warp in _warps(lanes):
+            ids = lanes.ids[warp]
+            cta = int(m.cta[ids[0]])
+            granted = pipe.allocations[cta].alloc(int(columns[warp][0]))
+            if granted is None:
+                m.suspend(m.lanes(ids))
+                pipe.waiting.append(m.lanes(ids))
+                continue
+            pipe.allocations[cta], column = granted
+            m.memory.store("shared", ids[:1], at[warp][:1], [np.array([column], np.uint32)])
+            m.ready.push(pc + 1, m.lanes(ids))
+
+    return aligned_warps(body, forward=False)
+
+
+@control("tcgen05.dealloc")
+def _dealloc(d: Decode) -> Control:
+    _group(d)
+    _sync_aligned(d)
+    d.need("b32")
+    address, count = d.src(U32), d.src(U32)
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        at, columns = broadcast(address(m, lanes), lanes.n), broadcast(count(m, lanes), lanes.n)
+        for warp in _warps(lanes):
+            m.unit(TensorPipe).free(int(m.cta[lanes.ids[warp][0]]), int(at[warp][0]), int(columns[warp][0]))
+
+    return aligned_warps(body)
+
+
+@control("tcgen05.relinquish_alloc_permit")
+def _relinquish(d: Decode) -> Control:
+    _group(d)
+    _sync_aligned(d)
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        allocations = m.unit(TensorPipe).allocations
+        for cta in np.unique(m.cta[lanes.sel]):
+            allocations[cta] = allocations[cta].relinquish()
+
+    return aligned_warps(body)
+
+
+# Loads, stores, fences
+
+
+def _form(d: Decode, packing: str) -> tuple[str, int, bool]:
+    """Consume .sync.aligned.<shape>.xN{.pack::16b}.b32."""
+    _sync_aligned(d)
+    shape = d.need("32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2")
+    number = d.need(*(f"x{1 << i}" for i in range(8)))
+    packed = d.flag(packing)
+    d.need("b32")
+    return shape, int(number[1:]), packed
+
+
+def _half_split(d: Decode, shape: str) -> int:
+    """The immediate of 16x32bx2."""
+    if shape != "16x32bx2":
+        return 0
+    operand = d.next()
+    if not isinstance(operand, Imm):
+        raise d.error("expected an immediate")
+    return int(operand.value)
+
+
+def _each_warp(
+    m: Machine, lanes: Lanes, address: Source, form: tuple[str, int, bool], split: int
+) -> list[tuple[int, slice, Any]]:
+    """CTA, positions and cells of each warp's access."""
+    shape, number, packed = form
+    out = []
+    at = address(m, lanes)
+    for warp in _warps(lanes):
+        thread = int(lanes.ids[warp][0])
+        if (at[warp] != at[warp][0]).any():
+            raise m.error(SimError, "lanes of a warp give different tensor memory addresses", lanes.ids[warp])
+        number_in_cta = int(m.tid[thread]) // WARP
+        cells = tmem.cells(shape, number, int(at[warp][0]), number_in_cta, half_split=split, packed=packed)
+        out.append((int(m.cta[thread]), warp, cells))
+    return out
+
+
+@control("tcgen05.ld")
+def _load(d: Decode) -> Control:
+    """Registers are written at once: a kernel that forgets wait::ld is not caught here."""
+    form = _form(d, "pack::16b")
+    writes = [d.dst(B32, item) for item in d.vector()]
+    address = d.address()
+    split = _half_split(d, form[0])
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        pipe = m.unit(TensorPipe)
+        values = []
+        for cta, warp, cells in _each_warp(m, lanes, address, form, split):
+            pipe.check_read(cta, cells, lanes.ids[warp])
+            values.append(tmem.load(pipe.cells[cta], cells))
+        scatter(m, lanes, writes, np.stack(values))
+
+    return aligned_warps(body)
+
+
+@control("tcgen05.st")
+def _store(d: Decode) -> Control:
+    form = _form(d, "unpack::16b")
+    address = d.address()
+    split = _half_split(d, form[0])
+    reads = [d.src(B32, item) for item in d.vector()]
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        pipe = m.unit(TensorPipe)
+        values = gather(m, lanes, reads)
+        for row, (cta, _, cells) in enumerate(_each_warp(m, lanes, address, form, split)):
+            columns = cells[1]
+            pipe.allocations[cta].require(int(columns.min()), int(columns.max() - columns.min()) + 1)
+            tmem.store(pipe.cells[cta], cells, values[row])
+            pipe.written[cta, cells[0], columns] = True
+
+    return aligned_warps(body)
+
+
+@control("tcgen05.wait::ld", "tcgen05.wait::st")
+def _wait(d: Decode) -> Control:
+    _sync_aligned(d)
+    return aligned_warps(lambda _m, _lanes: None)
+
+
+@step("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
+def _fence(d: Decode) -> Step:
+    del d
+    return lambda _m, _lanes: None
+
+
+# Queued work
+
+
+def _queue(m: Machine, lanes: Lanes, build: Callable[[int, int], Callable[[], None]]) -> None:
+    """Queue one piece of work per thread; faults of the models name the thread and the instruction."""
+    pipe = m.unit(TensorPipe)
+    for position, thread in enumerate(lanes.ids.tolist()):
+        with pipe.blame(thread):
+            pipe.issue(thread, build(position, thread))
+
+
+@step("tcgen05.cp")
+def _copy(d: Decode) -> Step:
+    """Shared memory to tensor memory."""
+    group = _group(d)
+    shape = d.need("128x256b", "4x256b", "128x128b", "64x128b", "32x128b")
+    multicast = d.take("warpx2::02_13", "warpx2::01_23", "warpx4")
+    if multicast:
+        shape += f".{multicast}"
+    address, descriptor = d.address(), d.src(U64)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        pipe = m.unit(TensorPipe)
+        at, bits = address(m, lanes), broadcast(descriptor(m, lanes), lanes.n)
+
+        def build(position: int, thread: int) -> Callable[[], None]:
+            to, source = int(at[position]), int(bits[position])
+            rows, columns = tmem.copy_extent(shape)
+            ctas, first = pipe.ctas_of(thread, group), to & 0xFFFF
+            for cta in ctas:
+                pipe.allocations[cta].require(first, columns)
+                m.memory.check_operand(cta, MatrixDescriptor.of_tcgen05(source).addresses(rows, 4 * columns), thread)
+            pipe.expect_write(ctas, first, columns)
+
+            def perform() -> None:
+                for cta in ctas:
+                    tmem.copy(pipe.cells[cta], to, source, m.memory.of_cta(cta), shape)
+                pipe.wrote(ctas, first, columns)
+
+            return perform
+
+        _queue(m, lanes, build)
+
+    return run
+
+
+def _scale_block(d: Decode, kind: str) -> int:
+    """The block length that .block16, .block32 or .scale_vec::NX mean."""
+    name = d.take("block16", "block32", "scale_vec::1X", "scale_vec::2X", "scale_vec::4X")
+    if name is None and kind == "mxf4nvf4":
+        raise d.error("kind::mxf4nvf4 needs .block16 or .block32")
+    return 16 if name in ("block16", "scale_vec::4X") else 32
+
+
+@step("tcgen05.mma")
+def _mma(d: Decode) -> Step:
+    group, kind = _group(d), d.need(*(f"kind::{k}" for k in ("f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4")))
+    kind = kind.removeprefix("kind::")
+    scaled = d.flag("block_scale")
+    block = _scale_block(d, kind) if scaled else 0
+    d.ignore(*(f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")))
+    target = d.address()
+    first = d.next()
+    in_tmem = isinstance(first, Addr)
+    a = d.address(first) if in_tmem else d.src(U64, first)
+    b, idesc = d.src(U64), d.src(U32)
+    scales = (d.address(), d.address()) if scaled else None
+    if not scaled and len(d.operands) > 1:
+        raise d.error("tcgen05.mma with disable-output-lane or scale-input-d is not modelled")
+    enable = d.src(PRED)
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        to, left, right, bits, use = (
+            broadcast(read(m, lanes), lanes.n).tolist() for read in (target, a, b, idesc, enable)
+        )
+        sf = [broadcast(s(m, lanes), lanes.n).tolist() for s in scales] if scales else []
+
+        def build(position: int, thread: int) -> Callable[[], None]:
+            operand = tcgen05.TmemOperand(left[position]) if in_tmem else left[position]
+            return _multiply(
+                m,
+                thread,
+                group,
+                kind,
+                block,
+                (to[position], operand, right[position], bits[position]),
+                (sf[0][position], sf[1][position]) if sf else None,
+                use[position],
+            )
+
+        _queue(m, lanes, build)
+
+    return run
+
+
+def _multiply(
+    m: Machine,
+    thread: int,
+    group: int,
+    kind: str,
+    block: int,
+    operands: tuple[int, int | tcgen05.TmemOperand, int, int],
+    scales: tuple[int, int] | None,
+    enable: bool,
+) -> Callable[[], None]:
+    """Check what must hold at issue; the result multiplies when performed."""
+    pipe, arch = m.unit(TensorPipe), m.launch.arch.name
+    d, a, b, idesc = operands
+    shape = InstructionDescriptor.decode(idesc, kind, group, arch, block=block)
+    ctas = pipe.ctas_of(thread, group)
+    for cta in ctas:
+        if isinstance(a, int):
+            m.memory.check_operand(cta, _extent(shape, a, shape.m // group, of_a=True), thread)
+        m.memory.check_operand(cta, _extent(shape, b, shape.n // group, of_a=False), thread)
+    first, columns = d & 0xFFFF, shape.n // 2 if group == 2 and shape.m == 128 else shape.n
+    if enable and not (pipe.written[list(ctas), 0, first : first + columns] | (pipe.pending[list(ctas), first : first + columns] > 0)).all():
+        raise SimError("tcgen05.mma accumulates into tensor memory that nothing wrote")
+    pipe.expect_write(ctas, first, columns)
+
+    def perform() -> None:
+        views = tuple(pipe.view(cta) for cta in ctas)
+        if scales is None:
+            tcgen05.mma(views, kind, d, a, b, idesc, enable_input_d=enable, arch=arch)
+        else:
+            assert isinstance(a, int)
+            tcgen05.mma_block_scale(
+                views, kind, block, d, a, b, idesc, scales, enable_input_d=enable, arch=arch
+            )
+        pipe.wrote(ctas, first, columns)
+
+    return perform
+
+
+def _extent(shape: InstructionDescriptor, descriptor: int, rows: int, *, of_a: bool) -> Any:
+    """Shared addresses of an operand."""
+    type_name, transposed = (shape.a_type, shape.trans_a) if of_a else (shape.b_type, shape.trans_b)
+    size = {"f16": 2, "bf16": 2, "tf32": 4}.get(type_name, 1)
+    k_bytes = shape.k // 2 if shape.kind in ("mxf4", "mxf4nvf4") else shape.k * size
+    decoded = MatrixDescriptor.of_tcgen05(descriptor)
+    return decoded.addresses(rows, k_bytes, element_bytes=size, mn_major=transposed)
+
+
+@step("tcgen05.commit")
+def _commit(d: Decode) -> Step:
+    """One arrival on an mbarrier when the thread's earlier work is done; with multicast in every CTA of a mask."""
+    _group(d)
+    d.need("mbarrier::arrive::one")
+    d.take("shared::cluster")
+    multicast = d.flag("multicast::cluster")
+    d.need("b64")
+    address = d.address()
+    mask = d.src(U16) if multicast else None
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        at = address(m, lanes)
+        masks = None if mask is None else broadcast(mask(m, lanes), lanes.n)
+
+        def build(position: int, thread: int) -> Callable[[], None]:
+            ids = np.array([thread])
+            place = int(at[position])
+            ranks = signal_ranks(None if masks is None else int(masks[position]), place >> 24)
+            places = [np.array([rank << 24 | place & 0xFFFFFF]) for rank in ranks]
+            barriers = m.unit(MBarriers)
+            known = None if m.races is None else m.races.snapshot(m.lanes(ids))
+
+            def perform() -> None:
+                for to in places:
+                    key = int(barriers.keys("shared::cluster", ids, to)[0])
+                    if m.races is not None and known is not None:
+                        m.races.join(barriers.clock, key, known)
+                    barriers.arrive(key, 1, ids)
+
+            return perform
+
+        _queue(m, lanes, build)
+
+    return run

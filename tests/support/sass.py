@@ -1,0 +1,35 @@
+"""Machine code as text."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?) ?;")
+
+
+def disassemble(cubin: bytes) -> list[str]:
+    """The instructions of a cubin, predicates dropped, in address order."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return [match.group(1) for line in listing.splitlines() if (match := _INSTRUCTION.search(line))]
+
+
+@functools.cache
+def _tool() -> str:
+    """nvdisasm: the package's, else the one on the path."""
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    packaged = [Path(str(file.locate())) for file in files if file.name == "nvdisasm"]
+    found = str(packaged[0]) if packaged else shutil.which("nvdisasm")
+    assert found, "install nvidia-cuda-nvdisasm"
+    return found

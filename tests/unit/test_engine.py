@@ -1,0 +1,152 @@
+"""From spec to cubin: cached or compiled, offline or without a compiler, in one process and in many."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import jitfp4
+import jitfp4.families
+from jitfp4 import OfflineError, UnsupportedArchError, engine, nvrtc, warmup
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.registry import lookup
+
+pytestmark = pytest.mark.compile
+
+FAMILY, ARCH = lookup("quantize/nvfp4_vector"), ARCHS["sm_90a"]
+SPEC = next(iter(FAMILY.specs(ARCH)))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JITFP4_CACHE_DIR", str(tmp_path / "cache"))
+    engine.reset()
+    return tmp_path / "cache"
+
+
+def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    compile_cubin = nvrtc.compile_cubin
+
+    def counted(source: str, arch: Arch, *, symbol: str) -> bytes:
+        calls.append(symbol)
+        return compile_cubin(source, arch, symbol=symbol)
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", counted)
+    return calls
+
+
+def test_built_once_then_served_from_disk(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = count_compiles(monkeypatch)
+    with caplog.at_level(logging.INFO, "jitfp4.engine"):
+        first = engine.build(FAMILY, SPEC, ARCH)
+        engine.reset()
+        second = engine.build(FAMILY, SPEC, ARCH)
+    assert len(calls) == 1
+    assert first.cubin == second.cubin and second.missed is None
+    lines = [record.getMessage() for record in caplog.records if record.name == "jitfp4.engine"]
+    assert len(lines) == 1 and FAMILY.name in lines[0] and " ms (absent)" in lines[0]
+    assert jitfp4.cache_info().hits == 1
+
+
+def test_threads_compile_a_kernel_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_compiles(monkeypatch)
+    with ThreadPoolExecutor(8) as pool:
+        cubins = {loaded.cubin for loaded in pool.map(lambda _: engine.build(FAMILY, SPEC, ARCH), range(8))}
+    assert len(cubins) == 1 and len(calls) == 1
+
+
+def test_offline_miss_names_the_spec_and_the_command(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JITFP4_OFFLINE", "1")
+    engine.reset()
+    with pytest.raises(OfflineError) as caught:
+        engine.build(FAMILY, SPEC, ARCH)
+    assert str(SPEC) in str(caught.value)
+    assert "jitfp4 warmup --arch sm_90a --family quantize/nvfp4_vector" in str(caught.value)
+    assert not empty_cache.exists()
+
+
+def test_prebuilt_kernels_need_no_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = engine.build(FAMILY, SPEC, ARCH)
+    monkeypatch.setattr(nvrtc, "toolchain", lambda: None)
+    engine.reset()
+    assert engine.build(FAMILY, SPEC, ARCH).cubin == built.cubin
+    other = next(spec for spec in FAMILY.specs(ARCH) if spec != SPEC)
+    with pytest.raises(OfflineError, match="NVRTC is not installed"):
+        engine.build(FAMILY, other, ARCH)
+
+
+@pytest.mark.parametrize("where", ["file in the way", "no home"])
+def test_without_a_cache_folder_the_kernel_is_built_in_memory(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if where == "no home":
+        for name in ("JITFP4_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("JITFP4_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    engine.reset()
+    loaded = engine.build(FAMILY, SPEC, ARCH)
+    assert loaded.cubin and loaded.path is None
+    assert any(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_warm_up_builds_what_is_missing_and_then_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = count_compiles(monkeypatch)
+    tasks = warmup.plan([ARCH], ["quantize/nvfp4_vector"])
+    assert warmup.missing(tasks) == list(tasks) and tasks
+    outcomes = warmup.warm_up(tasks, jobs=2)
+    assert all(outcome.loaded and outcome.loaded.missed for outcome in outcomes) and len(calls) == len(tasks)
+    assert warmup.missing(tasks) == []
+    engine.reset()
+    assert all(outcome.loaded and not outcome.loaded.missed for outcome in warmup.warm_up(tasks, jobs=2))
+    assert len(calls) == len(tasks)
+
+
+def test_plans_survive_json_and_shards_are_a_partition() -> None:
+    tasks = warmup.plan(list(ARCHS.values()))
+    assert warmup.read_plan(warmup.write_plan(tasks)) == tasks
+    shards = [warmup.shard(tasks, index, 5) for index in range(5)]
+    assert sorted(map(str, sum(shards, ()))) == sorted(map(str, tasks))
+    assert all(shards)
+    fewer = warmup.shard(tasks[1:], 2, 5)
+    assert set(fewer) == set(shards[2]) - {tasks[0]}
+    for index, count in ((5, 5), (-1, 5), (0, 0)):
+        with pytest.raises(ArgumentError, match="shard"):
+            warmup.shard(tasks, index, count)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": 99, "kernels": []}', '{"schema": 1, "kernels": [{}]}'])
+def test_documents_that_are_no_plan_are_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="plan"):
+        warmup.read_plan(text)
+
+
+def test_targets() -> None:
+    with pytest.raises(ArgumentTypeError, match="sim"):
+        engine.target_of(torch.zeros(1))
+    with jitfp4.sim.device("sm_120a"):
+        assert engine.target_of(torch.zeros(1)) == engine.Target(ARCHS["sm_120a"], None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_80"), ((8, 7), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"),
+     ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), "sm_120a"), ((12, 1), "sm_121a")],
+)  # fmt: skip
+def test_capabilities_map_to_targets_that_run_there(capability: tuple[int, int], name: str) -> None:
+    assert Arch.of_capability(*capability).name == name
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 1), (10, 1), (11, 0), (13, 0)])
+def test_capabilities_without_a_target_are_refused(capability: tuple[int, int]) -> None:
+    with pytest.raises(UnsupportedArchError, match="supported"):
+        Arch.of_capability(*capability)
