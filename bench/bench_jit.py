@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -71,8 +72,8 @@ def first_call() -> dict[str, Any]:
     steps.watch(layer.Layer, "load", "verify")
     m, k = 128, 4096
     if torch.cuda.is_available():
+        scale = steps.run("CUDA context", lambda: torch.ones(1, device="cuda"))
         a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-        scale = torch.ones(1, device="cuda")
         driver = steps.run("import cuda.core", lambda: __import__("jitfp4.driver").driver)
         steps.watch(driver.LoadedKernel, "__init__", "load")
         steps.run("rest of the call", lambda: (quantize.nvfp4_quantize(a, scale), torch.cuda.synchronize()))
@@ -89,15 +90,13 @@ def in_fresh_process(*arguments: str, cache: Path) -> tuple[dict[str, Any], floa
     """The JSON that a fresh interpreter prints, and its wall-clock milliseconds."""
     environment = {"JITFP4_CACHE_DIR": str(cache), **_environment()}
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
-    )
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
     return json.loads(done.stdout), 1e3 * (time.perf_counter() - start)
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JITFP4_")}
     root = str(Path(__file__).parents[1])
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}

@@ -41,7 +41,8 @@ class LoadedKernel:
     def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> None:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
 
-        ``args`` follow the family's parameters: tensors, ints, floats and TileMaps. ``pdl`` sets programmatic stream
+        ``args`` follow the family's parameters: tensors (or None for a null pointer), ints, floats and TileMaps.
+        ``pdl`` sets programmatic stream
         serialization: the kernel may start while its predecessor drains.
         """
         if not hasattr(_thread, "bound"):  # a thread that never called the driver has no current context
@@ -51,7 +52,7 @@ class LoadedKernel:
             raise LaunchError(f"{self.symbol} takes {self._count} arguments, got {len(args)}")
         values = list(args)
         for i in self._pointers:
-            values[i] = values[i].data_ptr()
+            values[i] = 0 if values[i] is None else values[i].data_ptr()
         for i in self._floats:
             values[i] = numpy.float32(values[i])
         for i in self._maps:

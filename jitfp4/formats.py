@@ -5,7 +5,6 @@ Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E4M3 and UE8M0; PTX ISA ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -31,14 +30,19 @@ class DType(StrEnum):
     E4M3 = "e4m3"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """A block-scaled FP4 recipe: ``block`` elements share one scale of type ``scale``."""
+class BlockFormat(StrEnum):
+    """A block-scaled FP4 format: ``block`` E2M1 elements share one scale of type ``scale``."""
 
-    name: str
-    block: int
-    scale: str
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+
+    @property
+    def block(self) -> int:
+        return 16 if self is BlockFormat.NVFP4 else 32
+
+    @property
+    def scale(self) -> str:
+        return "e4m3" if self is BlockFormat.NVFP4 else "ue8m0"
 
 
-NVFP4 = BlockFormat("nvfp4", block=16, scale="e4m3")
-MXFP4 = BlockFormat("mxfp4", block=32, scale="ue8m0")
+NVFP4, MXFP4 = BlockFormat.NVFP4, BlockFormat.MXFP4

@@ -15,7 +15,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
+    return -(-a // b) * b
 
 
 class SfLayout(IntEnum):
@@ -40,7 +40,7 @@ class SfLayout(IntEnum):
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Padded [rows, columns] of the buffer that holds ``rows`` x ``cols`` scales."""
-        outer, inner, tile_cols = self.tile
+        outer, inner, tile_cols = _TILES[self]
         return round_up(rows, outer * inner), round_up(cols, tile_cols)
 
     def numel(self, rows: int, cols: int) -> int:

@@ -15,6 +15,8 @@ from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
+_LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _exchange_device = torch.cuda._exchange_device
 
 
@@ -68,7 +70,7 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
     """``scalar`` as one float32 on ``like``'s device. A tensor's value is never read by the host."""
     if isinstance(scalar, (int, float)):
         return torch.full((1,), float(scalar), dtype=torch.float32, device=like.device)
-    check_dtype(name, scalar, (torch.float32, torch.float16, torch.bfloat16))
+    check_dtype(name, scalar, _FLOATS)
     if scalar.numel() != 1:
         raise ArgumentError(name, f"{scalar.numel()} elements", "one element")
     check_same_device(name, scalar, like)
@@ -77,10 +79,16 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
 
 def check_layout(name: str, layout: object) -> SfLayout:
     """``layout`` is a SfLayout or its integer value."""
-    for member in SfLayout:
-        if layout == member:
-            return member
-    raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
+    if layout not in _LAYOUTS:
+        raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
+    return _LAYOUTS[layout]
+
+
+def layout_of_flags(swizzled: bool, tile_8x4: bool) -> SfLayout:
+    """The layout that FlashInfer's is_sf_swizzled_layout and is_sf_8x4_layout name together."""
+    if tile_8x4 and not swizzled:
+        raise ArgumentError("is_sf_8x4_layout", "True without is_sf_swizzled_layout", "8x4 only as a swizzled layout")
+    return SfLayout.layout_8x4 if tile_8x4 else SfLayout.layout_128x4 if swizzled else SfLayout.layout_linear
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ Touches no file. Every check works on the bytes that the caller goes on to use, 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -99,7 +100,7 @@ class Manifest:
         if seal != (_SEAL % hashlib.sha256(body).hexdigest()).encode():
             raise CacheCorruptError(f"{MANIFEST}: the seal does not match")
         try:
-            fields = json.loads(body + b"}")
+            fields = json.loads(body.decode() + "}")
         except (ValueError, RecursionError) as error:
             raise CacheCorruptError(f"{MANIFEST}: not JSON: {error}") from None
         try:
@@ -206,6 +207,7 @@ def is_digest(name: str) -> bool:
     return _DIGEST.fullmatch(name) is not None
 
 
+@functools.lru_cache(64)
 def is_toolchain(name: str) -> bool:
     """``name`` may be a toolchain folder: at most 100 of ``a-z 0-9 _ + -`` and single inner dots."""
     return len(name) <= 100 and _TOOLCHAIN.fullmatch(name) is not None

@@ -186,7 +186,12 @@ class Layer:
 
         With ``pinned``, the SHA-256 of entry.json, neither owner nor mode counts: the contents are known.
         """
-        fd = os.open(name, _FILE, dir_fd=folder)
+        try:
+            fd = os.open(name, _FILE, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise CacheUntrustedError(f"{name}: a symbolic link or a socket") from None
+            raise
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -246,9 +251,9 @@ def pinned_manifests(root: Path, pin: str) -> Mapping[str, str]:
 
 
 def read_all(fd: int, size: int) -> bytes:
-    """``size`` bytes and one more if the file grew meanwhile, so that growth is seen as a wrong size."""
-    data = os.read(fd, size + 1)
-    while len(data) < size and (more := os.read(fd, size + 1 - len(data))):
+    """The first ``size`` bytes of a file, fewer when it ends before."""
+    data = os.read(fd, size)
+    while len(data) < size and (more := os.read(fd, size - len(data))):
         data += more
     return data
 

@@ -17,14 +17,14 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 LOCKS = "locks"
 TROUBLE = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO, errno.EACCES, errno.EINVAL, errno.EBADF})
 """What flock or a file system says when it does not do locks."""
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
 _REPORT_SECONDS = (1.0, 10.0)  # after the first wait, then between two reports
 _HOLDER_BYTES = 256
 
@@ -35,6 +35,7 @@ class Lock(enum.Enum):
     """What became of an attempt to take a lock."""
 
     HELD = enum.auto()
+    NOT_NEEDED = enum.auto()
     TIMED_OUT = enum.auto()
 
 
@@ -44,15 +45,17 @@ def stripe(digest: str) -> str:
 
 
 @contextmanager
-def locked(root: int, path: str, what: str, timeout: float) -> Iterator[Lock]:
+def locked(root: int, path: str, what: str, timeout: float, done: Callable[[], bool] | None = None) -> Iterator[Lock]:
     """Hold the lock file ``path`` below the folder ``root``, waiting at most ``timeout`` seconds.
 
-    While it waits it logs who holds the lock and what for; ``what`` is that text for others. Raises OSError when the
-    lock file cannot be opened or locked; it never raises after the body has started.
+    While it waits it logs who holds the lock and what for; ``what`` is that text for others. The wait is over, without
+    the lock, when ``done()`` says so: 63 waiters that need nothing but the result do not queue for the lock. Raises
+    OSError when the lock file cannot be opened or locked; it never raises after the body has started.
     """
     with open_lock(root, path) as fd:
-        if not _wait(fd, path, what, timeout):
-            yield Lock.TIMED_OUT
+        outcome = _wait(fd, path, what, timeout, done)
+        if outcome is not Lock.HELD:
+            yield outcome
             return
         _sign(fd, what)
         try:
@@ -84,20 +87,22 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def _wait(fd: int, path: str, what: str, timeout: float) -> bool:
+def _wait(fd: int, path: str, what: str, timeout: float, done: Callable[[], bool] | None) -> Lock:
     start = time.monotonic()
     pause, report = _FIRST_PAUSE, _REPORT_SECONDS[0]
     while not try_lock(fd):
+        if done and done():
+            return Lock.NOT_NEEDED
         waited = time.monotonic() - start
         if waited >= timeout:
             _log.warning("%s: waited %.1f s for %s (%s); going on alone", what, waited, _holder(fd), path)
-            return False
+            return Lock.TIMED_OUT
         if waited >= report:
             _log.warning("%s: waiting for %s (%s), %.0f s of %.0f s", what, _holder(fd), path, waited, timeout)
             report += _REPORT_SECONDS[1]
         time.sleep(min(pause, timeout - waited))
         pause = min(2 * pause, _LONGEST_PAUSE)
-    return True
+    return Lock.HELD
 
 
 def _sign(fd: int, what: str) -> None:

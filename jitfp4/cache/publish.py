@@ -43,36 +43,39 @@ def publish(root: int, digest: str, toolchain: str, files: Mapping[str, bytes], 
     whole, also after a power cut.
     """
     target = entry_path(digest, toolchain)
-    if _exists(root, target):
+    if exists(root, target):
         return False
     with _staging(root, _folder_mode(world_readable)) as (name, stage):
         _write_files(stage, files, 0o644 if world_readable else 0o600)
         os.fsync(stage)
-        parents = [VERSION, f"{VERSION}/{digest[:2]}", f"{VERSION}/{digest[:2]}/{digest[2:]}"]
-        if not _move_in(root, f"{TMP}/{name}", target, parents, _folder_mode(world_readable)):
-            return False
-        for parent in reversed(parents):
+        changed = _move_in(root, f"{TMP}/{name}", target, _folder_mode(world_readable))
+        for folder in changed:
             with suppress(FileNotFoundError):  # evicted again already
-                _sync_folder(root, parent)
-    return True
+                _sync_folder(root, folder)
+    return bool(changed)
 
 
-def _move_in(root: int, staged: str, target: str, parents: list[str], mode: int) -> bool:
-    """Rename into place below ``parents``, which an eviction may remove as soon as they are empty. False when taken."""
+def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
+    """Rename into place, below parents that an eviction may remove while they are empty.
+
+    Returns the folders that got a new name in them, the deepest first; none when the place is taken.
+    """
+    recipe = target.rpartition("/")[0]
+    fan = recipe.rpartition("/")[0]
     for attempt in range(_ATTEMPTS):
         try:
-            for parent in parents:
-                _ensure_folder(root, parent, mode)
+            made_fan = _ensure_folder(root, fan, mode)
+            made_recipe = _ensure_folder(root, recipe, mode)
             os.rename(staged, target, src_dir_fd=root, dst_dir_fd=root)
-            return True
+            return [recipe, *([fan] if made_recipe or made_fan else []), *([VERSION] if made_fan else [])]
         except FileNotFoundError:
             if attempt + 1 == _ATTEMPTS:
                 raise
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
+                break
             raise
-    return False
+    return []
 
 
 def write_file(root: int, path: str, data: bytes, *, world_readable: bool) -> None:
@@ -125,7 +128,7 @@ def evict(root: int, path: str) -> bool:
     """Remove a folder for good. It leaves its place in one step, so a reader sees all of it or nothing."""
     with _staging(root, 0o700) as (name, _):
         try:
-            os.rename(path, f"{TMP}/{name}", src_dir_fd=root, dst_dir_fd=root)  # onto the empty staging folder
+            os.rename(path, f"{TMP}/{name}/evicted", src_dir_fd=root, dst_dir_fd=root)
         except OSError:
             return False
     with suppress(OSError):  # not empty: another toolchain or recipe is there
@@ -142,7 +145,16 @@ def remove_tree(root: int, path: str) -> bool:
         os.unlink(path, dir_fd=root)
         return True
     shutil.rmtree(path, ignore_errors=True, dir_fd=root)
-    return not _exists(root, path)
+    return not exists(root, path)
+
+
+def exists(root: int, path: str) -> bool:
+    """Something has this name below ``root``."""
+    try:
+        os.stat(path, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
@@ -162,7 +174,7 @@ def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
             try:
                 yield name, stage
             finally:
-                if _exists(root, f"{TMP}/{name}"):
+                if exists(root, f"{TMP}/{name}"):
                     remove_tree(root, f"{TMP}/{name}")
             return
     raise OSError(errno.EAGAIN, "a sweeper removed every staging folder", TMP)
@@ -194,15 +206,17 @@ def _write_files(folder: int, files: Mapping[str, bytes], mode: int) -> None:
             os.close(fd)
 
 
-def _ensure_folder(root: int, path: str, mode: int) -> None:
-    """Create one folder, or check that the one that is there is real and trusted."""
+def _ensure_folder(root: int, path: str, mode: int) -> bool:
+    """Create one folder, or check that the one that is there is real and trusted. True when it is new."""
     try:
         os.mkdir(path, mode, dir_fd=root)
         os.chmod(path, mode, dir_fd=root)  # whatever the umask
+        return True
     except FileExistsError:
         status = os.stat(path, dir_fd=root, follow_symlinks=False)
         check_folder(status, path)
         check_trusted(status, path)
+        return False
 
 
 def _sync_folder(root: int, path: str) -> None:
@@ -216,14 +230,6 @@ def _names(root: int, path: str) -> list[str]:
             return [item.name for item in items]
     except (OSError, CacheUntrustedError):
         return []
-
-
-def _exists(root: int, path: str) -> bool:
-    try:
-        os.stat(path, dir_fd=root, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
 
 
 def _folder_mode(world_readable: bool) -> int:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from jitfp4.cache.entry import Built, EntryFiles, Manifest, is_toolchain, newest_first
@@ -22,7 +23,7 @@ from jitfp4.cache.evict import Limits, enforce_now_and_then
 from jitfp4.cache.index import Index
 from jitfp4.cache.layer import INDEXES, Layer, entry_path
 from jitfp4.cache.lock import Lock, locked, stripe
-from jitfp4.cache.publish import open_root, publish, quarantine, sweep, write_file
+from jitfp4.cache.publish import exists, open_root, publish, quarantine, sweep, write_file
 from jitfp4.config import Config
 from jitfp4.errors import ArgumentError, CacheCorruptError, CacheError, CacheUntrustedError
 from jitfp4.keys import Recipe
@@ -105,7 +106,7 @@ class Cache:
         writable = config.cache_mode == "rw"
         self.user = Layer(path=config.cache_dir, own=True, stamps=writable) if config.cache_dir else None
         self.layers = tuple(Layer(path=path, pin=config.bundle_sha256) for path in config.cache_ro)
-        self._own: tuple[Layer, ...] = (self.user,) if self.user else ()
+        self._all = ((self.user,) if self.user else ()) + self.layers
         self._counters: Counter[tuple[str, str]] = Counter()
         self._mutex = threading.Lock()
         self._unpruned: int | None = None  # bytes published since the last pruning pass; None before the first
@@ -162,7 +163,7 @@ class Cache:
         )
 
     def adopt(self, files: EntryFiles) -> bool:
-        """Publish a foreign entry into the user's root after every check. False when it was there already.
+        """Publish a foreign entry into the user's root after every check. False when a good one was there already.
 
         Raises:
             CacheCorruptError: the files are not what their manifest says.
@@ -172,9 +173,25 @@ class Cache:
         files.check(manifest.digest, manifest.toolchain)
         if not is_toolchain(manifest.toolchain):
             raise CacheCorruptError(f"toolchain: {manifest.toolchain!r} cannot be a folder name")
-        shared = self.world_readable
+        place, shared = (manifest.digest, manifest.toolchain), self.world_readable
         with open_root(self._own_root(), world_readable=shared) as root:
-            return publish(root, manifest.digest, manifest.toolchain, files.by_name(), world_readable=shared)
+            if publish(root, *place, files.by_name(), world_readable=shared):
+                return True
+            if self.holds(*place):
+                return False
+            what = f"import of {manifest.family} for {manifest.arch}"
+            with locked(root, stripe(manifest.digest), what, self.config.lock_timeout) as lock:
+                if lock is Lock.HELD and not self.holds(*place):
+                    self._quarantine(root, *place)
+                return publish(root, *place, files.by_name(), world_readable=shared)
+
+    def holds(self, digest: str, toolchain: str) -> bool:
+        """The user's root has this entry, and all of it is right."""
+        try:
+            Layer(path=self._own_root(), own=True).read_files(digest, toolchain).check(digest, toolchain)
+        except (OSError, CacheError):
+            return False
+        return True
 
     def adopt_index(self, index: Index) -> None:
         """Store the index of imported entries, for those who pin it. Raises CacheError or OSError."""
@@ -182,19 +199,19 @@ class Cache:
         with open_root(self._own_root(), world_readable=shared) as root:
             write_file(root, path, index.encode(), world_readable=shared)
 
-    def read(self, recipe: Recipe, toolchain: str) -> EntryFiles:
+    def read(self, digest: str, toolchain: str) -> EntryFiles:
         """The three files of an entry, all checked, from the first layer that has it.
 
         Raises:
             FileNotFoundError: no layer has it.
             CacheCorruptError, CacheUntrustedError, OSError: the first one that has it is bad.
         """
-        for layer in (*self._own, *self.layers):
+        for layer in self._all:
             with suppress(FileNotFoundError):
-                files = layer.read_files(recipe.digest, toolchain)
-                files.check(recipe.digest, toolchain)
+                files = layer.read_files(digest, toolchain)
+                files.check(digest, toolchain)
                 return files
-        raise FileNotFoundError(errno.ENOENT, "no such entry", entry_path(recipe.digest, toolchain))
+        raise FileNotFoundError(errno.ENOENT, "no such entry", entry_path(digest, toolchain))
 
     def _own_root(self) -> Path:
         if self.user is None:
@@ -227,9 +244,10 @@ class Cache:
     def _candidates(self, digest: str, toolchain: str | None) -> Iterator[tuple[Layer, str]]:
         """Where to look, in order. Lazy: a hit in the first place lists no folder."""
         if toolchain is not None:
-            yield from ((layer, toolchain) for layer in (*self._own, *self.layers))
+            for layer in self._all:
+                yield layer, toolchain
         anything_goes = toolchain is None or self.config.offline
-        for layer in (*self.layers, *self._own) if anything_goes else self.layers:
+        for layer in sorted(self._all, key=lambda layer: layer.own) if anything_goes else self.layers:
             names = [name for name in layer.toolchains(digest) if name != toolchain]
             yield from ((layer, name) for name in newest_first(names))
 
@@ -260,27 +278,30 @@ class Cache:
 
     def _build_once(self, recipe: Recipe, toolchain: str, build: Callable[[], Built], missed: Missed) -> Loaded:
         """Under the recipe's lock: look again, move a bad entry aside, build, publish."""
-        user = self.user
+        user, entry = self.user, entry_path(recipe.digest, toolchain)
         with ExitStack() as stack:
             root, lock = None, None
             with self._tolerated("open"):
                 root = stack.enter_context(open_root(self._own_root(), world_readable=self.world_readable))
             if root is None or user is None:
                 return self._build(recipe, toolchain, build, missed)[0]
+            absent = missed.reason in (Miss.ABSENT, Miss.TOOLCHAIN)  # then what appears was published meanwhile
+            done = partial(exists, root, entry) if absent else None
             with self._tolerated("lock"):
                 what = f"{recipe.family} for {recipe.arch} ({recipe.digest[:12]})"
-                lock = stack.enter_context(locked(root, stripe(recipe.digest), what, self.config.lock_timeout))
+                waiting = locked(root, stripe(recipe.digest), what, self.config.lock_timeout, done)
+                lock = stack.enter_context(waiting)
             if lock is Lock.TIMED_OUT:
                 self._count("lock_timeouts")
                 return self._build(recipe, toolchain, build, missed)[0]
-            if lock is Lock.HELD:
+            if lock in (Lock.HELD, Lock.NOT_NEEDED):
                 again = self._load(user, recipe, toolchain)
                 if isinstance(again, Loaded):
                     self._count("joins")
                     return again
-                if again.reason in (Miss.CORRUPT, Miss.UNTRUSTED):
+                if lock is Lock.HELD and again.reason in (Miss.CORRUPT, Miss.UNTRUSTED):
                     with self._tolerated("quarantine"):
-                        self._quarantine(root, user, recipe, toolchain)
+                        self._quarantine(root, recipe.digest, toolchain)
             loaded, built = self._build(recipe, toolchain, build, missed)
             with self._tolerated("publish"):
                 if self._publish(root, user, recipe, toolchain, built):
@@ -325,11 +346,12 @@ class Cache:
             self._count("evictions", amount=evicted)
         return True
 
-    def _quarantine(self, root: int, user: Layer, recipe: Recipe, toolchain: str) -> None:
-        moved = quarantine(root, recipe.digest, toolchain)
+    def _quarantine(self, root: int, digest: str, toolchain: str) -> None:
+        """Only for a holder of the recipe's lock."""
+        moved = quarantine(root, digest, toolchain)
         if moved is not None:
             self._count("quarantines")
-            _log.warning("%s: moved aside to %s", user.path / entry_path(recipe.digest, toolchain), user.path / moved)
+            _log.warning("%s: moved aside to %s", self._own_root() / entry_path(digest, toolchain), moved)
 
     # ---- trouble ------------------------------------------------------------
 

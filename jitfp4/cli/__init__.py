@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from jitfp4.cli import cache, doctor, render, warmup
+from jitfp4.cli import cache, doctor, render, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
 from jitfp4.cli.output import say
 from jitfp4.errors import Jitfp4Error
 

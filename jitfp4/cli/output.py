@@ -39,7 +39,7 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         numbers = all(isinstance(row[index], (int, float)) for row in cells)
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=not sys.stdout.isatty())
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in cells:
         table.add_row(*map(str, row))
     width = None if sys.stdout.isatty() else 1000

@@ -29,7 +29,7 @@ EXAMPLES = examples(
     "jitfp4 warmup plan.json --check",
 )
 
-_BYTES_PER_JOB = 1 << 30  # NVRTC's peak for the largest kernels, with room
+_BYTES_PER_JOB = 1 << 30  # generous: NVRTC itself takes 300 MiB, compiling quantize/nvfp4_vector 30 MiB more
 
 
 class State(enum.StrEnum):
@@ -60,10 +60,7 @@ def warmup(
     configure(cache_dir)
     tasks = _select(plan, arch, split(family), shard)
     if write_plan is not None:
-        from jitfp4.warmup import write_plan as plan_text
-
-        write_plan.write_text(plan_text(tasks))
-        say(f"{write_plan}: {plural(len(tasks), 'kernel')}")
+        _write_plan(tasks, write_plan, as_json)
     elif check:
         _check(tasks, as_json)
     else:
@@ -80,10 +77,11 @@ def default_jobs() -> int:
 
 def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard: str) -> tuple[Task, ...]:
     from jitfp4 import warmup
+    from jitfp4.registry import families
 
     if path is not None:
-        archs = read_archs(arch or "all")
-        chosen = {task.family for task in warmup.plan(archs, patterns)}
+        archs = read_archs("all" if arch is None else arch)
+        chosen = {family for pattern in patterns or (None,) for family in families(pattern)}
         tasks = tuple(t for t in warmup.read_plan(path.read_text()) if t.arch in archs and t.family in chosen)
     else:
         tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
@@ -98,6 +96,15 @@ def _archs_of_this_machine() -> tuple[Arch, ...]:
     if driver is None or not driver.gpus:
         raise ArgumentError("--arch", "none, on a machine without a GPU", "--arch sm_90a (see --help), or --arch all")
     return tuple(dict.fromkeys(Arch.of_capability(*gpu.capability) for gpu in driver.gpus))
+
+
+def _write_plan(tasks: Sequence[Task], path: Path, as_json: bool) -> None:
+    from jitfp4.warmup import write_plan
+
+    path.write_text(write_plan(tasks))
+    if as_json:
+        put_json("warmup", plan=str(path), total=len(tasks))
+    say(f"{path}: {plural(len(tasks), 'kernel')}")
 
 
 def _check(tasks: Sequence[Task], as_json: bool) -> None:
@@ -145,7 +152,11 @@ def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("", total=len(tasks))
-        return warm_up(tasks, jobs=jobs, on_done=lambda o: progress.update(bar, advance=1, description=str(o.task)))
+
+        def advance(outcome: Outcome) -> None:
+            progress.update(bar, advance=1, description=f"{outcome.task.family.name} {outcome.task.arch.name}")
+
+        return warm_up(tasks, jobs=jobs, on_done=advance)
 
 
 def _put_summary(outcomes: Sequence[Outcome]) -> None:

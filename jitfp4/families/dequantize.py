@@ -1,4 +1,4 @@
-"""NVFP4 back to floats."""
+"""NVFP4 and MXFP4 back to floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.formats import NVFP4, DType
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.ops import operator
 from jitfp4.reference import quantize as reference
@@ -24,39 +24,42 @@ from jitfp4.tensors import (
     check_dtype,
     check_layout,
     check_same_device,
+    layout_of_flags,
     output,
     scalar_f32,
 )
 
 _OUT_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-_BLOCK_THREADS = 256
+_WARP, _BLOCK_THREADS, _WORDS_PER_THREAD, _WORD = 32, 256, 4, 8  # as in the template; a word is 8 codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
+    block_format: BlockFormat
     out_dtype: DType
     sf_layout: SfLayout
 
 
-def specs(_: Arch) -> Iterator[Spec]:
+def specs(_arch: Arch) -> Iterator[Spec]:
     """Every architecture has every specialisation."""
-    for out_dtype, sf_layout in product(_OUT_DTYPES.values(), SfLayout):
-        yield Spec(out_dtype=out_dtype, sf_layout=sf_layout)
+    for block_format, out_dtype, sf_layout in product(BlockFormat, _OUT_DTYPES.values(), SfLayout):
+        yield Spec(block_format=block_format, out_dtype=out_dtype, sf_layout=sf_layout)
 
 
 def geometry(*, m: int, k: int) -> Geometry:
-    """One thread for each block of 16."""
-    return Geometry(grid=(ceil_div(m * k // NVFP4.block, _BLOCK_THREADS), 1, 1), block=(_BLOCK_THREADS, 1, 1))
+    """A warp takes ``_WORDS_PER_THREAD * 32`` neighbouring words of a row."""
+    warps = m * ceil_div(k // _WORD, _WARP * _WORDS_PER_THREAD)
+    return Geometry(grid=(ceil_div(warps * _WARP, _BLOCK_THREADS), 1, 1), block=(_BLOCK_THREADS, 1, 1))
 
 
-NVFP4_DEQUANTIZE = register(
+DEQUANTIZE = register(
     Family(
-        name="quantize/nvfp4_dequantize",
+        name="quantize/dequantize",
         spec=Spec,
         params=(
             Ptr("q", "const uint8", "[m, k/2], low nibble first"),
-            Ptr("sf", "const uint8", "E4M3 scales in kSfLayout"),
-            Ptr("global_scale", "const float", "[1], decode"),
+            Ptr("sf", "const uint8", "block scales in kSfLayout"),
+            Ptr("global_scale", "const float", "[1], decode; null for UE8M0"),
             Ptr("out", "Out", "[m, k]"),
             I64("m"),
             I64("k"),
@@ -67,27 +70,40 @@ NVFP4_DEQUANTIZE = register(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
-    spec = Spec(out_dtype=_OUT_DTYPES[dtype], sf_layout=SfLayout(layout))
-    return Launch(NVFP4_DEQUANTIZE, spec, geometry(m=m, k=k))
+def _plan(block_format: str, dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
+    spec = Spec(block_format=BlockFormat(block_format), out_dtype=_OUT_DTYPES[dtype], sf_layout=SfLayout(layout))
+    return Launch(DEQUANTIZE, spec, geometry(m=m, k=k))
 
 
 def _reference(
-    q: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int, _: bool | None
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+    block_format: str,
+    layout: int,
+    _: bool | None,
 ) -> None:
-    out.copy_(reference.nvfp4_dequantize(q, sf, scale, SfLayout(layout)))
+    out.copy_(reference.dequantize(q, sf, BlockFormat(block_format), scale, SfLayout(layout)))
 
 
 @operator(
-    "nvfp4_dequantize(Tensor a_fp4, Tensor a_sf, Tensor scale, Tensor(a!) out, int layout, bool? enable_pdl)",
+    "dequantize(Tensor a_fp4, Tensor a_sf, Tensor? scale, Tensor(a!) out, str format, int layout, bool? enable_pdl)",
     reference=_reference,
     aligned=("a_fp4", "a_sf", "out"),
 )
 def _dequantize(
-    q: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int, enable_pdl: bool | None
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+    block_format: str,
+    layout: int,
+    enable_pdl: bool | None,
 ) -> None:
     m, k = out.shape
-    _plan(out.dtype, layout, m, k).run((q, sf, scale, out, m, k), target_of(q), pdl=enable_pdl)
+    plan = _plan(block_format, out.dtype, layout, m, k)
+    plan.run((q, sf, scale, out, m, k), target_of(q), pdl=enable_pdl)
 
 
 def nvfp4_dequantize(
@@ -123,25 +139,104 @@ def nvfp4_dequantize(
     """
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
-    layout = check_layout("sfLayout", sfLayout)
+    check_dtype("a_sf", a_sf, (torch.uint8, torch.float8_e4m3fn))
+    scale = scalar_f32("global_decode_scale", global_decode_scale, like=a_fp4)
+    return _to_float(NVFP4, a_fp4, a_sf, scale, sfLayout, out_dtype, enable_pdl, out)
+
+
+def mxfp4_dequantize(
+    a_fp4: torch.Tensor,
+    a_sf: torch.Tensor,
+    sfLayout: SfLayout = SfLayout.layout_128x4,  # noqa: N803 - FlashInfer's name
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    enable_pdl: bool | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """MXFP4 codes and scales, as mxfp4_quantize() returns them, to floats.
+
+    Args:
+        a_fp4: uint8 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading dimensions count as m rows;
+            k is a multiple of 32.
+        a_sf: UE8M0 block scales, uint8, contiguous, ``sfLayout.shape(m, k/32)``.
+        sfLayout: where the block scales lie.
+        out_dtype, enable_pdl, out: as in nvfp4_dequantize().
+    Returns:
+        [..., k] of out_dtype, on the device of a_fp4 (FlashInfer's always is on the CPU).
+    Numerics:
+        ``x = e2m1(code) * 2^(b - 127)``, rounded once to out_dtype; byte 0 is 2^-127, byte 255 NaN.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    check_dtype("a_sf", a_sf, (torch.uint8,))
+    return _to_float(MXFP4, a_fp4, a_sf, None, sfLayout, out_dtype, enable_pdl, out)
+
+
+def _to_float(
+    block_format: BlockFormat,
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    scale: torch.Tensor | None,
+    sf_layout: SfLayout,
+    out_dtype: torch.dtype,
+    enable_pdl: bool | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check what both formats have in common, and run the operator."""
+    layout = check_layout("sfLayout", sf_layout)
     if out_dtype not in _OUT_DTYPES:
         raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, _OUT_DTYPES)))
-    check_dtype("a_fp4", a_fp4, (torch.uint8,))
-    check_device("a_fp4", a_fp4)
-    check_contiguous("a_fp4", a_fp4)
-    if a_fp4.dim() < 2 or a_fp4.shape[-1] == 0 or a_fp4.shape[-1] % (NVFP4.block // 2):
-        raise ArgumentError("a_fp4", f"shape {tuple(a_fp4.shape)}", "[..., m, k/2] with k a positive multiple of 16")
-    k = 2 * a_fp4.shape[-1]
-    m = a_fp4.numel() * 2 // k
-    check_dtype("a_sf", a_sf, (torch.uint8, torch.float8_e4m3fn))
-    check_same_device("a_sf", a_sf, a_fp4)
-    check_contiguous("a_sf", a_sf)
-    if a_sf.numel() != layout.numel(m, k // NVFP4.block):
-        raise ArgumentError(
-            "a_sf", f"shape {tuple(a_sf.shape)}", f"{layout.shape(m, k // NVFP4.block)} for {layout.name}"
-        )
-    scale = scalar_f32("global_decode_scale", global_decode_scale, like=a_fp4)
-    result = output("out", out, (*a_fp4.shape[:-1], k), (out_dtype,), like=a_fp4)
+    check_dtype("a_fp4", q, (torch.uint8,))
+    check_device("a_fp4", q)
+    check_contiguous("a_fp4", q)
+    block = block_format.block
+    if q.dim() < 2 or q.shape[-1] == 0 or q.shape[-1] % (block // 2):
+        raise ArgumentError("a_fp4", f"shape {tuple(q.shape)}", f"[..., m, k/2] with k a positive multiple of {block}")
+    k = 2 * q.shape[-1]
+    m = q.numel() * 2 // k
+    check_same_device("a_sf", sf, q)
+    check_contiguous("a_sf", sf)
+    if sf.numel() != layout.numel(m, k // block):
+        raise ArgumentError("a_sf", f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
+    result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     if m:
-        _dequantize(a_fp4.view(m, k // 2), a_sf.view(torch.uint8), scale, result.view(m, k), int(layout), enable_pdl)
+        codes, scales, values = q.view(m, k // 2), sf.view(torch.uint8), result.view(m, k)
+        _dequantize(codes, scales, scale, values, block_format.value, int(layout), enable_pdl)
     return result
+
+
+def e2m1_and_ufp8sf_scale_to_float(
+    e2m1_tensor: torch.Tensor,
+    ufp8_scale_tensor: torch.Tensor,
+    global_scale_tensor: torch.Tensor | None = None,
+    sf_vec_size: int = 16,
+    ufp8_type: int = 1,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+) -> torch.Tensor:
+    """FP4 codes and scales to float32, with FlashInfer's general signature.
+
+    Args:
+        e2m1_tensor: uint8 [..., k/2], contiguous.
+        ufp8_scale_tensor: block scales in the layout that the two flags name.
+        global_scale_tensor: the *decode* scale, one float32; required for E4M3 scales, not allowed for UE8M0 scales,
+            which have none.
+        sf_vec_size: 16 with E4M3 scales, 32 with UE8M0 scales.
+        ufp8_type: 1 for E4M3 scales (NVFP4), 0 for UE8M0 scales (MXFP4).
+        is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both flags) or linear (neither).
+    Returns:
+        float32 [..., k] on the device of e2m1_tensor (FlashInfer's always is on the CPU). Numerics as
+        nvfp4_dequantize() and mxfp4_dequantize().
+    """
+    layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
+    if (ufp8_type, sf_vec_size) == (0, 32):
+        if global_scale_tensor is not None:
+            raise ArgumentError("global_scale_tensor", "a tensor", "None with ufp8_type 0: UE8M0 has no global scale")
+        return mxfp4_dequantize(e2m1_tensor, ufp8_scale_tensor, layout)
+    if (ufp8_type, sf_vec_size) != (1, 16):
+        raise ArgumentError(
+            "ufp8_type, sf_vec_size", (ufp8_type, sf_vec_size), "(1, 16) for NVFP4 or (0, 32) for MXFP4"
+        )
+    if global_scale_tensor is None:
+        raise ArgumentError("global_scale_tensor", None, "a decode scale with ufp8_type 1")
+    return nvfp4_dequantize(e2m1_tensor, ufp8_scale_tensor, global_scale_tensor, layout)

@@ -1,22 +1,25 @@
-"""NVFP4 quantization and dequantization.
+"""NVFP4 and MXFP4 quantization and dequantization.
 
-This is the exact mode of FlashInfer and of Transformer Engine's reference: IEEE division, no approximate reciprocal.
+NVFP4 is the exact mode of FlashInfer and of Transformer Engine's reference: IEEE division, no approximate reciprocal.
+MXFP4 follows the OCP Microscaling recipe with the scale rounded up, so that no element saturates.
 """
 
 from __future__ import annotations
 
 import torch
 
-from jitfp4.formats import INV_6_BITS, NVFP4
+from jitfp4.formats import INV_6_BITS, MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.reference.formats import (
     FLT_MAX,
     block_amax,
     decode_e2m1,
     decode_e4m3,
+    decode_ue8m0,
     divide,
     encode_e2m1,
     encode_e4m3,
+    encode_ue8m0,
     pack_e2m1,
     swizzle,
     unpack_e2m1,
@@ -24,38 +27,74 @@ from jitfp4.reference.formats import (
 )
 
 
+def quantize_blocks(
+    x: torch.Tensor, form: BlockFormat, global_encode_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., k] floats to packed E2M1 [..., k/2] and linear block scales [..., k/form.block], all uint8.
+
+    ``global_encode_scale`` g broadcasts against the block scales; None is 1. In float32, for each block::
+
+        E4M3 scales:   s = amax * (g * float32(1/6));   b = e4m3(s)
+                       o = min(1 / (dec8(b) * (1 / g)), FLT_MAX), 0 when amax == 0
+        UE8M0 scales:  b = amax * float32(1/6) rounded up to a power of two;   o = 2^(127 - b)
+        codes = e2m1(x * o)
+    """
+    blocks = x.float().unflatten(-1, (-1, form.block))
+    sixth = torch.tensor(INV_6_BITS, dtype=torch.int32, device=x.device).view(torch.float32)
+    amax = block_amax(blocks)
+    if form.scale == "ue8m0":
+        scales = encode_ue8m0(amax * sixth)
+        encode = torch.exp2(127.0 - scales.double()).float()
+    else:
+        g = torch.ones_like(sixth) if global_encode_scale is None else global_encode_scale.float()
+        scales = encode_e4m3(amax * (g * sixth))
+        encode = divide(1.0, decode_e4m3(scales) * divide(1.0, g)).nan_to_num(nan=FLT_MAX).clamp(max=FLT_MAX)
+        encode = torch.where(amax == 0, 0.0, encode)
+    return pack_e2m1(encode_e2m1(blocks * encode.unsqueeze(-1)).flatten(-2)), scales
+
+
 def nvfp4_quantize(
     a: torch.Tensor, global_encode_scale: torch.Tensor, layout: SfLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize [..., m, k] to packed E2M1 [..., m, k/2] and E4M3 block scales in ``layout`` (all uint8).
+    """[..., m, k] to codes [..., m, k/2] and E4M3 scales in ``layout``.
 
-    For each block of 16, with ``g`` the global encode scale::
-
-        s = amax * (g * float32(1/6))
-        b = e4m3(s)
-        o = min(1 / (dec8(b) * (1 / g)), FLT_MAX), 0 when amax == 0
-        codes = e2m1(x * o)
+    E4M3 input is first multiplied by ``6 * (1 / g)`` and rounded to fp16, FlashInfer's convention: what comes back is
+    ``6 x / g``.
     """
-    blocks = a.float().unflatten(-1, (-1, NVFP4.block))
-    g = global_encode_scale.float().reshape(())
-    inv_6 = torch.tensor(INV_6_BITS, dtype=torch.int32, device=a.device).view(torch.float32)
-    amax = block_amax(blocks)
-    scales = encode_e4m3(amax * (g * inv_6))
-    encode = divide(1.0, decode_e4m3(scales) * divide(1.0, g)).nan_to_num(nan=FLT_MAX).clamp(max=FLT_MAX)
-    encode = torch.where(amax == 0, 0.0, encode)
-    codes = encode_e2m1(blocks * encode.unsqueeze(-1)).flatten(-2)
-    return pack_e2m1(codes), swizzle(scales, layout)
+    g = global_encode_scale.reshape(())
+    if a.dtype == torch.float8_e4m3fn:
+        a = (a.float() * (divide(1.0, g.float()) * 6.0)).to(torch.float16)
+    codes, scales = quantize_blocks(a, NVFP4, g)
+    return codes, swizzle(scales, layout)
 
 
-def nvfp4_dequantize(
-    q: torch.Tensor, sf: torch.Tensor, global_decode_scale: torch.Tensor, layout: SfLayout
+def mxfp4_quantize(a: torch.Tensor, layout: SfLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., m, k] to codes [..., m, k/2] and UE8M0 scales in ``layout``."""
+    codes, scales = quantize_blocks(a, MXFP4)
+    return codes, swizzle(scales, layout)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``.
+
+    ``silu(g) = g / (1 + exp(-g))`` in float32; exp is the only operation that is not correctly rounded everywhere.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+
+
+def dequantize(
+    q: torch.Tensor, sf: torch.Tensor, form: BlockFormat, global_decode_scale: torch.Tensor | None, layout: SfLayout
 ) -> torch.Tensor:
     """[..., m, k/2] codes and their scales in ``layout`` to float32 [..., m, k].
 
-    ``x = e2m1(code) * (dec8(b) * global_decode_scale)``, both products rounded to float32.
+    ``x = e2m1(code) * (decode(b) * global_decode_scale)``, both products rounded to float32; None is 1.
     """
     codes = unpack_e2m1(q)
-    rows, cols = codes.shape[-2], codes.shape[-1] // NVFP4.block
+    rows, cols = codes.shape[-2], codes.shape[-1] // form.block
     padded = sf.reshape(*codes.shape[:-2], *layout.shape(rows, cols))
-    scales = decode_e4m3(unswizzle(padded, layout, rows, cols)) * global_decode_scale.float().reshape(())
-    return decode_e2m1(codes) * scales.repeat_interleave(NVFP4.block, dim=-1)
+    linear = unswizzle(padded, layout, rows, cols)
+    scales = decode_ue8m0(linear) if form.scale == "ue8m0" else decode_e4m3(linear)
+    if global_decode_scale is not None:
+        scales = scales * global_decode_scale.float().reshape(())
+    return decode_e2m1(codes) * scales.repeat_interleave(form.block, dim=-1)

@@ -1,9 +1,9 @@
 """Copies that run beside the threads: cp.async, cp.async.bulk, cp.async.bulk.tensor.
 
-Nothing lands before it must. A bulk copy is performed, in the order of issue, only when no thread can run, when a wait for
-its group demands it, or on a fairness turn of the scheduler; cp.async data lands when its thread waits. Until then its shared
-destination counts as being written, so that a thread that reads or writes there without waiting is an error. A source is read
-when the copy is performed, so that overwriting it too early changes the result.
+Nothing lands before it must. A bulk copy is performed, in the order of issue, only when no thread can run, when a wait
+for its group demands it, or on a fairness turn of the scheduler; cp.async data lands when its thread waits. Until then
+its shared destination counts as being written, so that a thread that reads or writes there without waiting is an
+error. A bulk copy reads its source when it is performed, so that overwriting it too early changes the result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ import numpy as np
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.mbarriers import MBarriers
-from jitfp4.sim.memory import IN_FLIGHT, MBARRIER, WRITTEN, Part
+from jitfp4.sim.memory import IN_FLIGHT, MBARRIER, RANK_BITS, WRITTEN, Part
 from jitfp4.sim.ptx import Array
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
 
 
+Merge = Callable[[Array, Array], Array]
+"""Combines the destination's old bytes with new ones, for reductions."""
+_OFFSET = (1 << RANK_BITS) - 1
+
+
 @dataclass(slots=True)
-class BulkCopy:
+class _Copy:
     """One bulk copy of one thread: ``read`` takes the source, ``write`` delivers it and signals.
 
     ``group`` numbers the thread's bulk groups; None for a copy that signals an mbarrier.
@@ -39,14 +44,11 @@ class BulkCopy:
     group: int | None
     data: Array | None = None
 
-    def fetch(self) -> None:
+    def fetch(self) -> Array:
+        """The source's bytes, read once."""
         if self.data is None:
             self.data = self.read()
-
-    def perform(self) -> None:
-        self.fetch()
-        assert self.data is not None
-        self.write(self.data)
+        return self.data
 
 
 class BulkCopies:
@@ -54,82 +56,77 @@ class BulkCopies:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.pending: deque[BulkCopy] = deque()
+        self.pending: deque[_Copy] = deque()
         self.committed = np.zeros(machine.total, np.int64)
         machine.engines.insert(0, self)  # before the tensor pipe
         machine.on_exit.append(self.threads_left)
 
-    def issue(self, thread: int, read: Callable[[], Array], write: Callable[[Array], None], *, grouped: bool) -> None:
+    def issue(self, one: Lanes, read: Callable[[], Array], write: Callable[[Array], None], *, grouped: bool) -> None:
+        """Queue a copy of one thread."""
+        thread = int(one.ids[0])
         group = int(self.committed[thread]) if grouped else None
-        self.pending.append(BulkCopy(thread, self.machine.pc, read, write, group))
+        self.pending.append(_Copy(thread, self.machine.pc, read, write, group))
 
     def advance(self) -> bool:
         if not self.pending:
             return False
-        self.at_issue(self.pending.popleft())
+        self.perform(self.pending.popleft())
         return True
 
-    def at_issue(self, copy: BulkCopy) -> None:
-        """Perform a copy; its errors name the instruction that issued it."""
+    def perform(self, copy: _Copy) -> None:
+        """Carry out a copy; its errors name the instruction that issued it."""
         now, self.machine.pc = self.machine.pc, copy.pc
-        copy.perform()
+        copy.write(copy.fetch())
         self.machine.pc = now
 
     def wait(self, lanes: Lanes, allowed: int, *, read_only: bool) -> None:
         """Complete (or only read the sources of) all but the last ``allowed`` groups of each thread."""
         waiting = set(lanes.ids.tolist())
-        kept: deque[BulkCopy] = deque()
+        kept: deque[_Copy] = deque()
         while self.pending:
             copy = self.pending.popleft()
-            due = copy.thread in waiting and copy.group is not None
-            if due and copy.group is not None and copy.group < int(self.committed[copy.thread]) - allowed:
-                if not read_only:
-                    self.at_issue(copy)
-                    continue
+            grouped = copy.group is not None and copy.thread in waiting
+            due = grouped and copy.group < int(self.committed[copy.thread]) - allowed  # type: ignore[operator]
+            if due and not read_only:
+                self.perform(copy)
+                continue
+            if due:
                 copy.fetch()
             kept.append(copy)
         self.pending = kept
 
     def threads_left(self, ids: Array) -> None:
         """A CTA's shared memory ends with it: its threads must wait for copies out of it."""
-        if not self.pending:
-            return
-        gone = set(ids.tolist())
+        gone = set(ids.tolist()) if self.pending else set()
         for copy in self.pending:
             if copy.thread in gone and copy.group is not None and copy.data is None:
-                raise self.machine.error(
-                    SimMemoryError,
-                    "a thread exits before its bulk copy has read shared memory (cp.async.bulk.wait_group)",
-                    np.array([copy.thread]),
-                    copy.pc,
-                )
+                text = "a thread exits before its bulk copy has read shared memory (cp.async.bulk.wait_group)"
+                raise self.machine.error(SimMemoryError, text, np.array([copy.thread]), copy.pc)
 
 
 @dataclass(slots=True)
-class SmallCopies:
-    """One executed cp.async: threads, their group numbers, and where the data goes."""
+class _Landing:
+    """One executed cp.async: threads, their group numbers, where the data goes, and uint8 [threads, size] data."""
 
     ids: Array
     group: Array
     part: Part
-    source: Array
-    pc: int
+    data: Array
 
 
-class AsyncCopies:
+class SmallCopies:
     """cp.async: 4 to 16 bytes per thread, complete when the thread waits for the group."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.committed = np.zeros(machine.total, np.int64)
-        self.pending: list[SmallCopies] = []
+        self.pending: list[_Landing] = []
         self.arrivals: deque[tuple[Array, Array]] = deque()  # threads and mbarriers of cp.async.mbarrier.arrive
         machine.engines.append(self)
 
-    def issue(self, lanes: Lanes, part: Part, source: Array) -> None:
-        """``source`` is uint8 [lanes, size], already fetched: global memory that nobody may change meanwhile."""
-        group = self.committed[lanes.sel].copy()
-        self.pending.append(SmallCopies(lanes.ids, group, part, source, self.machine.pc))
+    def issue(self, lanes: Lanes, part: Part, data: Array) -> None:
+        """Queue data already fetched: nobody may change the source meanwhile."""
+        self.pending.append(_Landing(lanes.ids, self.committed[lanes.sel].copy(), part, data))
 
     def wait(self, ids: Array, allowed: int | None) -> None:
         """Land the copies of all but each thread's last ``allowed`` groups; None is everything, committed or not."""
@@ -140,19 +137,17 @@ class AsyncCopies:
             due = inside[copies.ids]
             if allowed is not None:
                 due &= copies.group < self.committed[copies.ids] - allowed
-            if due.any():
-                self.land(copies, due)
+            self.land(copies, due)
             if not due.all():
                 rest = ~due
                 part = Part(copies.part.region, None, copies.part.offset[rest], copies.part.space)
-                kept.append(SmallCopies(copies.ids[rest], copies.group[rest], part, copies.source[rest], copies.pc))
+                kept.append(_Landing(copies.ids[rest], copies.group[rest], part, copies.data[rest]))
         self.pending = kept
 
-    def land(self, copies: SmallCopies, due: Array) -> None:
-        offset, source = copies.part.offset[due], copies.source[due]
-        cells = offset[:, None] + np.arange(source.shape[1])
+    def land(self, copies: _Landing, due: Array) -> None:
+        cells = copies.part.offset[due][:, None] + np.arange(copies.data.shape[1])
         memory = self.machine.memory
-        memory.shared.data[cells] = source
+        memory.shared.data[cells] = copies.data[due]
         memory.state.data[cells] = WRITTEN
 
     def arrive_later(self, lanes: Lanes, keys: Array) -> None:
@@ -171,44 +166,104 @@ class AsyncCopies:
         return True
 
 
-def claim(machine: Machine, start: int, size: int, thread: int) -> None:
+# Delivery into shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """The mbarrier address that a copy signals, the CTAs that a multicast goes to, and whether cta_group::2 is on."""
+
+    address: int
+    mask: int | None = None
+    pair: bool = False
+
+    def ranks(self, own: int) -> list[int]:
+        """Ranks of the CTAs that the mask names, or the one given."""
+        return [own] if self.mask is None else [rank for rank in range(16) if self.mask >> rank & 1]
+
+    def barrier_rank(self, destination: int) -> int:
+        """Whose mbarrier is signalled for data that lands in ``destination``: with a pair, that of the same parity."""
+        at = self.address >> RANK_BITS
+        if self.mask is None:
+            return at
+        return destination & ~1 | at & 1 if self.pair else destination
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Bytes that will land at shared addresses ``cells``, in the order of the source, and what they signal."""
+
+    space: str
+    cells: Array
+    signal: Signal
+    merge: Merge | None
+
+
+def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
+    """Check and claim a delivery at issue. Returns what carries it out."""
+    cells, signal = delivery.cells, delivery.signal
+    first = np.array([int(cells.min())])
+    (start,) = m.memory.locate(delivery.space, one.ids, first, min(16, len(cells)))
+    m.memory.bound_shared(one.ids, start.offset, len(cells), "copy")
+    local = (cells & _OFFSET).astype(np.int64)
+    targets = []
+    for rank in signal.ranks(int(first[0]) >> RANK_BITS):
+        at = signal.barrier_rank(rank)
+        if at != rank and not signal.pair and delivery.merge is None:
+            raise m.error(SimError, "the copy's mbarrier lies in another CTA than its destination", one.ids)
+        address = np.array([at << RANK_BITS | signal.address & _OFFSET])
+        key = int(m.unit(MBarriers).keys("shared::cluster", one.ids, address)[0])
+        base = _rank_base(m, one, rank)
+        if delivery.merge is None:
+            _claim(m, base + int(local.min()), len(local), one)
+        targets.append((base, key))
+    known = m.races.snapshot(one) if m.races is not None else None
+
+    def carry_out(data: Array) -> None:
+        barriers = m.unit(MBarriers)
+        for base, key in targets:
+            where = base + local
+            new = data if delivery.merge is None else delivery.merge(m.memory.shared.data[where], data)
+            _deliver(m, where, new, one)
+            if m.races is not None and known is not None:
+                m.races.join(barriers.clock, key, known)
+            barriers.complete_tx(key, len(data), one.ids)
+
+    return carry_out
+
+
+def _claim(m: Machine, start: int, size: int, one: Lanes) -> None:
     """Mark a flat range of shared memory as being written by a copy in flight."""
-    state = machine.memory.state.data[start : start + size]
+    state = m.memory.state.data[start : start + size]
     if (state >= MBARRIER).any():
         what = "an mbarrier" if (state == MBARRIER).any() else "the destination of a copy that has not completed"
-        raise machine.error(SimMemoryError, f"a copy overwrites {what}", np.array([thread]))
-    machine.memory.mark(start, size, IN_FLIGHT)
-    if machine.races is not None:
-        machine.races.write(np.array([thread]), np.array([start]), size)
+        raise m.error(SimMemoryError, f"a copy overwrites {what}", one.ids)
+    m.memory.mark(start, size, IN_FLIGHT)
+    if m.races is not None:
+        m.races.write(one.ids, np.array([start]), size)
 
 
-def deliver(machine: Machine, cells: slice | Array, data: Array, thread: int) -> None:
+def _deliver(m: Machine, where: Array, data: Array, one: Lanes) -> None:
     """Write bytes at flat shared offsets of a CTA that must still be running."""
-    first = cells.start if isinstance(cells, slice) else int(cells[0])
-    if machine.live_in_cta[first // machine.memory.shared_stride] == 0:
-        raise machine.error(SimMemoryError, "a copy arrives in a CTA that has exited", np.array([thread]))
-    machine.memory.shared.data[cells] = data
-    machine.memory.state.data[cells] = WRITTEN
+    if m.live_in_cta[int(where[0]) // m.memory.shared_stride] == 0:
+        raise m.error(SimMemoryError, "a copy arrives in a CTA that has exited", one.ids)
+    m.memory.shared.data[where] = data
+    m.memory.state.data[where] = WRITTEN
 
 
-def initialised(machine: Machine, start: int, size: int, thread: int) -> Array:
+def initialised(m: Machine, start: int, size: int, one: Lanes) -> Array:
     """Bytes of a flat range of shared memory that a copy reads."""
-    state = machine.memory.state.data[start : start + size]
+    state = m.memory.state.data[start : start + size]
     if (state != WRITTEN).any():
-        at = int(np.flatnonzero(state != WRITTEN)[0])
-        offset = start % machine.memory.shared_stride + at
-        raise machine.error(SimMemoryError, f"a copy reads shared memory at {offset:#x} which nothing wrote", np.array([thread]))
-    return machine.memory.shared.data[start : start + size]
+        offset = start % m.memory.shared_stride + int(np.flatnonzero(state != WRITTEN)[0])
+        raise m.error(SimMemoryError, f"a copy reads shared memory at {offset:#x} which nothing wrote", one.ids)
+    return m.memory.shared.data[start : start + size]
 
 
-def rank_base(machine: Machine, thread: int, rank: int) -> int:
+def _rank_base(m: Machine, one: Lanes, rank: int) -> int:
     """Flat offset of the shared memory of the CTA with ``rank`` in a thread's cluster."""
-    if not 0 <= rank < machine.cluster_size:
-        raise machine.error(SimError, f"CTA rank {rank} is not in the cluster", np.array([thread]))
-    cta = int(machine.cta[thread]) - int(machine.rank[thread]) + rank
-    return cta * machine.memory.shared_stride
-
-
-def signal_ranks(mask: int | None, own: int) -> list[int]:
-    """Ranks of the CTAs that a multicast mask names, or the one of the address."""
-    return [own] if mask is None else [rank for rank in range(16) if mask >> rank & 1]
+    if not 0 <= rank < m.cluster_size:
+        raise m.error(SimError, f"CTA rank {rank} is not in the cluster", one.ids)
+    thread = int(one.ids[0])
+    cta = int(m.cta[thread]) - int(m.rank[thread]) + rank
+    return cta * m.memory.shared_stride

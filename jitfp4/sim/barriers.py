@@ -42,11 +42,12 @@ class Barriers:
             raise m.error(SimError, f"barrier {number.max()} is not below {COUNT}", lanes.ids)
         cta = m.cta[lanes.sel]
         key = cta * COUNT + number
-        conflict = self.open.flat[key] & (self.expected.flat[key] != expected)
+        fresh = ~self.open.flat[key]
+        self.expected.flat[key[fresh]] = expected[fresh]
+        conflict = self.expected.flat[key] != expected
         if conflict.any():
             raise m.error(SimError, "threads disagree about the barrier's thread count", lanes.ids[conflict])
         self.open.flat[key] = True
-        self.expected.flat[key] = expected
         self.arrived += np.bincount(key, minlength=self.arrived.size).reshape(self.arrived.shape)
         if m.races is not None:
             m.races.publish(self.clock, lanes, key)
@@ -65,7 +66,8 @@ class Barriers:
         over = arrived > expected
         if over.any():
             number = int(keys[over][0]) % COUNT
-            raise m.error(SimError, f"barrier {number}: {arrived[over][0]} threads arrived, it takes {expected[over][0]}", m.ids[:0])
+            text = f"barrier {number}: {arrived[over][0]} threads arrived, it takes {expected[over][0]}"
+            raise m.error(SimError, text, m.ids[:0])
         done = keys[self.open.flat[keys] & (arrived == expected)]
         if not len(done):
             return m.ids[:0]
@@ -166,7 +168,9 @@ class ClusterBarrier:
         if through is not None:
             self.waits_for[through.sel] = -1
             if m.races is not None:
-                m.races.acquire(self.clock, through.ids, self.cluster[through.sel], np.unique(self.cluster[through.sel]))
+                m.races.acquire(
+                    self.clock, through.ids, self.cluster[through.sel], np.unique(self.cluster[through.sel])
+                )
         if stay is not None:
             self.blocked[stay.sel] = True
             m.suspend(stay)

@@ -14,7 +14,7 @@ import numpy as np
 from jitfp4.errors import SimParseError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import RANK_BITS
-from jitfp4.sim.ptx import RAW_DTYPES, TYPES, Addr, Array, Imm, Instr, Not, Operand, Reg, Sink, Special, Sym, Type, Vec
+from jitfp4.sim.ptx import TYPES, Addr, Array, Imm, Instr, Not, Operand, Reg, Sink, Special, Sym, Type, Vec
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
@@ -69,9 +69,12 @@ class Decode:
         """Consume the next type modifier."""
         return TYPES[self.need(*TYPES)]
 
-    def finish(self) -> None:
+    def no_more_mods(self) -> None:
         if self.mods:
             raise self.error(f"modifier .{self.mods[0]} of {self.instr.name} is not modelled")
+
+    def finish(self) -> None:
+        self.no_more_mods()
         if self.operands:
             raise self.error(f"{self.instr.name} has an operand that is not modelled: {self.operands[0]}")
 
@@ -138,6 +141,13 @@ class Decode:
         if not isinstance(imm.value, int):
             raise self.error(f"{imm.value} is not an integer")
         return kind.raw.type(imm.value & ((1 << kind.bits) - 1)).view(kind.dtype)
+
+    def immediate(self) -> int:
+        """The next operand, which must be an integer literal."""
+        operand = self.next()
+        if not isinstance(operand, Imm) or not isinstance(operand.value, int):
+            raise self.error("expected an integer literal")
+        return operand.value
 
     def dst(self, kind: Type, operand: Operand | None = None, *, wide: bool = False) -> Dest:
         """Writer of the next operand from ``kind``. ``wide`` allows a longer register: sign- or zero-extended."""
@@ -216,7 +226,6 @@ def step(*names: str) -> Callable[[B], B]:
 
     def register(builder: B) -> B:
         for name in names:
-            assert name not in STEPS and name not in CONTROLS, name
             STEPS[name] = builder
         return builder
 
@@ -228,7 +237,6 @@ def control(*names: str) -> Callable[[B], B]:
 
     def register(builder: B) -> B:
         for name in names:
-            assert name not in STEPS and name not in CONTROLS, name
             CONTROLS[name] = builder
         return builder
 
@@ -245,10 +253,3 @@ def find(instr: Instr) -> tuple[str, bool]:
         if name in STEPS:
             return name, False
     raise KeyError(instr.name)
-
-
-def raw_type(bits: int) -> Type:
-    return TYPES[f"b{bits}"]
-
-
-__all__ = ["CONTROLS", "RAW_DTYPES", "STEPS", "Control", "Decode", "Dest", "Source", "Step", "broadcast", "control", "find", "step"]

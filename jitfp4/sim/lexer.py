@@ -48,3 +48,51 @@ def tokenize(source: str) -> list[Token]:
         position = match.end()
     tokens.append(Token("end", "", line, len(source), len(source)))
     return tokens
+
+
+class Cursor:
+    """A position in the tokens of a PTX file."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.tokens = tokenize(source)
+        self.at = 0
+
+    @property
+    def token(self) -> Token:
+        return self.tokens[self.at]
+
+    def next(self) -> Token:
+        token = self.tokens[self.at]
+        self.at += 1
+        return token
+
+    def accept(self, text: str) -> bool:
+        if self.token.text == text and self.token.kind != "end":
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, text: str) -> Token:
+        if self.token.text != text:
+            raise self.error(f"expected {text!r}")
+        return self.next()
+
+    def error(self, message: str, token: Token | None = None) -> SimParseError:
+        token = token or self.token
+        return SimParseError(f"PTX line {token.line}: {message}, at {token.text!r}")
+
+    def integer(self) -> int:
+        sign = -1 if self.accept("-") else 1
+        token = self.next()
+        if token.kind != "int":
+            raise self.error("expected an integer", token)
+        return sign * int(token.text.rstrip("U"), 0)
+
+    def offset(self) -> int:
+        """``+4``, ``-4`` or ``+-4``, any number of times."""
+        total = 0
+        while self.token.text in ("+", "-"):
+            self.accept("+")
+            total += self.integer()
+        return total

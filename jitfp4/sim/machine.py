@@ -1,8 +1,8 @@
 """The machine: registers and scheduling of one batch of CTAs.
 
-Every array has one element per thread of the batch; a thread's number is ``cta * block_threads + tid``. An instruction is
-executed by a set of threads at the same program counter (``Lanes``). Instructions that may suspend, branch or exit end
-their basic block and hand their threads to the scheduler themselves.
+Every array has one element per thread of the batch; a thread's number is ``cta * block_threads + tid``. An instruction
+is executed by a set of threads at the same program counter (``Lanes``). Instructions that may suspend, branch or exit
+end their basic block and hand their threads to the scheduler themselves.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Machine:
         found = self.units.get(kind)
         if found is None:
             found = self.units[kind] = kind(self)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def lanes(self, ids: Array) -> Lanes:
         return Lanes(ids, self.total)
@@ -119,8 +119,8 @@ class Machine:
                 number = block_at[pc]
                 block = blocks[number]
                 self.block_runs[number] += lanes.n
-                for pc, step in block.steps:  # noqa: B007 (read by error())
-                    self.pc = pc
+                for at, step in block.steps:
+                    self.pc = at  # where an error happened
                     step(self, lanes)
                 if block.control is None:
                     ready.push(block.end, lanes)
@@ -203,8 +203,8 @@ class Machine:
         lines = ["every live thread waits"]
         for pc in np.unique(self.waiting[self.live]):
             ids = np.flatnonzero(self.live & (self.waiting == pc))
-            names = ", ".join(self.describe(int(i)) for i in ids[:3])
-            lines.append(f"  {len(ids)} threads ({names}{', ...' if len(ids) > 3 else ''}) at {self.program.place(int(pc))}")
+            names = ", ".join(self.describe(int(i)) for i in ids[:3]) + (", ..." if len(ids) > 3 else "")
+            lines.append(f"  {len(ids)} threads ({names}) at {self.program.place(int(pc))}")
         for unit in self.units.values():
             lines += [f"  {line}" for line in getattr(unit, "report", list)()]
         return SimDeadlockError("\n".join(lines))

@@ -117,7 +117,6 @@ class MBarriers:
         lines = []
         for key in np.unique(self.waits_at[self.waits_at >= 0]):
             b = self.table[int(key)]
-            lines.append(
-                f"{self.name(int(key))}: phase {b.phase}, {b.pending} of {b.count} arrivals and {b.tx} bytes are missing"
-            )
+            missing = f"{b.pending} of {b.count} arrivals and {b.tx} bytes are missing"
+            lines.append(f"{self.name(int(key))}: phase {b.phase}, {missing}")
         return lines

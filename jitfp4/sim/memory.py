@@ -1,7 +1,7 @@
 """Address spaces: who owns which bytes, and every check of an access.
 
 Addresses
-- global: buffer ``i`` starts in its own window of 2**36 bytes, so an access that leaves a buffer never meets another one.
+- global: every buffer has its own window of 2**36 bytes, so an access that leaves a buffer never meets another one.
   Generic and global addresses are equal.
 - shared: byte offset in the CTA from SHARED_START, with the CTA's rank in its cluster in bits 24 and up. A CTA's own
   addresses carry its own rank, so ``.shared`` and ``.shared::cluster`` addresses are the same numbers, as on the GPU.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Region:
         self._views: dict[int, Array] = {}
 
     def elements(self, offset: Array, size: int) -> tuple[Array, Array]:
-        """The array of ``size``-byte elements and the index of each byte offset in it; offsets are aligned addresses."""
+        """The array of ``size``-byte elements, and the index in it of each byte offset of an aligned access."""
         skip = -self.phase % size
         view = self._views.get(size)
         if view is None:
@@ -138,7 +138,7 @@ class Memory:
     def _buffer(self, slot: int, lanes: Array, pick: Array | None, address: Array, size: int) -> Part:
         region = self.globals.slots.get(slot)
         if region is None:
-            self.fault(lanes, address == address, address, f"global access of {size} bytes is in no buffer")
+            self.fault(lanes, np.ones(len(lanes), bool), address, f"global access of {size} bytes is in no buffer")
         offset = address - region.base
         self.bound(lanes, offset, 0, len(region.data), size, f"global buffer {region.name}")
         return Part(region, pick, offset, "global")
@@ -177,10 +177,14 @@ class Memory:
             bad = (offset < low) | (offset + size > high)
             self.fault(lanes, bad, offset, f"{what} access of {size} bytes is outside [{low}, {high})")
 
-    def fault(self, lanes: Array, bad: Array, address: Array, message: str) -> Any:
+    def bound_shared(self, lanes: Array, offset: Array, size: int, what: str) -> None:
+        """The same for flat shared offsets, such as the start of a long copy."""
+        self.bound(lanes, offset % self.shared_stride, SHARED_START, self.shared_end, size, what)
+
+    def fault(self, lanes: Array, bad: Array, address: Array, message: str) -> NoReturn:
+        """Raise SimMemoryError for the lanes in ``bad``."""
         at = int(np.flatnonzero(bad)[0])
-        text = f"{message}: {'address' if at < 0 else 'at'} {int(address[at]):#x}"
-        raise self.machine.error(SimMemoryError, text, lanes[np.broadcast_to(bad, lanes.shape)])
+        raise self.machine.error(SimMemoryError, f"{message}: at {int(address[at]):#x}", lanes[bad])
 
     # Access
 
@@ -232,16 +236,17 @@ class Memory:
     def require_state(self, part: Part, lanes: Array, size: int, wanted: int, verb: str) -> None:
         for view, index in self.state_elements(part.offset, size):
             pattern = int.from_bytes(bytes([wanted] * view.itemsize), "little")
-            bad = view[index] != pattern
+            bad: Array = view[index] != pattern
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 states = self.state.data[int(part.offset[at]) : int(part.offset[at]) + size]
                 text = _STATE_TEXT.get(int(states[states != wanted][0]), "which is ordinary memory")
-                self.fault(part.of(lanes), bad, part.offset % self.shared_stride, f"{verb} of shared memory {text}")
+                text = f"{verb} of shared memory {text}"
+                self.fault(part.of(lanes), bad, part.offset % self.shared_stride, text)
 
     def _forbid_owned(self, part: Part, lanes: Array, size: int) -> None:
         states = self.state.data[part.offset[:, None] + np.arange(size)]
-        bad = (states >= MBARRIER).any(axis=1)
+        bad = np.asarray((states >= MBARRIER).any(axis=1))
         if bad.any():
             text = _STATE_TEXT[int(states[bad].max())]
             self.fault(part.of(lanes), bad, part.offset % self.shared_stride, f"store to shared memory {text}")

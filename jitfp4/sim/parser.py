@@ -5,127 +5,43 @@ A directive, instruction or operand form that is not known here raises SimParseE
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Callable
 
 from jitfp4.errors import SimParseError
-from jitfp4.sim.lexer import Token, tokenize
+from jitfp4.sim.lexer import Token
+from jitfp4.sim.operands import Operands, Scope
 from jitfp4.sim.ptx import (
     TYPES,
-    Addr,
     Function,
     Imm,
     Instr,
     Label,
     Loc,
     Module,
-    Not,
     Operand,
-    Pair,
-    Reg,
-    Sink,
-    Special,
     Sym,
     Type,
     Variable,
-    Vec,
 )
 
-_SPECIAL = re.compile(
-    r"%(n?tid|n?ctaid|n?clusterid|cluster_n?ctaid)\.[xyz]|%(lane|n?warp|n?sm|grid)id|%cluster_n?ctarank"
-    r"|%is_explicit_cluster|%lanemask_(eq|le|lt|ge|gt)|%clock(64|_hi)?|%globaltimer(_lo|_hi)?"
-    r"|%(total|aggr|dynamic)_smem_size|WARP_SZ"
-)
 _LINE_DIRECTIVES = frozenset((".version", ".target", ".address_size", ".file", ".loc"))
 _FUNCTION_DIRECTIVES = frozenset(
-    (".maxntid", ".reqntid", ".minnctapersm", ".maxnctapersm", ".maxnreg", ".noreturn", ".explicitcluster")
-    + (".reqnctapercluster", ".maxclusterrank", ".blocksareclusters")
+    (
+        *(".maxntid", ".reqntid", ".minnctapersm", ".maxnctapersm", ".maxnreg", ".noreturn"),
+        *(".explicitcluster", ".reqnctapercluster", ".maxclusterrank", ".blocksareclusters"),
+    )
 )
 _LINKAGE = frozenset((".visible", ".extern", ".weak", ".common"))
 _SPACES = frozenset((".global", ".const", ".shared", ".local", ".param"))
 
 
-class _Scope:
-    """Names visible inside one ``{ }``: registers, variables, labels. Inline assembly opens a scope of its own."""
-
-    def __init__(self, parent: _Scope | None) -> None:
-        self.parent = parent
-        self.regs: dict[str, Reg] = {}
-        self.ranges: dict[str, tuple[int, Type]] = {}  # %r<40> declares %r0 to %r39
-        self.variables: dict[str, Variable] = {}
-        self.labels: dict[str, int] = {}
-
-    def variable(self, name: str) -> Variable | None:
-        scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.variables:
-                return scope.variables[name]
-            scope = scope.parent
-        return None
-
-    def label(self, name: str) -> int | None:
-        scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.labels:
-                return scope.labels[name]
-            scope = scope.parent
-        return None
-
-
-class _Parser:
+class _Parser(Operands):
     def __init__(self, source: str) -> None:
-        self.source = source
-        self.tokens = tokenize(source)
-        self.at = 0
-        self.module = Module((0, 0), "", [], {}, {}, [], {})
-        self.scope = _Scope(None)
+        super().__init__(source, Module((0, 0), "", [], {}, {}, [], {}))
         self.loc: Loc | None = None
-        self.pending: list[tuple[Instr, _Scope]] = []  # instructions whose labels are not resolved yet
+        self.pending: list[tuple[Instr, Scope]] = []  # instructions whose labels are not resolved yet
         self.tables: dict[str, tuple[str, ...]] = {}  # .branchtargets lists by label
-        self.function: Function | None = None
-        self.unnamed = 0
-
-    # Token access
-
-    @property
-    def token(self) -> Token:
-        return self.tokens[self.at]
-
-    def next(self) -> Token:
-        token = self.tokens[self.at]
-        self.at += 1
-        return token
-
-    def accept(self, text: str) -> bool:
-        if self.token.text == text and self.token.kind != "end":
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> Token:
-        if self.token.text != text:
-            raise self.error(f"expected {text!r}")
-        return self.next()
-
-    def error(self, message: str, token: Token | None = None) -> SimParseError:
-        token = token or self.token
-        return SimParseError(f"PTX line {token.line}: {message}, at {token.text!r}")
-
-    def integer(self) -> int:
-        sign = -1 if self.accept("-") else 1
-        token = self.next()
-        if token.kind != "int":
-            raise self.error("expected an integer", token)
-        return sign * int(token.text.rstrip("U"), 0)
-
-    def separated(self, close: str, item: Callable[[], Operand]) -> tuple[Operand, ...]:
-        items: list[Operand] = []
-        while not self.accept(close):
-            items.append(item())
-            if self.token.text != close:
-                self.expect(",")
-        return tuple(items)
+        self.variables: dict[str, Variable] = {}  # of the function being parsed
 
     # Module level
 
@@ -240,7 +156,7 @@ class _Parser:
                 continue
             count *= self.integer()
             self.expect("]")
-        init, fixups = (self.initialiser(kind) if self.accept("=") else (b"", ()))
+        init, fixups = self.initialiser(kind) if self.accept("=") else (b"", ())
         size = 0 if unsized else count * kind.bytes
         if unsized and init:
             size = len(init)
@@ -267,12 +183,15 @@ class _Parser:
             self.accept(",")
 
     def constant(self) -> Imm | Sym:
-        generic = self.token.text == "generic" and self.next()
-        if generic:
+        """A number, or ``symbol+8`` or ``generic(symbol)+8``."""
+        if self.accept("generic"):
             self.expect("(")
-        operand = self.operand()
-        if generic:
+            operand = self.operand()
             self.expect(")")
+            if isinstance(operand, Sym):
+                operand = Sym(operand.name, operand.offset + self.offset())
+        else:
+            operand = self.operand()
         if not isinstance(operand, (Imm, Sym)):
             raise self.error("expected a constant")
         return operand
@@ -296,16 +215,15 @@ class _Parser:
             self.module.functions.setdefault(name, function)
             return
         self.module.functions[name] = function
-        self.function, function.start = function, len(self.module.code)
-        self.scope = _Scope(None)
+        self.variables, function.start = function.variables, len(self.module.code)
+        self.scope = Scope(None)
         for variable in params + returns:
             self.scope.variables[variable.name] = function.variables[variable.name] = variable
         self.loc = None
         self.block()
         self.resolve()
         function.end = len(self.module.code)
-        self.function = None
-        self.scope = _Scope(None)
+        self.scope = Scope(None)
 
     def parameters(self) -> tuple[Variable, ...]:
         self.expect("(")
@@ -321,11 +239,10 @@ class _Parser:
     def block(self) -> None:
         """``{ statements }``: a function body, an inline assembly scope or a call sequence."""
         self.expect("{")
-        self.scope = _Scope(self.scope)
+        outer, self.scope = self.scope, Scope(self.scope)
         while not self.accept("}"):
             self.statement()
-        assert self.scope.parent is not None
-        self.scope = self.scope.parent
+        self.scope = outer
 
     def statement(self) -> None:
         token = self.token
@@ -348,15 +265,13 @@ class _Parser:
 
     def local_variable(self) -> None:
         """A variable inside a function. Its storage name is made unique, because scopes may repeat names."""
-        assert self.function is not None
         declared: dict[str, Variable] = {}
         self.declaration(declared, extern=False)
         for name, variable in declared.items():
             self.scope.variables[name] = variable
-            if name in self.function.variables:
-                self.unnamed += 1
-                variable.name = f"{name}#{self.unnamed}"
-            self.function.variables[variable.name] = variable
+            if name in self.variables:
+                variable.name = f"{name}#{len(self.variables)}"
+            self.variables[variable.name] = variable
 
     def registers(self) -> None:
         self.expect(".reg")
@@ -374,22 +289,6 @@ class _Parser:
             if not self.accept(","):
                 break
         self.expect(";")
-
-    def new_register(self, name: str, kind: Type) -> Reg:
-        self.module.registers.append(kind)
-        return Reg(name, len(self.module.registers) - 1, kind)
-
-    def register(self, name: str) -> Reg | None:
-        stem = name.rstrip("0123456789")
-        scope: _Scope | None = self.scope
-        while scope is not None:
-            if name in scope.regs:
-                return scope.regs[name]
-            if stem != name and stem in scope.ranges and int(name[len(stem) :]) < scope.ranges[stem][0]:
-                scope.regs[name] = self.new_register(name, scope.ranges[stem][1])
-                return scope.regs[name]
-            scope = scope.parent
-        return None
 
     def label(self) -> None:
         token = self.next()
@@ -430,85 +329,6 @@ class _Parser:
         instr = Instr(name, tuple(mods), tuple(operands), guard, negated, opcode.line, text, self.loc)
         self.module.code.append(instr)
         self.pending.append((instr, self.scope))
-
-    def operand(self) -> Operand:
-        first = self.primary()
-        if self.accept("|"):
-            return Pair(first, self.primary())
-        return first
-
-    def primary(self) -> Operand:
-        token = self.token
-        if self.accept("{"):
-            return Vec(self.separated("}", self.operand))
-        if self.accept("("):
-            return Vec(self.separated(")", self.operand))
-        if self.accept("["):
-            return self.address()
-        if self.accept("!"):
-            reg = self.primary()
-            if not isinstance(reg, Reg):
-                raise self.error("only a predicate can be negated", token)
-            return Not(reg)
-        if token.kind in ("int", "float") or token.text in ("-", "+"):
-            return self.literal()
-        if token.kind != "word":
-            raise self.error("unknown operand")
-        return self.name()
-
-    def literal(self) -> Imm:
-        negative = self.accept("-")
-        self.accept("+")
-        token = self.next()
-        sign = -1 if negative else 1
-        if token.kind == "int":
-            return Imm(sign * int(token.text.rstrip("U"), 0))
-        if token.kind != "float":
-            raise self.error("expected a number", token)
-        if token.text[:2] in ("0f", "0F"):
-            bits = int(token.text[2:], 16) ^ (0x80000000 if negative else 0)
-            return Imm(struct.unpack("<f", struct.pack("<I", bits))[0], (bits, 32))
-        if token.text[:2] in ("0d", "0D"):
-            bits = int(token.text[2:], 16) ^ (1 << 63 if negative else 0)
-            return Imm(struct.unpack("<d", struct.pack("<Q", bits))[0], (bits, 64))
-        return Imm(sign * float(token.text))
-
-    def name(self) -> Operand:
-        token = self.next()
-        if token.text == "_":
-            return Sink()
-        reg = self.register(token.text)
-        if reg is not None:
-            return reg
-        variable = self.scope.variable(token.text) or self.module.variables.get(token.text)
-        if variable is not None:
-            offset = 0
-            while self.token.text in ("+", "-"):
-                self.accept("+")
-                offset += self.integer()
-            return Sym(variable.name, offset)
-        if _SPECIAL.fullmatch(token.text):
-            return Special(token.text)
-        if token.text.startswith("%"):
-            raise self.error("unknown register", token)
-        return Label(token.text)
-
-    def address(self) -> Addr:
-        """``[base+offset]`` or ``[map, {x, y}]``; the bracket is open."""
-        base = self.primary()
-        if not isinstance(base, (Reg, Sym, Imm)):
-            raise self.error("address needs a register, a variable or a number")
-        offset = 0
-        while self.token.text in ("+", "-"):
-            self.accept("+")
-            offset += self.integer()
-        rest: list[Operand] = []
-        while self.accept(","):
-            rest.append(self.operand())
-        self.expect("]")
-        if isinstance(base, Sym):
-            base, offset = Sym(base.name), offset + base.offset
-        return Addr(base, offset, tuple(rest))
 
     def resolve(self) -> None:
         """Replace labels by instruction indices, in the scope of each instruction."""

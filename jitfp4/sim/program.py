@@ -73,10 +73,10 @@ class Program:
         self.shared_static = ends["shared"] - SHARED_START
         self.local_bytes, self.const_bytes = ends["local"], ends["const"]
         dynamic = [v for v in variables if v.space == "shared" and v.extern]
-        self.shared_dynamic = _align(ends["shared"], max(v.align for v in dynamic)) if dynamic else None
-        for variable in dynamic:
-            assert self.shared_dynamic is not None
-            self.places[variable.name] = ("shared", self.shared_dynamic)
+        self.shared_dynamic: int | None = None
+        if dynamic:
+            self.shared_dynamic = _align(ends["shared"], max(v.align for v in dynamic))
+            self.places |= {v.name: ("shared", self.shared_dynamic) for v in dynamic}
         self.param_bytes = 0
         for variable in self.entry.params:
             variable.offset = _align(self.param_bytes, variable.align)
@@ -227,4 +227,3 @@ def _guarded_control(control: Control, guard: Source) -> Control:
             control(m, taken, following)
 
     return run
-

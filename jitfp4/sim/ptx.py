@@ -45,7 +45,8 @@ class Type:
 
 def _types() -> dict[str, Type]:
     table = [("pred", 1, "?"), ("f32", 32, "f4"), ("f64", 64, "f8")]
-    table += [(f"{kind}{bits}", bits, f"{'i' if kind == 's' else 'u'}{bits // 8}") for kind in "bus" for bits in RAW_DTYPES]
+    for kind in "bus":
+        table += [(f"{kind}{bits}", bits, f"{'i' if kind == 's' else 'u'}{bits // 8}") for bits in RAW_DTYPES]
     raw16 = ("f16", "bf16", "e4m3x2", "e5m2x2", "ue8m0x2", "e2m1x4", "e2m3x2", "e3m2x2")
     table += [(name, 16, "u2") for name in raw16]
     table += [(name, 32, "u4") for name in ("f16x2", "bf16x2", "tf32", "u16x2", "s16x2", "e4m3x4", "e5m2x4")]
@@ -183,6 +184,11 @@ class Function:
     end: int = 0
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
+
+    def block_directive(self, name: str) -> tuple[int, int, int] | None:
+        """Three sizes of ``.maxntid`` and its relatives; what is left out is 1."""
+        values = self.directives.get(name)
+        return (*values, 1, 1)[:3] if values else None  # type: ignore[return-value]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The shared-memory race detector.
 
 Two accesses to one byte by different threads, at least one of them a write, are a race unless something orders them:
-- threads of different warps: a chain of CTA barriers, cluster barriers, or mbarrier arrive and wait (vector clocks by warp);
+- threads of different warps: a chain of CTA barriers, cluster barriers, or mbarrier arrives and waits (vector clocks);
 - threads of one warp: a warp-level ``.sync`` instruction or one of the above between the two accesses.
 Issuing a bulk copy into shared memory is a write by its thread; waiting for its mbarrier orders the data before the
 waiter. Atomics do not race.
@@ -19,8 +19,6 @@ from jitfp4.sim.ptx import Array
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
-
-
 
 
 class Races:
@@ -46,7 +44,7 @@ class Races:
         self.write_pc = np.zeros(size, np.int32)
         self.read_time = np.zeros((size, self.width), np.int64)
         self.read_turn = np.full(size, -1, np.int64)
-        self.read_thread = np.full(size, -1, np.int64)  # last reader; -2 when several threads of one warp read in one turn
+        self.read_thread = np.full(size, -1, np.int64)  # last reader; -2 for several of one warp in one turn
         self.read_warp = np.full(size, -1, np.int32)
 
     # Accesses
@@ -82,7 +80,8 @@ class Races:
         inside = same & (self.read_thread[cells] != threads)
         if inside.any():
             at = int(np.flatnonzero(inside)[0])
-            self._fail("a write follows a read by another lane without a warp sync", int(cells[at]), int(threads[at]), None)
+            text = "a write follows a read by another lane without a warp sync"
+            self._fail(text, int(cells[at]), int(threads[at]), None)
         self.write_warp[cells], self.write_time[cells] = warps, self.clock[warps, self.own[warps]]
         self.write_turn[cells], self.write_thread[cells] = self.turn[warps], threads
         self.write_pc[cells] = self.machine.pc
@@ -97,7 +96,8 @@ class Races:
         other = (writer >= 0) & (writer != warps)
         known = self.clock[warps, self.own[np.maximum(writer, 0)]]
         bad = other & (self.write_time[cells] > known)
-        inside = (writer == warps) & (self.write_thread[cells] != threads) & (self.write_turn[cells] == self.turn[warps])
+        same_turn = (writer == warps) & (self.write_turn[cells] == self.turn[warps])
+        inside = same_turn & (self.write_thread[cells] != threads)
         if (bad | inside).any():
             at = int(np.flatnonzero(bad | inside)[0])
             how = "another lane without a warp sync" if inside[at] else "another warp"
@@ -119,7 +119,7 @@ class Races:
     def snapshot(self, lanes: Lanes) -> Array:
         """What lies before now, seen from the first lane's warp; time moves on."""
         warp = int(self.machine.warp[lanes.ids[0]])
-        now = self.clock[warp].copy()
+        now: Array = self.clock[warp].copy()
         self.clock[warp, self.own[warp]] += 1
         return now
 

@@ -1,14 +1,15 @@
 """Arithmetic with exactly one rounding.
 
-An operation on floats of up to 24 significant bits is carried out in float64. Where float64 itself has to round, it rounds
-to odd: the last bit of an inexact result is set, so that the final rounding to the narrow format, in any direction,
-sees on which side of a tie the exact value lies (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums").
+An operation on floats of up to 24 significant bits is carried out in float64. Where float64 itself has to round, it
+rounds to odd: the last bit of an inexact result is set, so that the final rounding to the narrow format, in any
+direction, sees on which side of a tie the exact value lies (Boldo and Melquiond, "Emulation of a FMA and correctly
+rounded sums").
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
-from math import copysign, inf, isfinite, nan
+from math import copysign, inf, isfinite
 from typing import Any
 
 import numpy as np
@@ -48,18 +49,34 @@ def fma_f32(a: Any, b: Any, c: Any) -> Array:
     return fma_odd(a, b, c).astype(np.float32)
 
 
-def _quotient_error(a: Array, b: Array, q: Array) -> Array:
-    """The sign of ``a / b - q`` for float32 ``q`` near the quotient, as float64."""
-    q64, b64 = q.astype(np.float64), b.astype(np.float64)
-    return (a.astype(np.float64) - q64 * b64) * np.sign(b64)
+def _product_error(x: Array, y: Array) -> tuple[Array, Array]:
+    """float64 ``x * y`` and what it lacks of the exact product (Veltkamp and Dekker)."""
+    product = x * y
+    (xh, xl), (yh, yl) = _halves(x), _halves(y)
+    return product, ((xh * yh - product) + xh * yl + xl * yh) + xl * yl
 
 
-def _nudge(nearest: Array, error: Array) -> Array:
-    """A float64 value just beside float32 ``nearest``, on the side of the exact result."""
-    wide = nearest.astype(np.float64)
-    step = np.where(np.isfinite(error), np.sign(error), 0.0)
-    beside = np.where(step > 0, np.nextafter(wide, inf), np.nextafter(wide, -inf))
-    return np.where((step == 0) | ~np.isfinite(wide), wide, beside)
+def _halves(x: Array) -> tuple[Array, Array]:
+    """``x`` as a sum of two values of at most 26 significant bits."""
+    scaled = 134217729.0 * x
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def quotient_odd(a: Array, b: Array) -> Array:
+    """float64 ``a / b`` of float32 values, rounded to odd."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    quotient = x / y
+    product, error = _product_error(quotient, y)
+    return to_odd(quotient, ((x - product) - error) * np.sign(y))
+
+
+def root_odd(a: Array) -> Array:
+    """float64 square root of float32 values, rounded to odd."""
+    x = a.astype(np.float64)
+    root = np.sqrt(x)
+    square, error = _product_error(root, root)
+    return to_odd(root, (x - square) - error)
 
 
 def directed_f32(op: str, rounding: str, a: Array, b: Array, c: Array) -> Array:
@@ -72,13 +89,12 @@ def directed_f32(op: str, rounding: str, a: Array, b: Array, c: Array) -> Array:
             wide = fma_odd(x, y, z) if op != "mul" else a.astype(np.float64) * b.astype(np.float64)
             if op != "mul" and rounding == "rm":
                 wide = _negative_zero_sums(wide, x, y, z)
-        case "div" | "rcp":
-            a, b = (a, b) if op == "div" else (np.ones_like(a), a)
-            nearest = a / b
-            wide = _nudge(nearest, _quotient_error(a, b, nearest))
+        case "div":
+            wide = quotient_odd(a, b)
+        case "rcp":
+            wide = quotient_odd(np.ones_like(a), a)
         case "sqrt":
-            nearest = np.sqrt(a)
-            wide = _nudge(nearest, a.astype(np.float64) - nearest.astype(np.float64) ** 2)
+            wide = root_odd(a)
         case _:
             raise AssertionError(op)
     return encode(F32, wide, rounding).view(np.float32)
@@ -98,7 +114,7 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
 
 def _fma_one(a: float, b: float, c: float) -> float:
     if not (isfinite(a) and isfinite(b) and isfinite(c)):
-        return a * b + c if isfinite(a) and isfinite(b) or not isfinite(c) else a * b
+        return a * b + c
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
         product = copysign(0.0, a) * copysign(1.0, b) if a == 0 or b == 0 else -c
@@ -121,12 +137,9 @@ def canonical(x: Array) -> Array:
     if not bad.any():
         return x
     bits, pattern = (x.view(np.uint32), F32_NAN) if x.dtype == np.float32 else (x.view(np.uint64), F64_NAN)
-    return np.where(bad, pattern, bits).view(x.dtype)
+    return np.asarray(np.where(bad, pattern, bits).view(x.dtype))
 
 
 def saturate(x: Array) -> Array:
     """``.sat``: clamp to [0, 1]; NaN becomes +0."""
-    return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
-
-
-NAN = nan
+    return np.asarray(np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0)))

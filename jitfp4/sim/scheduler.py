@@ -5,7 +5,7 @@ from __future__ import annotations
 from jitfp4.sim.lanes import Lanes
 
 FAIR_TURN = 256
-"""Every so many basic blocks the group that has waited longest runs, so that a spinning group cannot starve the rest."""
+"""Every so many basic blocks the group that has waited longest runs, so that a spinning group cannot starve others."""
 
 
 class Ready:

@@ -1,8 +1,8 @@
 """The tcgen05 pipe and its tensor memory.
 
-Work takes effect as late as the program allows: in order of issue, when no thread can run and no copy is pending. Shared
-memory is read then, so that overwriting an operand too early changes the result. Until then reading the tensor memory that
-queued work will write is an error.
+Work takes effect as late as the program allows: in order of issue, when no thread can run and no copy is pending.
+Shared memory is read then, so that overwriting an operand too early changes the result. Until then reading the tensor
+memory that queued work will write is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
 
 POISON_BITS = np.uint32(0x7FFFDEAD)
+
 
 @dataclass(slots=True)
 class PipeWork:
@@ -76,7 +77,7 @@ class TensorPipe:
             raise self.machine.error(type(fault), str(fault), np.array([thread])) from fault
 
     def ctas_of(self, thread: int, group: int) -> tuple[int, ...]:
-        """CTA numbers that an instruction of ``cta_group`` size ``group`` works on: its own, or the even and the odd."""
+        """CTA numbers that an instruction of ``cta_group::<group>`` works on: its own, or the even and the odd."""
         m = self.machine
         cta = int(m.cta[thread])
         if group == 1:
@@ -90,6 +91,11 @@ class TensorPipe:
         shared = self.machine.memory.of_cta(cta)
         return Cta(shared=shared, tmem=self.cells[cta], allocations=self.allocations[cta])
 
+    def will_hold(self, ctas: tuple[int, ...], first: int, count: int) -> bool:
+        """Whether the columns have been written, or will be by queued work."""
+        columns = slice(first, first + count)
+        return bool((self.written[list(ctas), 0, columns] | (self.pending[list(ctas), columns] > 0)).all())
+
     def expect_write(self, ctas: tuple[int, ...], first: int, count: int) -> None:
         self.pending[list(ctas), first : first + count] += 1
 
@@ -102,7 +108,8 @@ class TensorPipe:
         lanes, columns = at[0], at[1]
         self.allocations[cta].require(int(columns.min()), int(columns.max() - columns.min()) + 1)
         if self.pending[cta, columns].any():
-            raise self.machine.error(SimMemoryError, "tensor memory is read before the queued work on it was waited for", ids)
+            text = "tensor memory is read before the queued work on it was waited for"
+            raise self.machine.error(SimMemoryError, text, ids)
         if not self.written[cta, lanes, columns].all():
             raise self.machine.error(SimMemoryError, "tensor memory that nothing wrote is read", ids)
 

@@ -1,7 +1,8 @@
 """wgmma: the groups of multiplies that each warpgroup has in flight.
 
-A multiply takes effect when its warpgroup waits for its group. Shared memory is read then, so that overwriting an operand too
-early changes the result; A registers are taken at issue. Until then the accumulator registers hold a NaN pattern.
+A multiply takes effect when its warpgroup waits for its group. Shared memory is read then, so that overwriting an
+operand too early changes the result; A registers are taken at issue. Until then the accumulator registers hold a NaN
+pattern.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class WarpSync:
         if mask is None and lanes.n == m.total:
             return lanes
         self.member[lanes.sel] = FULL if mask is None else mask
-        if mask is not None and not (self.member[lanes.sel] >> m.lane[lanes.sel].astype(np.uint64) & np.uint64(1)).all():
+        named = self.member[lanes.sel] >> m.lane[lanes.sel].astype(np.uint64) & np.uint64(1)
+        if not named.all():
             raise m.error(SimError, "a thread is not in its own member mask", lanes.ids)
         m.suspend(lanes)
         self.groups[m.pc] = group
@@ -65,14 +66,14 @@ class WarpSync:
         """The lanes among ``ids`` of each warp, as bit masks."""
         m = self.machine
         weights = np.ldexp(1.0, m.lane[ids])
-        return np.bincount(m.warp[ids], weights, m.ctas * m.block_warps).astype(np.uint64)
+        return np.asarray(np.bincount(m.warp[ids], weights, m.ctas * m.block_warps).astype(np.uint64))
 
     def _groups_complete(self, waiting: Array, group: int) -> Array:
         m = self.machine
         number = m.cta * m.block_warps + m.tid // (32 * group)
         here = np.bincount(number[waiting], minlength=number[-1] + 1)
         there = np.bincount(number[m.live], minlength=number[-1] + 1)
-        return (here == there)[number[waiting]]
+        return np.asarray((here == there)[number[waiting]])
 
     def threads_left(self, ids: Array) -> None:
         """Exited threads may have been the last ones that others waited for."""

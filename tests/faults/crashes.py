@@ -46,7 +46,7 @@ def three_entries(root: Path) -> None:
 
 def store_index(root: Path) -> None:
     cache, recipe = Cache(Config(cache_dir=root)), make_recipe(TARGET)
-    cache.adopt_index(Index.of([Listed.of(cache.read(recipe, TOOLCHAIN))]))
+    cache.adopt_index(Index.of([Listed.of(cache.read(recipe.digest, TOOLCHAIN))]))
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], object], Callable[[Path, str], object]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_without_locks_everything_goes_on_with_one_warning(tmp_path: Path, shim:
     assert seen["waited"] < 2
     locks = [text for text in seen["warnings"] if "lock" in text]
     assert len(locks) == 1, seen["warnings"]
-    assert seen["store_errors"][f"lock: {err}"] == 3
+    assert list(seen["store_errors"].values()) == [3]
 
 
 @pytest.mark.parametrize("err", NO_LOCKS)
@@ -81,7 +82,7 @@ def test_an_odd_lock_file_is_no_obstacle(tmp_path: Path, what: str) -> None:
     elif what == "symbolic link":
         lock.symlink_to(outside)
     elif what == "FIFO":
-        os_mkfifo(lock)
+        os.mkfifo(lock)
     else:
         lock.write_bytes(b"\xff" * 5000)
     cache = Cache(Config(cache_dir=root, lock_timeout=2.0))
@@ -89,12 +90,6 @@ def test_an_odd_lock_file_is_no_obstacle(tmp_path: Path, what: str) -> None:
     assert loaded.path is not None
     assert outside.read_text() == "precious"
     assert sum(cache.info().store_errors.values()) == (0 if what == "unreadable text" else 1)
-
-
-def os_mkfifo(path: Path) -> None:
-    import os
-
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize("err", ["ENOTEMPTY", "EEXIST", "ESTALE", "EBUSY", "EIO"])

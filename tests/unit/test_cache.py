@@ -332,3 +332,39 @@ def run_threads(work: Callable[[], None], count: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+CHANGED = {
+    "family": replace(RECIPE, family="toy2"),
+    "arch": replace(RECIPE, arch="sm_90"),
+    "an option": replace(RECIPE, options=(*RECIPE.options[:-1], "--std=c++20")),
+    "the order of options": replace(RECIPE, options=RECIPE.options[::-1]),
+    "one more option": replace(RECIPE, options=(*RECIPE.options, "")),
+    "source": replace(RECIPE, source=RECIPE.source + " "),
+    "schema": replace(RECIPE, schema=RECIPE.schema + 1),
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGED, "toolchain"])
+def test_whatever_decides_the_cubin_changes_the_key(config: Config, what: str) -> None:
+    fill(config.cache_dir, TOOLCHAIN)
+    found = Cache(config).lookup(CHANGED.get(what, RECIPE), f"{TOOLCHAIN}0" if what == "toolchain" else TOOLCHAIN)
+    assert not isinstance(found, Loaded)
+
+
+def test_nothing_else_is_part_of_the_key(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another place, other times, another environment: still a hit."""
+    fill(config.cache_dir, TOOLCHAIN)
+    moved = tmp_path / "moved" / "elsewhere"
+    moved.parent.mkdir()
+    config.cache_dir.rename(moved)
+    for number, path in enumerate(moved.rglob("*")):
+        os.utime(path, (number * 1000, number * 1000))
+    for name, value in {"HOME": "/nowhere", "TZ": "Asia/Tokyo", "LANG": "tr_TR.UTF-8", "USER": "other"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir("/")
+    old = os.umask(0)
+    try:
+        assert isinstance(Cache(replace(config, cache_dir=moved)).lookup(RECIPE, TOOLCHAIN), Loaded)
+    finally:
+        os.umask(old)

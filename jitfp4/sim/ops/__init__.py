@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from jitfp4.sim.ops import (
     arithmetic,
-    async_copy,
     atomics,
     barrier,
     bits,
+    bulk_copy,
     compare,
     control,
     convert,
+    cp_async,
     matrix,
     mbarrier,
     memory,
@@ -21,13 +22,14 @@ from jitfp4.sim.ops import (
 
 __all__ = [
     "arithmetic",
-    "async_copy",
     "atomics",
     "barrier",
     "bits",
+    "bulk_copy",
     "compare",
     "control",
     "convert",
+    "cp_async",
     "matrix",
     "mbarrier",
     "memory",

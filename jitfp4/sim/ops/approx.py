@@ -1,8 +1,8 @@
 """Approximate functions: computed in float64 and rounded to nearest float32.
 
 The GPU's tables are not public, so results may differ from it by the manual's error bound: rcp, rsqrt and sqrt 1 ulp,
-div.approx and div.full 2 ulp, ex2 2 ulp, lg2 relative 2**-22.6 (absolute near 1), sin and cos absolute 2**-20.5,
-tanh relative 2**-11. Special values (zero, Inf, NaN, subnormal inputs with and without .ftz) follow the manual's tables.
+div.approx and div.full 2 ulp, ex2 2 ulp, lg2 relative 2**-22.6 (absolute near 1), sin and cos absolute 2**-20.5, tanh
+relative 2**-11. Special values (zero, Inf, NaN, subnormal inputs with and without .ftz) follow the manual's tables.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Lanes that meet at one address take effect one after the other, in thread order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jitfp4.sim import rounding as exact
@@ -19,6 +21,7 @@ from jitfp4.sim.ptx import TYPES, Array, Type
 
 _OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
 _HALVES = ("f16", "bf16", "f16x2", "bf16x2")
+_LOGIC: dict[str, Callable[..., Array]] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def apply(op: str, kind: Type, old: Array, b: Array, c: Array | None = None, *, flush: bool = False) -> Array:
@@ -26,32 +29,33 @@ def apply(op: str, kind: Type, old: Array, b: Array, c: Array | None = None, *, 
     match op:
         case "exch":
             return b
-        case "cas":
-            assert c is not None
-            return np.where(old == b, c, old)
-        case "and":
-            return old & b
-        case "or":
-            return old | b
-        case "xor":
-            return old ^ b
+        case "cas" if c is not None:
+            return np.asarray(np.where(old == b, c, old))
+        case "and" | "or" | "xor":
+            return _LOGIC[op](old, b)
         case "inc":
-            return np.where(old >= b, old.dtype.type(0), old + old.dtype.type(1))
+            return np.asarray(np.where(old >= b, 0, old + 1).astype(old.dtype))
         case "dec":
-            return np.where((old == 0) | (old > b), b, old - old.dtype.type(1))
+            return np.asarray(np.where((old == 0) | (old > b), b, old - 1).astype(old.dtype))
     if kind.name in _HALVES:
-        x, y = (widen(kind.name, np.ascontiguousarray(v).view(np.uint16)) for v in (old, b))
-        wide = exact.sum_odd(x.astype(np.float64), y.astype(np.float64)) if op == "add" else extremum(op, False, False)(x, y)
+        halves = tuple(widen(kind.name, np.ascontiguousarray(v).view(np.uint16)) for v in (old, b))
+        wide = exact.sum_odd(*(h.astype(np.float64) for h in halves)) if op == "add" else _pick(op, *halves)
         return narrow(kind.name, wide).view(old.dtype)
     x, y = old.view(kind.dtype), b.view(kind.dtype)
-    if not kind.is_float:
-        return {"add": np.add, "min": np.minimum, "max": np.maximum}[op](x, y).view(old.dtype)
     if op != "add":
-        return extremum(op, False, False)(x, y).view(old.dtype)
-    if flush and kind.name == "f32":
-        x, y = exact.flush_f32(x), exact.flush_f32(y)
-    total = exact.canonical(x + y)
-    return (exact.flush_f32(total) if flush and kind.name == "f32" else total).view(old.dtype)
+        return _pick(op, x, y).view(old.dtype)
+    if not kind.is_float:
+        return np.asarray((x + y).view(old.dtype))
+    flush = flush and kind.name == "f32"
+    total = exact.canonical(exact.flush_f32(x) + exact.flush_f32(y) if flush else x + y)
+    return (exact.flush_f32(total) if flush else total).view(old.dtype)
+
+
+def _pick(op: str, x: Array, y: Array) -> Array:
+    """min or max of numbers of one type."""
+    if x.dtype.kind == "f":
+        return extremum(op, nan=False, xorsign=False)(x, y)
+    return np.asarray(np.minimum(x, y) if op == "min" else np.maximum(x, y))
 
 
 def combine(op: str, kind: Type, old: Array, new: Array) -> Array:
@@ -107,4 +111,6 @@ def _in_order(part: Part, op: str, kind: Type, old: list[Array], b: list[Array],
             cells = index[chosen] + j
             before = view[cells]
             old[j][lanes] = before
-            view[cells] = apply(op, kind, before, values[lanes], None if c is None else c[lanes], flush=part.space == "global")
+            view[cells] = apply(
+                op, kind, before, values[lanes], None if c is None else c[lanes], flush=part.space == "global"
+            )

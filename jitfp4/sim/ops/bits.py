@@ -136,7 +136,13 @@ def _extract(d: Decode) -> Step:
 def _insert(d: Decode) -> Step:
     kind = d.type()
     bits = kind.bits
-    dst, a, b, position, length = d.dst(kind), d.src(kind), d.src(kind), _field(d.src(U32), 255), _field(d.src(U32), 255)
+    dst, a, b, position, length = (
+        d.dst(kind),
+        d.src(kind),
+        d.src(kind),
+        _field(d.src(U32), 255),
+        _field(d.src(U32), 255),
+    )
 
     def run(m: Any, lanes: Any) -> None:
         pos, size = position(m, lanes).astype(np.uint64), length(m, lanes).astype(np.uint64)
@@ -159,7 +165,8 @@ def _mask(d: Decode) -> Step:
 
     def run(m: Any, lanes: Any) -> None:
         pos, size = np.asarray(a(m, lanes)).astype(np.uint64), np.asarray(b(m, lanes)).astype(np.uint64)
-        pos, size = (pos & 31, size & 31) if wrap else (np.minimum(pos, 32), np.minimum(size, 32))
+        limit = np.uint64(31 if wrap else 32)
+        pos, size = (v & limit if wrap else np.minimum(v, limit) for v in (pos, size))
         ones = (np.uint64(1) << size) - np.uint64(1)
         dst(m, lanes, (ones << pos).astype(np.uint32))
 
@@ -298,5 +305,3 @@ def _permute(d: Decode) -> Step:
         dst(m, lanes, out)
 
     return run
-
-

@@ -61,8 +61,8 @@ def _call(d: Decode) -> Control:
     functions = d.program.module.functions
     if not isinstance(callee, Label) or callee.name not in functions or functions[callee.name].end == 0:
         raise d.error("call of a function that has no body in this module")
-    assert isinstance(results, Vec)
-    assert isinstance(arguments, Vec)
+    if not isinstance(results, Vec) or not isinstance(arguments, Vec):
+        raise d.error("a call has its parameters in parentheses")
     function = functions[callee.name]
     copies_in = d.program.param_copies(arguments, function.params, d)
     d.program.return_copies[d.pc] = d.program.param_copies(results, function.returns, d)
@@ -142,7 +142,7 @@ def _setmaxnreg(d: Decode) -> Step:
     d.need("sync")
     d.need("aligned")
     d.need("u32")
-    count = int(d.literal(d.next(), TYPES["u32"]))  # type: ignore[arg-type]
+    count = d.immediate()
     if count % 8 or not 24 <= count <= 256:
         raise d.error("setmaxnreg takes a multiple of 8 in [24, 256]")
     return lambda _m, _lanes: None

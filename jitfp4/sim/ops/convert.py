@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -102,7 +102,15 @@ def _float_to_integer(d: Decode, out: Type, source: Type, integral: str | None, 
 
 
 def _to_float(
-    d: Decode, out: Type, source: Type, rounding: str | None, integral: str | None, *, ftz: bool, sat: bool, **clamp: bool
+    d: Decode,
+    out: Type,
+    source: Type,
+    rounding: str | None,
+    integral: str | None,
+    *,
+    ftz: bool,
+    sat: bool,
+    **clamp: bool,
 ) -> Step:
     """To f16, bf16, f32 or f64, from a float or an integer."""
     half = out.name in _HALF
@@ -191,7 +199,7 @@ def _from_narrow_pair(d: Decode, out: Type, source: Type, rounding: str | None, 
     wanted = "bf16x2" if source.name == "ue8m0x2" else "f16x2"
     if out.name != wanted or rounding != "rn":
         raise d.error(f"cvt from .{source.name} needs .rn.{wanted}")
-    shift, decode = 8, formats.ue8m0_to_f32
+    shift, decode = 8, cast("Callable[[Array], Array]", formats.ue8m0_to_f32)
     if source.name in _PAIRS:
         shift, _, decode = _PAIRS[source.name]
     dst = d.dst(TYPES["b32"])
@@ -221,7 +229,7 @@ def _pack_integers(d: Decode) -> Step:
     limits = np.iinfo(out.dtype)
 
     def clamp(x: Any) -> Array:
-        return np.clip(x, limits.min, limits.max).astype(out.dtype).view(out.raw).astype(np.uint32)
+        return np.asarray(np.clip(x, limits.min, limits.max).astype(out.dtype).view(out.raw).astype(np.uint32))
 
     def run(m: Any, lanes: Any) -> None:
         value = clamp(a(m, lanes)) << np.uint32(out.bits) | clamp(b(m, lanes))

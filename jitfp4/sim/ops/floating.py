@@ -1,7 +1,7 @@
 """f32, f64 and f32x2 arithmetic. Results are rounded once; NaN results are canonical.
 
-``add``, ``sub`` and ``mul`` without a rounding modifier round to nearest and are never contracted to ``fma``: ptxas may do
-that, unless the module was compiled with ``-fmad=false``, which writes ``.rn``.
+``add``, ``sub`` and ``mul`` without a rounding modifier round to nearest and are never contracted to ``fma``: ptxas may
+do that, unless the module was compiled with ``-fmad=false``, which writes ``.rn``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jitfp4.sim import rounding as exact
 from jitfp4.sim.decode import Decode, Source, Step, broadcast
 from jitfp4.sim.ptx import TYPES, Array, Type
 
-ARITY = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "sqrt": 1, "rcp": 1, "abs": 1, "neg": 1, "min": 2, "max": 2}
+ARITY = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "sqrt": 1, "rcp": 1}
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 Function = Callable[..., Array]

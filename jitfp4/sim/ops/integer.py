@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def high_product(a: Array, b: Array, kind: Type) -> Array:
     """The upper half of the full product."""
     if kind.bits < 64:
         wide = np.dtype(f"{kind.dtype.kind}{2 * kind.bytes}")
-        return (a.astype(wide) * b.astype(wide) >> kind.bits).astype(kind.dtype)
+        return np.asarray((a.astype(wide) * b.astype(wide) >> kind.bits).astype(kind.dtype))
     low, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
     x, y = a.astype(np.uint64), b.astype(np.uint64)
     x0, x1, y0, y1 = x & mask, x >> low, y & mask, y >> low
@@ -34,7 +35,7 @@ def high_product(a: Array, b: Array, kind: Type) -> Array:
     high = x1 * y1 + (middle >> low) + (middle2 >> low)
     if kind.is_signed:
         high = high - np.where(a < 0, y, np.uint64(0)) - np.where(b < 0, x, np.uint64(0))
-    return high.astype(kind.dtype)
+    return np.asarray(high.astype(kind.dtype))
 
 
 def quotient(a: Array, b: Array) -> Array:
@@ -55,7 +56,7 @@ def remainder(a: Array, b: Array) -> Array:
     return np.where(b == 0, a, a - quotient(a, b) * b)
 
 
-_BINARY = {
+_BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": np.add,
     "sub": np.subtract,
     "min": np.minimum,

@@ -10,13 +10,17 @@ import numpy as np
 
 from jitfp4.errors import SimError
 from jitfp4.sim import fragments, mma, wgmma
-from jitfp4.sim.decode import Control, Decode, Dest, Source, Step, broadcast, control, step
+from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
 from jitfp4.sim.ops.warp import collective
 from jitfp4.sim.ptx import TYPES, Array, Imm, Operand, Reg, Vec
 from jitfp4.sim.warp_groups import Accumulator, WarpGroups, gather, scatter
 
+_ELEMENTS = (
+    *("f16", "bf16", "tf32", "f32", "s32", "s8", "u8", "s4", "u4", "ue8m0", "ue4m3"),
+    *("e4m3", "e5m2", "e3m2", "e2m3", "e2m1"),
+)
 B32, U32, U64, PRED = TYPES["b32"], TYPES["u32"], TYPES["u64"], TYPES["pred"]
 
 
@@ -34,6 +38,14 @@ def aligned_warps(body: Step, *, group: int = 1, forward: bool = True) -> Contro
 def registers(d: Decode, operand: Operand | None = None) -> list[Source]:
     """Readers of a vector of 32-bit registers."""
     return [d.src(B32, item) for item in d.vector(operand)]
+
+
+def _types(d: Decode) -> list[str]:
+    """Consume element types, in order."""
+    out = []
+    while (name := d.take(*_ELEMENTS)) is not None:
+        out.append(name)
+    return out
 
 
 def _matrix_form(d: Decode) -> tuple[int, bool]:
@@ -85,7 +97,9 @@ def _movmatrix(d: Decode) -> Control:
         d.need(mod)
     dst, read = d.dst(B32), d.src(B32)
     return aligned_warps(
-        lambda m, lanes: dst(m, lanes, fragments.movmatrix(broadcast(read(m, lanes), lanes.n).reshape(-1, WARP)).reshape(-1))
+        lambda m, lanes: dst(
+            m, lanes, fragments.movmatrix(broadcast(read(m, lanes), lanes.n).reshape(-1, WARP)).reshape(-1)
+        )
     )
 
 
@@ -102,8 +116,8 @@ def _mma(d: Decode) -> Control:
     kind = d.take("kind::f8f6f4", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4")
     scaled, satfinite = d.flag("block_scale"), d.flag("satfinite")
     vec = d.take("scale_vec::1X", "scale_vec::2X", "scale_vec::4X")
-    types = ".".join(d.mods)
-    d.mods.clear()
+    types = ".".join(_types(d))
+    d.no_more_mods()
     writes = [d.dst(B32, item) for item in d.vector()]
     a, b, c = (registers(d) for _ in range(3))
     if not scaled:
@@ -112,7 +126,9 @@ def _mma(d: Decode) -> Control:
                 m,
                 lanes,
                 writes,
-                mma.mma(k, types, *(gather(m, lanes, r) for r in (a, b, c)), arch=m.launch.arch.name, satfinite=satfinite),
+                mma.mma(
+                    k, types, *(gather(m, lanes, r) for r in (a, b, c)), arch=m.launch.arch.name, satfinite=satfinite
+                ),
             )
         )
     name = str(kind).removeprefix("kind::")
@@ -144,10 +160,7 @@ def _scales(d: Decode) -> Callable[[Machine, Lanes], mma.Scales]:
 
 def _flag(d: Decode, one: int) -> bool:
     """An immediate modifier operand; true when it equals ``one``."""
-    operand = d.next()
-    if not isinstance(operand, Imm):
-        raise d.error("expected an immediate")
-    return operand.value == one
+    return d.immediate() == one
 
 
 @control("wgmma.mma_async")
@@ -159,9 +172,11 @@ def _wgmma(d: Decode) -> Control:
     d.need(shape)
     n = int(shape.removeprefix("m64n").partition("k")[0])
     satfinite = d.flag("satfinite")
-    types = ".".join(d.mods)
-    element = d.mods[1]
-    d.mods.clear()
+    names = _types(d)
+    d.no_more_mods()
+    if len(names) != 3:
+        raise d.error("wgmma needs the types of d, a and b")
+    types, element = ".".join(names), names[1]
     accumulators = d.vector()
     reads, writes = [d.src(B32, item) for item in accumulators], [d.dst(B32, item) for item in accumulators]
     places = tuple(item.index for item in accumulators if isinstance(item, Reg))
@@ -173,9 +188,7 @@ def _wgmma(d: Decode) -> Control:
     negate_b = bool(d.operands) and _flag(d, -1)
     trans_a = bool(d.operands) and a_registers is None and _flag(d, 1)
     trans_b = bool(d.operands) and _flag(d, 1)
-    mods = wgmma.Modifiers(
-        negate_a=negate_a, negate_b=negate_b, trans_a=trans_a, trans_b=trans_b, satfinite=satfinite
-    )
+    mods = wgmma.Modifiers(negate_a=negate_a, negate_b=negate_b, trans_a=trans_a, trans_b=trans_b, satfinite=satfinite)
 
     def body(m: Machine, lanes: Lanes) -> None:
         units = m.unit(WarpGroups)
@@ -217,12 +230,7 @@ def _wgmma_order(d: Decode) -> Control:
     what = d.instr.mods[0]
     d.need("sync")
     d.need("aligned")
-    allowed = 0
-    if what == "wait_group":
-        operand = d.next()
-        if not isinstance(operand, Imm):
-            raise d.error("expected an immediate")
-        allowed = int(operand.value)
+    allowed = d.immediate() if what == "wait_group" else 0
 
     def body(m: Machine, lanes: Lanes) -> None:
         units = m.unit(WarpGroups)

@@ -9,11 +9,15 @@ import numpy as np
 from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.ptx import TYPES, Addr, Sym, Type
 
-SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry", "param::func", "const")
+SPACES = (
+    *("global", "shared", "shared::cta", "shared::cluster"),
+    *("local", "const", "param", "param::entry", "param::func"),
+)
+_PRIORITIES = ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")
 _ORDER = ("weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys")
 CACHE = (
     *("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "unified"),
-    *(f"L{n}::{p}" for n in (1, 2) for p in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
+    *(f"L{level}::{priority}" for level in (1, 2) for priority in _PRIORITIES),
 )
 
 

@@ -111,5 +111,3 @@ def _slct(d: Decode) -> Step:
     dst, a, b, c = d.dst(kind), d.src(kind), d.src(kind), d.src(test)
     zero = test.dtype.type(0)
     return lambda m, lanes: dst(m, lanes, np.where(c(m, lanes) >= zero, a(m, lanes), b(m, lanes)))
-
-

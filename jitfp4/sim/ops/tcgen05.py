@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from jitfp4.errors import SimError
 from jitfp4.sim import tcgen05, tmem
-from jitfp4.sim.async_copies import signal_ranks
+from jitfp4.sim.async_copies import Signal
 from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control, step
-from jitfp4.sim.instruction_descriptor import InstructionDescriptor
+from jitfp4.sim.instruction_descriptor import KINDS, InstructionDescriptor
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
 from jitfp4.sim.matrix_descriptor import MatrixDescriptor
 from jitfp4.sim.mbarriers import MBarriers
+from jitfp4.sim.memory import RANK_BITS
 from jitfp4.sim.ops.matrix import aligned_warps
-from jitfp4.sim.ptx import TYPES, Addr, Imm
+from jitfp4.sim.ptx import TYPES, Addr
 from jitfp4.sim.tensor_pipe import TensorPipe
 from jitfp4.sim.warp_groups import gather, scatter
 
@@ -111,12 +114,7 @@ def _form(d: Decode, packing: str) -> tuple[str, int, bool]:
 
 def _half_split(d: Decode, shape: str) -> int:
     """The immediate of 16x32bx2."""
-    if shape != "16x32bx2":
-        return 0
-    operand = d.next()
-    if not isinstance(operand, Imm):
-        raise d.error("expected an immediate")
-    return int(operand.value)
+    return d.immediate() if shape == "16x32bx2" else 0
 
 
 def _each_warp(
@@ -242,8 +240,7 @@ def _scale_block(d: Decode, kind: str) -> int:
 
 @step("tcgen05.mma")
 def _mma(d: Decode) -> Step:
-    group, kind = _group(d), d.need(*(f"kind::{k}" for k in ("f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4")))
-    kind = kind.removeprefix("kind::")
+    group, kind = _group(d), d.need(*(f"kind::{k}" for k in KINDS)).removeprefix("kind::")
     scaled = d.flag("block_scale")
     block = _scale_block(d, kind) if scaled else 0
     d.ignore(*(f"collector::a::{use}" for use in ("fill", "use", "lastuse", "discard")))
@@ -257,23 +254,17 @@ def _mma(d: Decode) -> Step:
         raise d.error("tcgen05.mma with disable-output-lane or scale-input-d is not modelled")
     enable = d.src(PRED)
 
+    form = _Form(group, kind, block)
+
     def run(m: Machine, lanes: Lanes) -> None:
-        to, left, right, bits, use = (
-            broadcast(read(m, lanes), lanes.n).tolist() for read in (target, a, b, idesc, enable)
-        )
-        sf = [broadcast(s(m, lanes), lanes.n).tolist() for s in scales] if scales else []
+        reads = (target, a, b, idesc, enable, *(scales or ()))
+        rows = list(zip(*(broadcast(read(m, lanes), lanes.n).tolist() for read in reads), strict=True))
 
         def build(position: int, thread: int) -> Callable[[], None]:
-            operand = tcgen05.TmemOperand(left[position]) if in_tmem else left[position]
+            to, left, right, bits, use, *sf = rows[position]
+            operand = tcgen05.TmemOperand(left) if in_tmem else left
             return _multiply(
-                m,
-                thread,
-                group,
-                kind,
-                block,
-                (to[position], operand, right[position], bits[position]),
-                (sf[0][position], sf[1][position]) if sf else None,
-                use[position],
+                m, thread, form, _Operands(to, operand, right, bits, (sf[0], sf[1]) if sf else (0, 0), use)
             )
 
         _queue(m, lanes, build)
@@ -281,39 +272,47 @@ def _mma(d: Decode) -> Step:
     return run
 
 
-def _multiply(
-    m: Machine,
-    thread: int,
-    group: int,
-    kind: str,
-    block: int,
-    operands: tuple[int, int | tcgen05.TmemOperand, int, int],
-    scales: tuple[int, int] | None,
-    enable: bool,
-) -> Callable[[], None]:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the modifiers say; ``block`` is 0 without block scales."""
+
+    group: int
+    kind: str
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The operands of one tcgen05.mma; ``scales`` are the addresses of SFA and SFB."""
+
+    d: int
+    a: int | tcgen05.TmemOperand
+    b: int
+    idesc: int
+    scales: tuple[int, int]
+    enable: bool
+
+
+def _multiply(m: Machine, thread: int, form: _Form, o: _Operands) -> Callable[[], None]:
     """Check what must hold at issue; the result multiplies when performed."""
     pipe, arch = m.unit(TensorPipe), m.launch.arch.name
-    d, a, b, idesc = operands
-    shape = InstructionDescriptor.decode(idesc, kind, group, arch, block=block)
-    ctas = pipe.ctas_of(thread, group)
+    shape = InstructionDescriptor.decode(o.idesc, form.kind, form.group, arch, block=form.block)
+    ctas = pipe.ctas_of(thread, form.group)
     for cta in ctas:
-        if isinstance(a, int):
-            m.memory.check_operand(cta, _extent(shape, a, shape.m // group, of_a=True), thread)
-        m.memory.check_operand(cta, _extent(shape, b, shape.n // group, of_a=False), thread)
-    first, columns = d & 0xFFFF, shape.n // 2 if group == 2 and shape.m == 128 else shape.n
-    if enable and not (pipe.written[list(ctas), 0, first : first + columns] | (pipe.pending[list(ctas), first : first + columns] > 0)).all():
+        if isinstance(o.a, int):
+            m.memory.check_operand(cta, _extent(shape, o.a, shape.m // form.group, of_a=True), thread)
+        m.memory.check_operand(cta, _extent(shape, o.b, shape.n // form.group, of_a=False), thread)
+    first, columns = o.d & 0xFFFF, shape.n // 2 if form.group == 2 and shape.m == 128 else shape.n
+    if o.enable and not pipe.will_hold(ctas, first, columns):
         raise SimError("tcgen05.mma accumulates into tensor memory that nothing wrote")
     pipe.expect_write(ctas, first, columns)
+    multiply: Callable[..., None] = partial(tcgen05.mma, kind=form.kind)
+    if form.block:
+        multiply = partial(tcgen05.mma_block_scale, kind=form.kind, block=form.block, scales=o.scales)
 
     def perform() -> None:
         views = tuple(pipe.view(cta) for cta in ctas)
-        if scales is None:
-            tcgen05.mma(views, kind, d, a, b, idesc, enable_input_d=enable, arch=arch)
-        else:
-            assert isinstance(a, int)
-            tcgen05.mma_block_scale(
-                views, kind, block, d, a, b, idesc, scales, enable_input_d=enable, arch=arch
-            )
+        multiply(views, d=o.d, a=o.a, b=o.b, idesc=o.idesc, enable_input_d=o.enable, arch=arch)
         pipe.wrote(ctas, first, columns)
 
     return perform
@@ -346,8 +345,8 @@ def _commit(d: Decode) -> Step:
         def build(position: int, thread: int) -> Callable[[], None]:
             ids = np.array([thread])
             place = int(at[position])
-            ranks = signal_ranks(None if masks is None else int(masks[position]), place >> 24)
-            places = [np.array([rank << 24 | place & 0xFFFFFF]) for rank in ranks]
+            ranks = Signal(place, None if masks is None else int(masks[position])).ranks(place >> RANK_BITS)
+            places = [np.array([rank << RANK_BITS | place & (1 << RANK_BITS) - 1]) for rank in ranks]
             barriers = m.unit(MBarriers)
             known = None if m.races is None else m.races.snapshot(m.lanes(ids))
 

@@ -125,7 +125,7 @@ def _match(d: Decode) -> Control:
     def body(m: Machine, lanes: Lanes) -> None:
         value = broadcast(read(m, lanes), lanes.n)
         members = broadcast(mask(m, lanes), lanes.n)
-        values, row, lane = table(m, lanes, value, 0)
+        values, row, _ = table(m, lanes, value, 0)
         there, _, _ = table(m, lanes, np.ones(lanes.n, bool), False)
         equal = (values[row] == value[:, None]) & there[row]
         found = (equal.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=1).astype(np.uint32) & members

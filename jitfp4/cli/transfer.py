@@ -1,0 +1,149 @@
+"""``jitfp4 cache export``, ``import``, ``push`` and ``pull``: kernels on their way to other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jitfp4.cache import Cache, Catalog, EntryFiles
+from jitfp4.cli.cache import app
+from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs
+from jitfp4.cli.output import plural, put, put_json, say
+from jitfp4.config import Config
+from jitfp4.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from jitfp4.bundle import Imported
+
+Plan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The kernels of this plan; all without one.")]
+Digest = Annotated[
+    str | None, typer.Option(metavar="SHA256", help="What the bundle must be; JITFP4_BUNDLE_SHA256 without it.")
+]
+Shared = Annotated[bool, typer.Option("--world-readable", help="For an image: readable by every user, not just this.")]
+
+
+@app.command(
+    "export",
+    epilog=examples("jitfp4 cache export plan.json --out kernels.tar.zst", "jitfp4 cache export --out all.tar.zst"),
+)
+def export(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The bundle to write.")],
+    plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
+    arch: ArchNames = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write kernels from the cache as one reproducible file, and print its digest.
+
+    Exit status: 0, 1 when a kernel of the plan is not in the cache.
+    """
+    from jitfp4.bundle import export_bundle
+
+    entries = _entries(configure(cache_dir), plan, arch)
+    digest = export_bundle(entries, out)
+    _put_digest("cache export", digest, len(entries), str(out), as_json)
+
+
+@app.command("import", epilog=examples("jitfp4 cache import kernels.tar.zst --digest 3f2a91c0..."))
+def import_(
+    bundle: Annotated[Path, typer.Argument(metavar="FILE", help="A bundle that export wrote.")],
+    digest: Digest = None,
+    shared: Shared = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Put the kernels of a bundle into the cache, after all of it was verified.
+
+    Exit status: 0, 2 when the bundle is damaged or has another digest.
+    """
+    from jitfp4.bundle import import_bundle
+
+    config = configure(cache_dir)
+    cache = Cache(config, world_readable=shared)
+    _put_imported("cache import", import_bundle(bundle, cache, digest or config.bundle_sha256), as_json)
+
+
+@app.command(epilog=examples("jitfp4 cache push s3://bucket/kernels --plan plan.json"))
+def push(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A folder in any store that fsspec knows.")],
+    plan: Plan = None,
+    arch: ArchNames = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send kernels from the cache to a remote store, and print the digest to pull them by."""
+    from jitfp4.remote import Remote
+
+    entries = _entries(configure(cache_dir), plan, arch)
+    _put_digest("cache push", Remote(url).push(entries), len(entries), url, as_json)
+
+
+@app.command(epilog=examples("jitfp4 cache pull s3://bucket/kernels --digest 3f2a91c0..."))
+def pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A folder that push has filled.")],
+    digest: Digest = None,
+    shared: Shared = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the kernels of a bundle from a remote store; what arrives is verified before it is stored.
+
+    Without a digest the store must hold exactly one bundle.
+    """
+    from jitfp4.remote import Remote
+
+    config, remote = configure(cache_dir), Remote(url)
+    wanted = digest or config.bundle_sha256
+    if wanted is None:
+        found = remote.digests()
+        if len(found) != 1:
+            raise ArgumentError(
+                "--digest", "none", f"one of {', '.join(found)}" if found else "nothing: an empty store"
+            )
+        wanted = found[0]
+    _put_imported("cache pull", remote.pull(wanted, Cache(config, world_readable=shared)), as_json)
+
+
+def _entries(config: Config, plan: Path | None, arch: str | None) -> list[EntryFiles]:
+    """The entries of a plan from whichever layer has them, or all of the user's root."""
+    if config.cache_dir is None:
+        raise ArgumentError("--cache-dir", "none", "a folder, because neither HOME nor JITFP4_CACHE_DIR is set")
+    archs = {a.name for a in read_archs(arch or "all")}
+    if plan is not None:
+        return list(_planned(plan, archs))
+    catalog = Catalog(config.cache_dir)
+    return [catalog.read(e.use)[2] for e in catalog.entries() if e.manifest is None or e.manifest.arch in archs]
+
+
+def _planned(plan: Path, archs: set[str]) -> Iterable[EntryFiles]:
+    from jitfp4 import engine, warmup
+
+    tasks = [task for task in warmup.read_plan(plan.read_text()) if task.arch.name in archs]
+    if missing := warmup.missing(tasks):
+        for task in missing:
+            say(f"not in the cache: {task}")
+        say(f"{plural(len(missing), 'kernel')} missing; build them: jitfp4 warmup {plan}")
+        raise typer.Exit(1)
+    for task in tasks:
+        loaded = engine.build(task.family, task.spec, task.arch)
+        assert loaded.toolchain is not None  # noqa: S101 - it was found, so it has a place
+        yield engine.cache().read(loaded.digest, loaded.toolchain)
+
+
+def _put_digest(command: str, digest: str, count: int, where: str, as_json: bool) -> None:
+    if as_json:
+        put_json(command, digest=digest, kernels=count, to=where)
+    else:
+        put(digest)
+    say(f"{where}: {plural(count, 'kernel')}")
+
+
+def _put_imported(command: str, done: Imported, as_json: bool) -> None:
+    if as_json:
+        put_json(command, digest=done.digest, added=done.added, present=done.present)
+    else:
+        put(done.digest)
+    say(f"{plural(done.added, 'kernel')} added, {done.present} there already")

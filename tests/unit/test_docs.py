@@ -1,0 +1,111 @@
+"""What the documentation promises is what the code does."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jitfp4
+from jitfp4 import config, errors
+
+PACKAGE = Path(__file__).parents[2] / "jitfp4"
+FUNCTIONS = [
+    value for name in jitfp4.__all__ if inspect.isfunction(value := getattr(jitfp4, name)) and name != "cache_info"
+]
+
+
+def test_the_public_names_are_these() -> None:
+    """A name is added or removed on purpose: here and in the package."""
+    assert sorted(jitfp4.__all__) == [
+        "ArgumentError",
+        "ArgumentTypeError",
+        "BundleError",
+        "CacheCorruptError",
+        "CacheError",
+        "CacheInfo",
+        "CacheUntrustedError",
+        "CompileError",
+        "Jitfp4Error",
+        "LaunchError",
+        "OfflineError",
+        "RenderError",
+        "SfLayout",
+        "SimError",
+        "ToolchainError",
+        "UnsupportedArchError",
+        "block_scale_interleave",
+        "cache_info",
+        "e2m1_and_ufp8sf_scale_to_float",
+        "mxfp4_dequantize",
+        "nvfp4_dequantize",
+        "nvfp4_quantize",
+        "shuffle_matrix_a",
+        "shuffle_matrix_sf_a",
+        "sim",
+    ]
+
+
+@pytest.mark.parametrize("name", jitfp4.__all__)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    value = getattr(jitfp4, name)
+    assert value.__doc__
+    assert not (dataclasses.is_dataclass(value) and value.__doc__.startswith(f"{name}(")), "dataclass's own text"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_module_and_public_class_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path} has none"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}: class {node.name} has none"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_public_functions_describe_every_parameter_and_what_comes_back(function: Callable[..., object]) -> None:
+    text = inspect.getdoc(function) or ""
+    sections = dict(re.findall(r"^(Args|Returns|Numerics|Raises):\n((?:(?: .*)?\n?)*?)(?=^\S|\Z)", text, re.MULTILINE))
+    assert sections.keys() >= {"Args", "Returns", "Raises"}
+    described = re.findall(r"^ {4}([\w, ]+):", sections["Args"], re.MULTILINE)
+    names = [name.strip() for group in described for name in group.split(",")]
+    assert names == list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_public_functions_are_annotated_in_full(function: Callable[..., object]) -> None:
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+def test_every_variable_is_in_the_table_with_its_default() -> None:
+    table = dict(re.findall(r"^\| (JITFP4_\w+(?:, JITFP4_\w+)*) \|.*\| (.*?) \|$", config.__doc__ or "", re.MULTILINE))
+    documented = {name: default for names, default in table.items() for name in names.split(", ")}
+    source = inspect.getsource(config)
+    assert documented.keys() == set(re.findall(r'"(JITFP4_\w+)"', source))
+    defaults = config.read_config({"HOME": "/home/me"})
+    assert str(defaults.cache_dir) == "/home/me/.cache/jitfp4"
+    assert config.read_config({"XDG_CACHE_HOME": "/xdg", "HOME": "/home/me"}).cache_dir == Path("/xdg/jitfp4")
+    assert documented["JITFP4_CACHE"] == f"``{defaults.cache_mode}``"
+    assert documented["JITFP4_CACHE_MAX_BYTES"] == f"{defaults.cache_max_bytes >> 30} GiB, {defaults.cache_max_entries}"
+    assert documented["JITFP4_OFFLINE"] == str(int(defaults.offline))
+    assert documented["JITFP4_STRICT"] == str(int(defaults.strict))
+    assert documented["JITFP4_LOCK_TIMEOUT"] == f"{defaults.lock_timeout:.0f}"
+    assert defaults.cache_ro == () and defaults.bundle_sha256 is None
+    assert (documented["JITFP4_CACHE_RO"], documented["JITFP4_BUNDLE_SHA256"]) == ("none", "none")
+
+
+def test_the_drawn_tree_of_errors_is_the_tree() -> None:
+    drawn = re.findall(r"── (\w+)", errors.__doc__ or "")
+    assert ["Jitfp4Error", *drawn] == list(_tree(errors.Jitfp4Error))
+
+
+def _tree(error: type[Exception]) -> list[str]:
+    below = [sub for sub in error.__subclasses__() if sub.__module__ == errors.__name__]
+    return [error.__name__, *(name for sub in below for name in _tree(sub))]
