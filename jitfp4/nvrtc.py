@@ -142,7 +142,7 @@ def _bindings() -> Any:
 
         _check(nvrtc, nvrtc.nvrtcVersion()[:1])  # loads the library
     except (ImportError, RuntimeError) as error:  # cuda.pathfinder's DynamicLibNotFoundError is a RuntimeError
-        raise ToolchainError(f"NVRTC cannot be loaded: {error}. Install nvidia-cuda-nvrtc-cu12.") from error
+        raise ToolchainError(f"NVRTC cannot be loaded: {error}. Install what fits cuda-bindings.") from error
     return nvrtc
 
 

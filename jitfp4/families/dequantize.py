@@ -35,6 +35,8 @@ _WARP, _BLOCK_THREADS, _WORDS_PER_THREAD, _WORD = 32, 256, 4, 8  # as in the tem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
+    """One block format to one float type, from one scale layout."""
+
     block_format: BlockFormat
     out_dtype: DType
     sf_layout: SfLayout

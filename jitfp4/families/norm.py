@@ -99,7 +99,7 @@ def geometry(spec: Spec, *, m: int, h: int, arch: Arch) -> Geometry:
 
 
 def select(
-    *, in_dtype: DType, block: int, scale: Scale, sf_output: SfOutput, add: bool, m: int, h: int, arch: Arch
+    *, in_dtype: DType, block: int, scale: Scale, sf_output: SfOutput, add: bool, store_y: bool, m: int, h: int, arch: Arch
 ) -> Spec:
     spec = Spec(
         in_dtype=in_dtype,
@@ -111,6 +111,7 @@ def select(
         warps=1,
         units=1,
         clustered=False,
+        store_y=store_y,
         table=True,
         ctas_per_sm=2,
     )
@@ -211,6 +212,7 @@ def _rmsnorm(
         scale=Scale(scale_format),
         sf_output=sf_output,
         add=residual is not None,
+        store_y=y_out is not None,
         m=m,
         h=h,
         arch=target.arch,

@@ -41,6 +41,8 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
         epilogue_tile_m: rows of the epilogue tile.
     Returns:
         [m, n], a new tensor: source row i of a block goes to ``i // 4 + 8 * (i % 4)`` (``i // 2 + 8 * (i % 2)``).
+    Raises:
+        ArgumentError: another rank, or m is no multiple of the block of rows.
     """
     _check_matrix("input_tensor", input_tensor)
     return shuffle_rows(input_tensor, epilogue_tile_m)
@@ -55,6 +57,8 @@ def shuffle_matrix_sf_a(input_tensor: torch.Tensor, epilogue_tile_m: int, num_el
         num_elts_per_sf: 16 or 32 elements of the weight share a scale; checked, the permutation is the same.
     Returns:
         uint8, the shape of input_tensor when its columns are a multiple of 4, else padded to one.
+    Raises:
+        ArgumentError, ArgumentTypeError: another dtype, rank, number of rows or block size.
     """
     check_dtype("input_tensor", input_tensor, (torch.uint8,))
     _check_matrix("input_tensor", input_tensor)

@@ -112,6 +112,115 @@ class Machine:
     def run(self) -> None:
         """Run every thread to its exit, then complete all asynchronous work."""
         self.ready.push(self.program.entry.start, self.lanes(self.ids))
+        try:
+            self.turn_until_idle()
+            while self.advance():
+                self.turn_until_idle()
+        except Exception as fault:
+            if "PTX line" not in str(fault):
+                fault.add_note(self.program.place(self.pc))
+            raise
+        if self.live.any():
+            raise self.deadlock()
+
+    def turn_until_idle(self) -> None:
+        """Run basic blocks while some thread can run."""
+        ready, blocks, block_at = self.ready, self.program.blocks, self.program.block_at
+        while ready.groups:
+            pc, lanes = ready.pop()
+            number = block_at[pc]
+            block = blocks[number]
+            self.block_runs[number] += lanes.n
+            for at, step in block.steps:
+                self.pc = at  # where an error happened
+                step(self, lanes)
+            if block.control is None:
+                ready.push(block.end, lanes)
+            else:
+                self.pc = block.end - 1
+                block.control(self, lanes, block.end)
+            if ready.turn % FAIR_TURN == 0:
+                self.advance()
+
+    def advance(self) -> bool:
+        """Complete the oldest piece of work. False when there is none."""
+        ...
+
+
+class Unit(Protocol):
+    """Machine state of one topic, such as barriers; made on first use."""
+
+    def __init__(self, machine: Machine) -> None: ...
+
+
+U = TypeVar("U", bound=Unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What all CTAs of a grid share."""
+
+    geometry: Geometry
+    cluster: Dim3
+    arch: Arch
+    tensor_maps: dict[int, TensorMap]
+    races: bool
+
+
+def linear(dim: Dim3) -> int:
+    return dim[0] * dim[1] * dim[2]
+
+
+class Machine:
+    """One batch of CTAs: ``first`` is the position of its first CTA in cluster-major order, ``ctas`` their number."""
+
+    def __init__(
+        self, program: Program, launch: Launch, memory: GlobalMemory, params: Array, const: Array, first: int, ctas: int
+    ) -> None:
+        self.program, self.launch, self.ctas = program, launch, ctas
+        self.block_threads = linear(launch.geometry.block)
+        self.block_warps = -(-self.block_threads // WARP)
+        self.cluster_size = linear(launch.cluster)
+        self.total = ctas * self.block_threads
+        self.ids = np.arange(self.total)
+        self.cta = self.ids // self.block_threads
+        self.tid = self.ids % self.block_threads
+        self.lane = self.tid % WARP
+        self.warp = self.cta * self.block_warps + self.tid // WARP
+        self.first, self.rank = first, self.cta % self.cluster_size
+        self.live = np.ones(self.total, bool)
+        self.live_in_cta = np.full(ctas, self.block_threads)
+        self.waiting = np.full(self.total, -1, np.int32)  # program counter at which a suspended thread waits
+        self.pc = program.entry.start
+        self.races: Races | None = None
+        self.memory = Memory(self, memory, params, const)
+        self.registers: list[Array] = [np.full(self.total, fill, dtype) for dtype, fill in program.registers]
+        self.ready = Ready(self.total)
+        self.engines: list[Engine] = []
+        self.on_exit: list[Callable[[Array], None]] = []
+        self.units: dict[type[Any], Any] = {}
+        self.special: dict[str, Any] = {}  # values of special registers that do not change
+        self.block_runs = np.zeros(len(program.blocks), np.int64)
+        if launch.races:
+            from jitfp4.sim.races import Races
+
+            self.races = Races(self)
+
+    def unit(self, kind: type[U]) -> U:
+        """The batch's instance of ``kind``."""
+        found = self.units.get(kind)
+        if found is None:
+            found = self.units[kind] = kind(self)
+        return found
+
+    def lanes(self, ids: Array) -> Lanes:
+        return Lanes(ids, self.total)
+
+    # Execution
+
+    def run(self) -> None:
+        """Run every thread to its exit, then complete all asynchronous work."""
+        self.ready.push(self.program.entry.start, self.lanes(self.ids))
         ready, blocks, block_at = self.ready, self.program.blocks, self.program.block_at
         while True:
             while ready.groups:

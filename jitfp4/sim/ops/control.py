@@ -59,8 +59,10 @@ def _call(d: Decode) -> Control:
     callee = d.next()
     arguments = d.next() if d.operands else Vec(())
     functions = d.program.module.functions
-    if not isinstance(callee, Label) or callee.name not in functions or functions[callee.name].end == 0:
-        raise d.error("call of a function that has no body in this module")
+    if not isinstance(callee, Label) or callee.name not in functions:
+        raise d.error("call of something that is not a function of this module")
+    if functions[callee.name].end == 0:
+        return _missing(callee.name)
     if not isinstance(results, Vec) or not isinstance(arguments, Vec):
         raise d.error("a call has its parameters in parentheses")
     function = functions[callee.name]
@@ -78,6 +80,15 @@ def _call(d: Decode) -> Control:
         stack.back[depth, lanes.ids] = here
         stack.depth[lanes.sel] += 1
         m.ready.push(function.start, lanes)
+
+    return run
+
+
+def _missing(name: str) -> Control:
+    """A call of a system function such as __assertfail or vprintf: an error of the threads that reach it."""
+
+    def run(m: Machine, lanes: Lanes, _following: int) -> None:
+        raise m.error(SimError, f"call of {name}, which has no body in this module", lanes.ids)
 
     return run
 
