@@ -229,6 +229,8 @@ def e2m1_and_ufp8sf_scale_to_float(
     Returns:
         float32 [..., k] on the device of e2m1_tensor (FlashInfer's always is on the CPU). Numerics as
         nvfp4_dequantize() and mxfp4_dequantize().
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
     """
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
     if (ufp8_type, sf_vec_size) == (0, 32):

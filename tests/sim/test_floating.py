@@ -182,6 +182,12 @@ def test_absolute_value_and_negation_keep_nan_bits() -> None:
     assert evaluate("neg.f32 %d, %a;", bits, out=np.uint32).tolist() == [0x7F812345, 1, 0xBF800000]
 
 
+def test_copysign_takes_the_sign_of_its_first_source() -> None:
+    a, b = floats(20), floats(21)
+    got = evaluate("copysign.f32 %d, %a, %b;", a, b, out=np.uint32)
+    assert (got == np.copysign(b, a).view(np.uint32)).all()
+
+
 def test_pairs_of_floats_are_independent() -> None:
     a, b, c = floats(10, 512), floats(11, 512), floats(12, 512)
     got = evaluate("fma.rn.f32x2 %d, %a, %b, %c;", *(x.view(np.uint64) for x in (a, b, c)), out=np.uint64)

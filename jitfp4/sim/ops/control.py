@@ -136,11 +136,9 @@ def _trap(d: Decode) -> Control:
     return run
 
 
-@step("nanosleep", "pmevent", "brkpt", "discard", "applypriority")
+@step("nanosleep", "pmevent", "applypriority")
 def _hint(d: Decode) -> Step:
     """Timing and cache hints."""
-    if d.instr.name in ("brkpt", "discard"):
-        raise d.error(f"{d.instr.name} is not modelled")
     d.mods.clear()
     d.operands.clear()
     return lambda _m, _lanes: None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jitfp4.sim import rounding as exact
-from jitfp4.sim.decode import Decode, Source, Step, broadcast
+from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.ptx import TYPES, Array, Type
 
 ARITY = {"add": 2, "sub": 2, "mul": 2, "fma": 3, "mad": 3, "div": 2, "sqrt": 1, "rcp": 1}
@@ -163,3 +163,13 @@ def _packed(d: Decode, fn: Function, arity: int, ftz: bool) -> Step:
         dst(m, lanes, (exact.flush_f32(out) if ftz else out).view(np.uint64))
 
     return run
+
+
+@step("copysign")
+def _copysign(d: Decode) -> Step:
+    """The magnitude of b with the sign of a."""
+    kind = d.type()
+    raw = TYPES[f"u{kind.bits}"]
+    sign = raw.dtype.type(1 << (kind.bits - 1))
+    dst, a, b = d.dst(raw), d.src(raw), d.src(raw)
+    return lambda m, lanes: dst(m, lanes, (a(m, lanes) & sign) | (b(m, lanes) & ~sign))
