@@ -30,9 +30,15 @@ if TYPE_CHECKING:
         ToolchainError,
         UnsupportedArchError,
     )
-    from jitfp4.families.dequantize import e2m1_and_ufp8sf_scale_to_float, mxfp4_dequantize, nvfp4_dequantize
-    from jitfp4.families.quantize import nvfp4_quantize
-    from jitfp4.families.scales import block_scale_interleave, shuffle_matrix_a, shuffle_matrix_sf_a
+    from jitfp4.families.quantize import (
+        block_scale_interleave,
+        e2m1_and_ufp8sf_scale_to_float,
+        mxfp4_dequantize,
+        nvfp4_dequantize,
+        nvfp4_quantize,
+        shuffle_matrix_a,
+        shuffle_matrix_sf_a,
+    )
     from jitfp4.layouts import SfLayout
 
 _HOMES = {
@@ -54,9 +60,15 @@ _HOMES = {
         "ToolchainError",
         "UnsupportedArchError",
     ),
-    "jitfp4.families.dequantize": ("e2m1_and_ufp8sf_scale_to_float", "mxfp4_dequantize", "nvfp4_dequantize"),
-    "jitfp4.families.quantize": ("nvfp4_quantize",),
-    "jitfp4.families.scales": ("block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a"),
+    "jitfp4.families.quantize": (
+        "block_scale_interleave",
+        "e2m1_and_ufp8sf_scale_to_float",
+        "mxfp4_dequantize",
+        "nvfp4_dequantize",
+        "nvfp4_quantize",
+        "shuffle_matrix_a",
+        "shuffle_matrix_sf_a",
+    ),
     "jitfp4.layouts": ("SfLayout",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -1,4 +1,3 @@
 """One module per kernel family. Importing this package registers all of them."""
 
-from jitfp4.families import dequantize as dequantize
 from jitfp4.families import quantize as quantize

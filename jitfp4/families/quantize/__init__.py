@@ -1,0 +1,19 @@
+"""FP4 quantization: floats to codes and block scales in every layout, back, and rearranged."""
+
+from jitfp4.families.quantize.dequantize import (
+    e2m1_and_ufp8sf_scale_to_float,
+    mxfp4_dequantize,
+    nvfp4_dequantize,
+)
+from jitfp4.families.quantize.quantize import nvfp4_quantize
+from jitfp4.families.quantize.scales import block_scale_interleave, shuffle_matrix_a, shuffle_matrix_sf_a
+
+__all__ = [
+    "block_scale_interleave",
+    "e2m1_and_ufp8sf_scale_to_float",
+    "mxfp4_dequantize",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
+    "shuffle_matrix_a",
+    "shuffle_matrix_sf_a",
+]
