@@ -22,7 +22,7 @@ from jitfp4.cache import Built, Cache, Loaded
 from jitfp4.config import Config
 from jitfp4.keys import Recipe
 
-ARCH, FAMILY, TOOLCHAIN = "sm_90a", "quantize/nvfp4_vector", "nvrtc-bench"
+ARCH, FAMILY, TOOLCHAIN = "sm_90a", "quantize/vector", "nvrtc-bench"
 SYMBOL = FAMILY.replace("/", "_")
 CUBIN_BYTES, SOURCE_BYTES = 30_000, 11_000
 LOADS, PUBLISHES, PROCESSES, RUNS, COLD_RUNS = 2000, 200, 64, 9, 5

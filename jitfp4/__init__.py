@@ -33,11 +33,17 @@ if TYPE_CHECKING:
     from jitfp4.families.quantize import (
         block_scale_interleave,
         e2m1_and_ufp8sf_scale_to_float,
+        fp4_quantize,
         mxfp4_dequantize,
+        mxfp4_quantize,
+        nvfp4_batched_quantize,
         nvfp4_dequantize,
         nvfp4_quantize,
+        scaled_fp4_grouped_quantize,
         shuffle_matrix_a,
         shuffle_matrix_sf_a,
+        silu_and_mul_nvfp4_quantize,
+        silu_and_mul_scaled_nvfp4_experts_quantize,
     )
     from jitfp4.layouts import SfLayout
 
@@ -63,11 +69,17 @@ _HOMES = {
     "jitfp4.families.quantize": (
         "block_scale_interleave",
         "e2m1_and_ufp8sf_scale_to_float",
+        "fp4_quantize",
         "mxfp4_dequantize",
+        "mxfp4_quantize",
+        "nvfp4_batched_quantize",
         "nvfp4_dequantize",
         "nvfp4_quantize",
+        "scaled_fp4_grouped_quantize",
         "shuffle_matrix_a",
         "shuffle_matrix_sf_a",
+        "silu_and_mul_nvfp4_quantize",
+        "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
     "jitfp4.layouts": ("SfLayout",),
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jitfp4.errors import ArgumentError, UnsupportedArchError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object each, compared by identity
 class Arch:
     """One compile target.
 

@@ -29,7 +29,7 @@ class Drift:
 
 
 def golden_path(family: Family, spec: KernelSpec, arch: Arch) -> str:
-    """Where a specialisation's golden file lies, such as ``quantize/nvfp4_vector/bf16-layout_8x4.sm_90a.cu``."""
+    """Where a specialisation's golden file lies, such as ``quantize/vector/bf16-layout_8x4.sm_90a.cu``."""
     return f"{family.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
 
 

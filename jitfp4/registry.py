@@ -18,7 +18,7 @@ from jitfp4.spec import KernelSpec, Param
 class Family:
     """One template and everything that is specific to it.
 
-    ``name`` is the template's path without its suffix, such as ``quantize/nvfp4_vector``: it finds the template, the
+    ``name`` is the template's path without its suffix, such as ``quantize/vector``: it finds the template, the
     golden files and, with ``/`` read as ``_``, the kernel's symbol. ``specs(arch)`` lists every specialisation that
     selection can return on ``arch`` (none where the family does not exist); warm-up builds exactly those.
     """

@@ -43,7 +43,7 @@ def render(template: str, spec: KernelSpec, arch: Arch, *, symbol: str, params: 
     """Generate the CUDA C++ source of one kernel.
 
     Args:
-        template: path below the templates folder, such as ``quantize/nvfp4_vector.cu.j2``.
+        template: path below the templates folder, such as ``quantize/vector.cu.j2``.
         spec: the kernel's specification, visible to the template as ``spec``.
         arch: the compile target, visible as ``arch``.
         symbol: the kernel's ``extern "C"`` name.

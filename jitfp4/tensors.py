@@ -66,15 +66,24 @@ def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
     return rows
 
 
+def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """``scales`` as contiguous float32 on ``like``'s device, of one of ``sizes`` elements (1 also for a Python number).
+
+    A tensor's values are never read by the host.
+    """
+    if isinstance(scales, (int, float)):
+        return torch.full((1,), float(scales), dtype=torch.float32, device=like.device)
+    check_dtype(name, scales, _FLOATS)
+    if scales.numel() not in sizes:
+        raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
+    check_same_device(name, scales, like)
+    check_contiguous(name, scales)
+    return scales if scales.dtype == torch.float32 else scales.float()
+
+
 def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
-    """``scalar`` as one float32 on ``like``'s device. A tensor's value is never read by the host."""
-    if isinstance(scalar, (int, float)):
-        return torch.full((1,), float(scalar), dtype=torch.float32, device=like.device)
-    check_dtype(name, scalar, _FLOATS)
-    if scalar.numel() != 1:
-        raise ArgumentError(name, f"{scalar.numel()} elements", "one element")
-    check_same_device(name, scalar, like)
-    return scalar if scalar.dtype == torch.float32 else scalar.float()
+    """``scalar`` as one float32 on ``like``'s device."""
+    return scales_f32(name, scalar, (1,), like)
 
 
 def check_layout(name: str, layout: object) -> SfLayout:

@@ -13,7 +13,7 @@ from jitfp4.cli.output import plural, put, put_json, say
 from jitfp4.errors import ArgumentError
 
 EXAMPLES = examples(
-    "jitfp4 render quantize/nvfp4_vector --arch sm_100a",
+    "jitfp4 render quantize/vector --arch sm_100a",
     "jitfp4 render --arch all --out generated/",
     "jitfp4 render --check",
     "jitfp4 render --update",

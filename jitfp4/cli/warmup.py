@@ -29,7 +29,7 @@ EXAMPLES = examples(
     "jitfp4 warmup plan.json --check",
 )
 
-_BYTES_PER_JOB = 1 << 30  # generous: NVRTC itself takes 300 MiB, compiling quantize/nvfp4_vector 30 MiB more
+_BYTES_PER_JOB = 1 << 30  # generous: NVRTC itself takes 300 MiB, compiling quantize/vector 30 MiB more
 
 
 class State(enum.StrEnum):

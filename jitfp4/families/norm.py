@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import Any
 
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.engine import launch, target_of
+from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import DType
 from jitfp4.layouts import SfLayout, ceil_div
@@ -27,7 +29,9 @@ _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2
 _UNIT = 16  # elements that a thread takes at once
 _WARP = 32
 _TURN = _UNIT * _WARP
-_GROUPS_PER_CTA = 8  # of one warp each
+_SMALL_CTA = 128  # threads, where rows need fewer
+_STREAM_UNITS = 8
+_MANY_ROWS = 16  # for each SM
 _MAX_CTAS = 8  # of a cluster
 _MIN_HIDDEN, _MAX_HIDDEN = 64, 65536
 
@@ -39,93 +43,108 @@ class Scale(StrEnum):
     UE8M0 = "ue8m0"
 
 
-class SfOutput(StrEnum):
-    """Which block scales are written."""
-
-    SWIZZLED = "128x4"
-    LINEAR = "linear"
-    BOTH = "both"
-
-    @staticmethod
-    def of(swizzled: bool, *, both: bool = False) -> SfOutput:
-        return SfOutput.BOTH if both else SfOutput.SWIZZLED if swizzled else SfOutput.LINEAR
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A kernel in which a row lies in the registers of ``lanes`` lanes, or of ``warps`` warps, or of a cluster of such
-    CTAs; each thread holds ``units`` units of 16 elements.
-    """
+    """A kernel whose threads hold ``units`` units of 16 elements of a row, or, when ``stream``, read them twice."""
 
     in_dtype: DType
     block: int
     scale: Scale
-    sf_output: SfOutput
     add: bool
-    lanes: int
-    warps: int
     units: int
-    clustered: bool
-    store_y: bool
-    table: bool
-    ctas_per_sm: int
+    stream: bool
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory of one thread: two inputs and a packed weight, or one input and a float32 weight."""
+        """Shared memory of a thread: two inputs and a packed weight, or one input and a float32 weight."""
         return 6 * _UNIT * self.units
 
     @property
-    def capacity(self) -> int:
-        """Elements of a row that one CTA holds."""
-        return _UNIT * self.lanes * self.warps * self.units
+    def common_bytes(self) -> int:
+        """Shared memory of a CTA besides: two sets of partial sums of warps and of 8 CTAs, and 256 multipliers."""
+        return 4 * (2 * (self.max_warps + _MAX_CTAS) * _WARP + 256)
+
+    @property
+    def max_warps(self) -> int:
+        """Of a CTA."""
+        return 8 if self.units < 4 else 16
+
+    @property
+    def min_ctas(self) -> int:
+        """CTAs that an SM must have registers for: 64, 80 or 128 of a thread keep 1, 2 or 4 units out of local memory."""
+        return {1: 4, 2: 3}.get(self.units, 1)
+
+    def shared_bytes(self, threads: int) -> int:
+        return self.common_bytes + (0 if self.stream else threads * self.slot_bytes)
 
 
-def geometry(spec: Spec, *, m: int, h: int, arch: Arch) -> Geometry:
-    rows = SfLayout.layout_128x4.shape(m, 1)[0] if spec.sf_output is not SfOutput.LINEAR else m
-    if spec.warps == 1:
-        ctas, threads, cluster = ceil_div(rows * spec.lanes, _WARP * _GROUPS_PER_CTA), _GROUPS_PER_CTA * _WARP, 1
-    else:
-        cluster = ceil_div(h, spec.capacity)
-        ctas = rows * cluster
-        threads = _WARP * (spec.warps if spec.clustered else ceil_div(h, _TURN * spec.units))
-    resident = arch.num_sms * spec.ctas_per_sm // cluster * cluster
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the threads of a launch share rows: ``row_threads`` of each of ``ctas`` CTAs take one row."""
+
+    row_threads: int
+    ctas: int = 1
+
+    @property
+    def cta_threads(self) -> int:
+        return self.row_threads if self.row_threads > _WARP else _SMALL_CTA
+
+
+def shape(spec: Spec, *, h: int, arch: Arch) -> Shape | None:
+    """The threads that hold a row of ``h`` elements, or None where they cannot on ``arch``."""
+    units = ceil_div(h, _UNIT)
+    if spec.units == 1 and units <= _WARP // 2:
+        return Shape(max(8, 1 << (units - 1).bit_length()))  # 8: whole tiles of 4 scales, also in blocks of 32
+    turns = ceil_div(h, _TURN * spec.units)
+    warps = spec.max_warps
+    while spec.shared_bytes(warps * _WARP) > arch.shared_bytes:
+        warps //= 2
+    if turns <= warps:
+        return Shape(turns * _WARP)
+    ctas = ceil_div(turns, warps)
+    return Shape(warps * _WARP, ctas) if arch.has_tma and ctas <= _MAX_CTAS else None
+
+
+def geometry(spec: Spec, shape: Shape, *, rows: int, arch: Arch) -> Geometry:
+    """As many CTAs as the GPU holds at once, or as ``rows`` need."""
+    threads, shared_bytes = shape.cta_threads, spec.shared_bytes(shape.cta_threads)
+    by_registers = spec.min_ctas * spec.max_warps * _WARP // threads
+    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
+    resident = arch.num_sms * max(1, min(by_registers, by_memory)) // shape.ctas * shape.ctas
+    needed = ceil_div(rows * shape.row_threads, threads) * shape.ctas
     return Geometry(
-        grid=(min(ctas, resident), 1, 1),
+        grid=(min(needed, resident), 1, 1),
         block=(threads, 1, 1),
-        cluster=(cluster, 1, 1),
-        shared_bytes=threads * spec.slot_bytes,
+        cluster=(shape.ctas, 1, 1),
+        shared_bytes=shared_bytes,
     )
 
 
-def select(
-    *, in_dtype: DType, block: int, scale: Scale, sf_output: SfOutput, add: bool, store_y: bool, m: int, h: int, arch: Arch
-) -> Spec:
-    spec = Spec(
-        in_dtype=in_dtype,
-        block=block,
-        scale=scale,
-        sf_output=sf_output,
-        add=add,
-        lanes=_WARP,
-        warps=1,
-        units=1,
-        clustered=False,
-        store_y=store_y,
-        table=True,
-        ctas_per_sm=2,
-    )
-    if h <= _TURN:
-        return replace(spec, lanes=max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length()), ctas_per_sm=4)
-    units = 2 if add else 4
-    warps = 1 << (ceil_div(h, units * _TURN) - 1).bit_length()
-    if warps <= 8 or not arch.has_tma:
-        return replace(spec, warps=warps, units=units, ctas_per_sm=max(1, 16 // warps))
-    return replace(spec, warps=8, units=units if h <= 8 * 8 * units * _TURN else 4, clustered=True)
+def select(*, in_dtype: DType, block: int, scale: Scale, add: bool, m: int, h: int, arch: Arch) -> tuple[Spec, Shape]:
+    """The kernel for a problem, and how its threads share rows.
+
+    Many units a thread cost the fewest instructions, which bound a plain norm of many rows; few units are done sooner,
+    and are enough where the second input bounds the speed. A cluster spreads a row where SMs would be idle otherwise,
+    or where one CTA cannot hold it.
+    """
+    few_units = add or m < _MANY_ROWS * arch.num_sms
+    for units in (1, 2, 4) if few_units else (4,):
+        spec = Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=units, stream=False)
+        found = shape(spec, h=h, arch=arch)
+        if found is not None and (found.ctas == 1 or units == 4 or m * found.ctas <= arch.num_sms):
+            return spec, found
+    spec = Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=_STREAM_UNITS, stream=True)
+    return spec, Shape(ceil_div(h, _TURN * _STREAM_UNITS) * _WARP)
 
 
 def specs(arch: Arch) -> Iterator[Spec]:
-    return iter(())
+    """Streaming exists where neither a CTA nor a cluster holds the longest rows."""
+    formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
+    for in_dtype, (block, scale), add in product(_IN_DTYPES.values(), formats, (False, True)):
+        for units in (1, 2, 4):
+            yield Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=units, stream=False)
+        if not arch.has_tma:
+            yield Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=_STREAM_UNITS, stream=True)
 
 
 RMSNORM = register(
@@ -143,12 +162,21 @@ RMSNORM = register(
             Ptr("y", "In", "[m, h], what is quantized, or null"),
             I64("m"),
             I64("h"),
+            I64("row_threads"),
             F32("eps"),
         ),
         specs=specs,
     )
 )
-_ABSENT = torch.empty(0)  # a null pointer to the driver
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype, block: int, scale: str, add: bool, swizzled: bool, m: int, h: int, arch: Arch
+) -> tuple[Launch, int]:
+    spec, found = select(in_dtype=_IN_DTYPES[dtype], block=block, scale=Scale(scale), add=add, m=m, h=h, arch=arch)
+    rows = SfLayout.layout_128x4.shape(m, 1)[0] if swizzled else m
+    return Launch(RMSNORM, spec, geometry(spec, found, rows=rows, arch=arch)), found.row_threads
 
 
 def _reference(
@@ -205,28 +233,11 @@ def _rmsnorm(
     _check_addresses(input, residual, y_out)
     m, h = input.shape
     target = target_of(input)
-    sf_output = SfOutput.of(sf_128x4 is not None, both=sf_128x4 is not None and sf_linear is not None)
-    spec = select(
-        in_dtype=_IN_DTYPES[input.dtype],
-        block=block_size,
-        scale=Scale(scale_format),
-        sf_output=sf_output,
-        add=residual is not None,
-        store_y=y_out is not None,
-        m=m,
-        h=h,
-        arch=target.arch,
+    launch, row_threads = _plan(
+        input.dtype, block_size, scale_format, residual is not None, sf_128x4 is not None, m, h, target.arch
     )
-    absent = None if target.device is None else _ABSENT
     pointers = (input, residual, weight, global_scale, y_fp4, sf_128x4, sf_linear, y_out)
-    launch(
-        RMSNORM,
-        spec,
-        geometry(spec, m=m, h=h, arch=target.arch),
-        (*(absent if p is None else p for p in pointers), m, h, eps),
-        target=target,
-        pdl=enable_pdl is not False,
-    )
+    launch.run((*pointers, m, h, row_threads, eps), target, pdl=enable_pdl)
 
 
 def rmsnorm_fp4quant(
@@ -272,7 +283,7 @@ def rmsnorm_fp4quant(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    recipe = _Recipe.of(block_size, scale_format, SfOutput.of(is_sf_swizzled_layout))
+    recipe = _Recipe.of(block_size, scale_format, swizzled=is_sf_swizzled_layout, linear=not is_sf_swizzled_layout)
     outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale)
     codes, scales = _fused(input, None, weight, global_scale, eps, recipe, outputs, enable_pdl)
     return codes, scales
@@ -316,7 +327,12 @@ def add_rmsnorm_fp4quant(
     if block_scale_unswizzled is not None and not output_both_sf_layouts:
         raise ArgumentError("block_scale_unswizzled", "a tensor", "None without output_both_sf_layouts")
     _check_like("residual", residual, input)
-    recipe = _Recipe.of(block_size, scale_format, SfOutput.of(is_sf_swizzled_layout, both=output_both_sf_layouts))
+    recipe = _Recipe.of(
+        block_size,
+        scale_format,
+        swizzled=is_sf_swizzled_layout or output_both_sf_layouts,
+        linear=not is_sf_swizzled_layout or output_both_sf_layouts,
+    )
     outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale, block_scale_unswizzled=block_scale_unswizzled, y_out=y_out)
     return _fused(input, residual, weight, global_scale, eps, recipe, outputs, enable_pdl)
 
@@ -327,10 +343,11 @@ class _Recipe:
 
     block: int
     scale: Scale
-    sf_output: SfOutput
+    swizzled: bool
+    linear: bool
 
     @staticmethod
-    def of(block_size: int, scale_format: str | None, sf_output: SfOutput) -> _Recipe:
+    def of(block_size: int, scale_format: str | None, *, swizzled: bool, linear: bool) -> _Recipe:
         if block_size not in (16, 32):
             raise ArgumentError("block_size", block_size, "16 or 32")
         allowed = [Scale.E4M3] if block_size == 16 else [Scale.UE8M0, Scale.E4M3]
@@ -338,7 +355,7 @@ class _Recipe:
             raise ArgumentError(
                 "scale_format", repr(scale_format), f"{' or '.join(allowed)} for blocks of {block_size}"
             )
-        return _Recipe(block=block_size, scale=Scale(scale_format or allowed[0]), sf_output=sf_output)
+        return _Recipe(block=block_size, scale=Scale(scale_format or allowed[0]), swizzled=swizzled, linear=linear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,13 +403,11 @@ def _fused(
     codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
     flat, linear_shape = (SfLayout.layout_128x4.numel(m, cols),), (*lead, cols)
     swizzled = linear = None
-    if recipe.sf_output is not SfOutput.LINEAR:
+    if recipe.swizzled:
         swizzled = output("block_scale", outputs.block_scale, flat, sf_dtypes, like=input)
-    if recipe.sf_output is SfOutput.LINEAR:
-        linear = output("block_scale", outputs.block_scale, linear_shape, sf_dtypes, like=input)
-    if recipe.sf_output is SfOutput.BOTH:
-        name = "block_scale_unswizzled"
-        linear = output(name, outputs.block_scale_unswizzled, linear_shape, sf_dtypes, like=input)
+    if recipe.linear:
+        name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
+        linear = output(name, getattr(outputs, name), linear_shape, sf_dtypes, like=input)
     if m:
         _rmsnorm(
             input.view(m, h),

@@ -19,7 +19,7 @@ SOFTPLUS_LINEAR_FROM = 20.0
 def gates(
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803 - FlashInfer's name
     dt_bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(decay, beta)``, float32 [B, T, HV], of a, b [B, T, HV] and A_log, dt_bias [HV].
@@ -42,7 +42,9 @@ def normalize(x: torch.Tensor) -> torch.Tensor:
     total = fours[..., 0] * fours[..., 0]
     for i in range(1, 4):
         total = fma(fours[..., i], fours[..., i], total)
-    norm = torch.sqrt((_pairwise(total) + NORM_EPS).double()).float()  # torch's float32 square root is off by an ulp on CPUs
+    norm = torch.sqrt(
+        (_pairwise(total) + NORM_EPS).double()
+    ).float()  # torch's float32 square root is off by an ulp on CPUs
     return x * (1.0 / norm).unsqueeze(-1)
 
 
@@ -54,12 +56,10 @@ def dot_rows(h: torch.Tensor, x: torch.Tensor, vec: int) -> torch.Tensor:
     order by fma and adds the two; then the sums of neighbouring lanes add up in pairs.
     """
     rows, columns = (t.unflatten(-1, (-1, LANES, vec // 2, 2)) for t in (h, x))
-    total = None
-    for m in range(rows.shape[-4]):
-        for i in range(vec // 2):
-            left, right = rows[..., m, :, i, :], columns[..., m, :, i, :]
-            total = left * right if total is None else fma(left, right, total)
-    assert total is not None
+    shares = [(rows[..., m, :, i, :], columns[..., m, :, i, :]) for m in range(rows.shape[-4]) for i in range(vec // 2)]
+    total = shares[0][0] * shares[0][1]
+    for left, right in shares[1:]:
+        total = fma(left, right, total)
     return _pairwise(total[..., 0] + total[..., 1])
 
 

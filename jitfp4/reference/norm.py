@@ -49,7 +49,7 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     ..., then those sums), and the lanes are added in the same way. Places without a unit count as zero.
     """
     units = x.double().unflatten(-1, (-1, _UNIT // 2, 2))
-    chains = torch.zeros(units.shape[:-2] + (2,), dtype=torch.float32, device=x.device)
+    chains = torch.zeros((*units.shape[:-2], 2), dtype=torch.float32, device=x.device)
     for i in range(_UNIT // 2):
         chains = (chains.double() + units[..., i, :].square()).float()  # one rounding: a fused multiply-add
     sums = _pad(chains[..., 0] + chains[..., 1], _LANES)

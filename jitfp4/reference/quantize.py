@@ -53,18 +53,33 @@ def quantize_blocks(
     return pack_e2m1(encode_e2m1(blocks * encode.unsqueeze(-1)).flatten(-2)), scales
 
 
+def widen_e4m3(a: torch.Tensor, global_encode_scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 input of the NVFP4 quantizer: ``fp16(x * ((1 / g) * 6))``, FlashInfer's convention.
+
+    What comes back from the codes is therefore ``6 x / g``.
+    """
+    return (a.float() * (divide(1.0, global_encode_scale.float()) * 6.0)).to(torch.float16)
+
+
+def row_scales(a: torch.Tensor, inverse_base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode and decode scale of each row of [m, k], float32 [m]; every operation correctly rounded.
+
+    ``encode = min((1 / inverse_base) / amax, FLT_MAX)``, 1 where that is 0; ``decode = 1 / encode``, 0 for a row of
+    zeros. amax ignores NaN unless the whole row is NaN; then encode is FLT_MAX.
+    """
+    amax = block_amax(a.float())
+    base = divide(1.0, inverse_base.float().reshape(()))
+    encode = divide(base.expand_as(amax), amax).nan_to_num(nan=FLT_MAX).clamp(max=FLT_MAX)
+    encode = torch.where(encode == 0, 1.0, encode)
+    return encode, torch.where(amax == 0, 0.0, divide(1.0, encode))
+
+
 def nvfp4_quantize(
     a: torch.Tensor, global_encode_scale: torch.Tensor, layout: SfLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., m, k] to codes [..., m, k/2] and E4M3 scales in ``layout``.
-
-    E4M3 input is first multiplied by ``6 * (1 / g)`` and rounded to fp16, FlashInfer's convention: what comes back is
-    ``6 x / g``.
-    """
+    """[..., m, k] to codes [..., m, k/2] and E4M3 scales in ``layout``; E4M3 input as widen_e4m3() says."""
     g = global_encode_scale.reshape(())
-    if a.dtype == torch.float8_e4m3fn:
-        a = (a.float() * (divide(1.0, g.float()) * 6.0)).to(torch.float16)
-    codes, scales = quantize_blocks(a, NVFP4, g)
+    codes, scales = quantize_blocks(widen_e4m3(a, g) if a.dtype == torch.float8_e4m3fn else a, NVFP4, g)
     return codes, swizzle(scales, layout)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ARCH, PATTERN, KERNELS = "sm_90a", "quantize/nvfp4_vector", 3
+ARCH, PATTERN, KERNELS = "sm_90a", "quantize/vector", 3
 _NEW_MOUNTS, _READ_ONLY, _REMOUNT, _BIND, _PRIVATE = 0x20000, 1, 32, 4096, 1 << 18 | 16384
 NOT_ALLOWED = 75
 

@@ -24,7 +24,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plan whose kernels are in the cache, beside one more kernel."""
     monkeypatch.setenv("JITFP4_CACHE_DIR", str(tmp_path / "built"))
     engine.reset()
-    tasks = plan([Arch.of("sm_90a")], ["quantize/nvfp4_vector"])[: KERNELS + 1]
+    tasks = plan([Arch.of("sm_90a")], ["quantize/vector"])[: KERNELS + 1]
     warm_up(tasks, jobs=2)
     (tmp_path / "plan.json").write_text(write_plan(tasks[:KERNELS]))
     return tmp_path

@@ -33,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of two kernels for sm_90a and one for sm_89. Not to be changed."""
     root = tmp_path_factory.mktemp("built") / "cache"
     tasks = [
-        plan([Arch.of(arch)], ["quantize/nvfp4_vector"])[i] for arch, i in (("sm_90a", 0), ("sm_90a", 1), ("sm_89", 0))
+        plan([Arch.of(arch)], ["quantize/vector"])[i] for arch, i in (("sm_90a", 0), ("sm_90a", 1), ("sm_89", 0))
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JITFP4_CACHE_DIR", str(root))
@@ -139,7 +139,7 @@ def test_ls_as_a_table(cache: Path) -> None:
     lines = run("ls").stdout.splitlines()
     assert lines[0].split()[:4] == ["recipe", "family", "arch", "spec"]
     assert len(lines) == 1 + KERNELS
-    assert all("quantize/nvfp4_vector" in line and "in_dtype=bf16" in line for line in lines[1:])
+    assert all("quantize/vector" in line and "in_dtype=bf16" in line for line in lines[1:])
 
 
 def test_ls_shows_a_damaged_entry_with_its_problem(cache: Path) -> None:
@@ -171,7 +171,7 @@ def test_show_explains_the_digest(cache: Path) -> None:
     digest = digest_of(cubins(cache)[0])
     lines = run("show", digest, "--explain").stdout.splitlines()
     assert lines[0] == f"recipe {digest}"
-    assert lines[2].split() == ["family", "21", "quantize/nvfp4_vector"]
+    assert lines[2].split() == ["family", "15", "quantize/vector"]
 
 
 def test_show_as_json_is_enough_to_build_the_same_bytes(cache: Path) -> None:
@@ -187,7 +187,7 @@ def test_show_disassembles(cache: Path) -> None:
     if "nvdisasm is not installed" in result.stderr:
         pytest.skip("nvdisasm is not installed")
     assert result.exit_code == 0, result.stderr
-    assert ".text.quantize_nvfp4_vector" in result.stdout
+    assert ".text.quantize_vector" in result.stdout
     assert "EXIT" in result.stdout
 
 
@@ -343,7 +343,7 @@ def test_a_cleared_cache_works_on(cache: Path) -> None:
     info = Cache(Config(cache_dir=cache)).info()
     assert info.hits == 0
     engine.reset()
-    task = plan([Arch.of("sm_90a")], ["quantize/nvfp4_vector"])[0]
+    task = plan([Arch.of("sm_90a")], ["quantize/vector"])[0]
     assert engine.build(task.family, task.spec, task.arch).missed is not None
     assert run("verify").exit_code == 0
     assert len(cubins(cache)) == 1

@@ -20,7 +20,7 @@ from jitfp4.golden import GOLDEN_ARCHS, generate, golden_path
 from jitfp4.registry import families
 
 ROOT = Path(__file__).parents[2]
-FAMILY = "quantize/nvfp4_vector"
+FAMILY = "quantize/vector"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def small_plan(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    path.write_text(write_plan(plan([Arch.of("sm_90a")], ["quantize/nvfp4_vector"])[:KERNELS]))
+    path.write_text(write_plan(plan([Arch.of("sm_90a")], ["quantize/vector"])[:KERNELS]))
     return path
 
 
@@ -57,7 +57,7 @@ def test_check_build_check_again(cache: Path, small_plan: Path) -> None:
     assert built.exit_code == 0, built.stderr
     header, row = (line.split() for line in built.stdout.splitlines())
     assert header[:7] == ["family", "arch", "kernels", "built", "cached", "unsaved", "failed"]
-    assert row[:7] == ["quantize/nvfp4_vector", "sm_90a", "2", "2", "0", "0", "0"]
+    assert row[:7] == ["quantize/vector", "sm_90a", "2", "2", "0", "0", "0"]
 
     after = run(small_plan, "--check")
     assert (after.exit_code, after.stdout) == (0, "")
@@ -118,7 +118,7 @@ def test_offline_a_missing_kernel_is_an_error_with_the_command_that_helps(
     monkeypatch.setenv("JITFP4_OFFLINE", "1")
     result = run(small_plan)
     assert result.exit_code == 2
-    assert "jitfp4 warmup --arch sm_90a --family quantize/nvfp4_vector" in result.stderr
+    assert "jitfp4 warmup --arch sm_90a --family quantize/vector" in result.stderr
     assert not cache.exists()
 
 
@@ -137,8 +137,8 @@ def test_a_written_plan_is_the_selection(tmp_path: Path, cache: Path) -> None:
 def test_arch_and_family_narrow_a_plan(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(write_plan(plan(list(ARCHS.values()))))
-    chosen = document(run(path, "--arch", "sm_89", "--family", "quantize/nvfp4_vector", "--check", "--json"))["missing"]
-    assert chosen == [_fields(task) for task in plan([Arch.of("sm_89")], ["quantize/nvfp4_vector"])]
+    chosen = document(run(path, "--arch", "sm_89", "--family", "quantize/vector", "--check", "--json"))["missing"]
+    assert chosen == [_fields(task) for task in plan([Arch.of("sm_89")], ["quantize/vector"])]
     assert not cache.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_bad_shard_is_status_2(shard: str) -> None:
 def test_without_arch_it_takes_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (Gpu("H200", (9, 0)), Gpu("B200", (10, 0)), Gpu("H200", (9, 0)))
     monkeypatch.setattr(command, "cuda_driver", lambda: Driver("13.0", gpus))
-    missing = document(run("--check", "--json", "--family", "quantize/nvfp4_vector"))["missing"]
+    missing = document(run("--check", "--json", "--family", "quantize/vector"))["missing"]
     assert list(dict.fromkeys(kernel["arch"] for kernel in missing)) == ["sm_90a", "sm_100a"]
 
 

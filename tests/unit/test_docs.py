@@ -42,11 +42,17 @@ def test_the_public_names_are_these() -> None:
         "block_scale_interleave",
         "cache_info",
         "e2m1_and_ufp8sf_scale_to_float",
+        "fp4_quantize",
         "mxfp4_dequantize",
+        "mxfp4_quantize",
+        "nvfp4_batched_quantize",
         "nvfp4_dequantize",
         "nvfp4_quantize",
+        "scaled_fp4_grouped_quantize",
         "shuffle_matrix_a",
         "shuffle_matrix_sf_a",
+        "silu_and_mul_nvfp4_quantize",
+        "silu_and_mul_scaled_nvfp4_experts_quantize",
         "sim",
     ]
 

@@ -18,7 +18,7 @@ from jitfp4.registry import lookup
 
 pytestmark = pytest.mark.compile
 
-FAMILY, ARCH = lookup("quantize/nvfp4_vector"), ARCHS["sm_90a"]
+FAMILY, ARCH = lookup("quantize/vector"), ARCHS["sm_90a"]
 SPEC = next(iter(FAMILY.specs(ARCH)))
 
 
@@ -69,7 +69,7 @@ def test_offline_miss_names_the_spec_and_the_command(empty_cache: Path, monkeypa
     with pytest.raises(OfflineError) as caught:
         engine.build(FAMILY, SPEC, ARCH)
     assert str(SPEC) in str(caught.value)
-    assert "jitfp4 warmup --arch sm_90a --family quantize/nvfp4_vector" in str(caught.value)
+    assert "jitfp4 warmup --arch sm_90a --family quantize/vector" in str(caught.value)
     assert not empty_cache.exists()
 
 
@@ -101,7 +101,7 @@ def test_without_a_cache_folder_the_kernel_is_built_in_memory(
 
 def test_warm_up_builds_what_is_missing_and_then_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_compiles(monkeypatch)
-    tasks = warmup.plan([ARCH], ["quantize/nvfp4_vector"])
+    tasks = warmup.plan([ARCH], ["quantize/vector"])
     assert warmup.missing(tasks) == list(tasks) and tasks
     outcomes = warmup.warm_up(tasks, jobs=2)
     assert all(outcome.loaded and outcome.loaded.missed for outcome in outcomes) and len(calls) == len(tasks)

@@ -84,7 +84,7 @@ def test_it_renders_what_the_checkout_renders(installed: Path) -> None:
 
 @pytest.mark.compile
 def test_it_warms_up_and_verifies_a_kernel(installed: Path) -> None:
-    command = "jitfp4", "warmup", "--arch", "sm_90a", "--family", "quantize/nvfp4_vector"
+    command = "jitfp4", "warmup", "--arch", "sm_90a", "--family", "quantize/vector"
     run(installed, *command, "--write-plan", "plan.json")
     plan = json.loads((installed / "plan.json").read_text())
     (installed / "one.json").write_text(json.dumps(plan | {"kernels": plan["kernels"][:1]}))

@@ -1,109 +1,28 @@
-"""NVFP4 quantization: floats to packed E2M1 codes and E4M3 block scales, and back."""
+"""Quantization of one matrix: NVFP4 and MXFP4, plain, per token, or after SwiGLU's activation."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-from math import inf
-
 import torch
 
-from jitfp4.arch import Arch
-from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError
-from jitfp4.formats import NVFP4, DType
-from jitfp4.layouts import SfLayout, ceil_div
-from jitfp4.ops import operator
-from jitfp4.reference import quantize as reference
-from jitfp4.reference.formats import swizzle
+from jitfp4.families.quantize import ops
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.layouts import SfLayout
+from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.registry import Family, register
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.tensors import as_rows, check_device, check_dtype, check_layout, output, scalar_f32
+from jitfp4.tensors import (
+    as_rows,
+    check_device,
+    check_dtype,
+    check_layout,
+    layout_of_flags,
+    output,
+    scalar_f32,
+    scales_f32,
+)
 
-_IN_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 _BACKENDS = ("cuda", "cute-dsl", "auto")
 _SHUFFLE_TILE = 128  # rows of the epilogue tile that do_shuffle prepares for
-_WARP = 32
-_BLOCK_THREADS = 256
-_BLOCKS_BY_WORK = ((1 << 22, 1), (inf, 4))  # (limit on m * k, blocks of 16 for each thread)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorSpec(KernelSpec):
-    """A kernel in which every thread loads and converts whole blocks, ``blocks_per_thread`` of them along k."""
-
-    in_dtype: DType
-    sf_layout: SfLayout
-    block_threads: int
-    blocks_per_thread: int
-
-
-def vector_specs(_arch: Arch) -> Iterator[VectorSpec]:
-    """Every architecture has every specialisation."""
-    for in_dtype, sf_layout, (_limit, blocks) in product(_IN_DTYPES.values(), SfLayout, _BLOCKS_BY_WORK):
-        yield VectorSpec(in_dtype=in_dtype, sf_layout=sf_layout, block_threads=_BLOCK_THREADS, blocks_per_thread=blocks)
-
-
-def vector_geometry(spec: VectorSpec, *, m: int, k: int) -> Geometry:
-    """A warp takes 32 scales that are neighbours in memory, and ``blocks_per_thread`` such groups along k."""
-    outer, inner, tile_cols = spec.sf_layout.tile
-    warp_cols = _WARP if spec.sf_layout is SfLayout.layout_linear else tile_cols
-    row_tasks = ceil_div(m, outer * inner) * ceil_div(outer * inner * warp_cols, _WARP)
-    tasks = row_tasks * ceil_div(k // NVFP4.block, warp_cols * spec.blocks_per_thread)
-    return Geometry(grid=(ceil_div(tasks * _WARP, spec.block_threads), 1, 1), block=(spec.block_threads, 1, 1))
-
-
-def select(*, in_dtype: DType, sf_layout: SfLayout, m: int, k: int) -> VectorSpec:
-    """The specialisation for a problem. Pure: reads no device, no clock and no environment."""
-    blocks = next(blocks for limit, blocks in _BLOCKS_BY_WORK if m * k < limit)
-    return VectorSpec(in_dtype=in_dtype, sf_layout=sf_layout, block_threads=_BLOCK_THREADS, blocks_per_thread=blocks)
-
-
-NVFP4_VECTOR = register(
-    Family(
-        name="quantize/nvfp4_vector",
-        spec=VectorSpec,
-        params=(
-            Ptr("x", "const In", "[m, k], rows x_stride elements apart"),
-            Ptr("global_scale", "const float", "[1], encode"),
-            Ptr("q", "uint8", "[m, k/2], low nibble first"),
-            Ptr("sf", "uint8", "E4M3 scales in kSfLayout"),
-            I64("m"),
-            I64("k"),
-            I64("x_stride"),
-        ),
-        specs=vector_specs,
-    )
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
-    spec = select(in_dtype=_IN_DTYPES[dtype], sf_layout=SfLayout(layout), m=m, k=k)
-    return Launch(NVFP4_VECTOR, spec, vector_geometry(spec, m=m, k=k))
-
-
-def _reference(
-    a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor, layout: int, _: bool | None
-) -> None:
-    codes, scales = reference.nvfp4_quantize(a, scale, SfLayout(layout))
-    q.copy_(codes)
-    sf.copy_(scales)
-
-
-@operator(
-    "nvfp4_quantize(Tensor a, Tensor a_global_sf, Tensor(a!) out, Tensor(b!) out_sf, int layout, bool? enable_pdl)",
-    reference=_reference,
-    aligned=("a", "out", "out_sf"),
-)
-def _quantize(
-    a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor, layout: int, enable_pdl: bool | None
-) -> None:
-    m, k = a.shape
-    _plan(a.dtype, layout, m, k).run((a, scale, q, sf, m, k, a.stride(0)), target_of(a), pdl=enable_pdl)
 
 
 def nvfp4_quantize(
@@ -114,27 +33,33 @@ def nvfp4_quantize(
     sf_vec_size: int = 16,
     enable_pdl: bool | None = None,
     backend: str = "cuda",
+    per_token_activation: bool = False,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     out_sf: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Quantize to NVFP4: E2M1 codes in blocks of 16, one E4M3 scale each, one float32 scale for the tensor.
 
     Args:
-        a: [..., k] fp16 or bf16; k a positive multiple of 16; leading dimensions count as m rows. Rows may be strided
-            by a multiple of 16 bytes. Never copied, never moved to another device.
+        a: [..., k] fp16, bf16 or float8_e4m3fn; k a positive multiple of 16; leading dimensions count as m rows. Rows
+            may be strided by a multiple of 16 bytes. Never copied, never moved to another device.
         a_global_sf: the *encode* scale, ``448 * 6 / amax(a)``: one float32 on a's device (fp16 and bf16 are widened),
-            or a Python float. Read on the device only; finite and positive.
+            or a Python float. Read on the device only; finite and positive. With per_token_activation the inverse base,
+            ``1 / (448 * 6)``.
         sfLayout: where the block scales lie; see SfLayout.
         do_shuffle: permute the rows for TensorRT-LLM's epilogue tile of 128 (FlashInfer's shuffle_matrix_a); needs the
             128x4 layout and m % 128 == 0.
         sf_vec_size: 16, the block size of NVFP4.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; each runs this package's kernel.
+        backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; each runs this package's kernels.
+        per_token_activation: give every row its own global scale; a is fp16 or bf16.
+        expanded_idx_to_permuted_idx: not supported; None.
         out, out_sf: contiguous uint8 tensors on a's device to fill in place, of the shapes below; allocated when None.
     Returns:
-        codes, uint8 [..., k/2], element 2j in the low nibble of byte j; and E4M3 block scales, uint8, 2-D:
-        ``sfLayout.shape(m, k/16)``, padding zero.
+        codes, uint8 [..., k/2], element 2j in the low nibble of byte j; E4M3 block scales, uint8, 2-D:
+        ``sfLayout.shape(m, k/16)``, padding zero; with per_token_activation also the decode scale of each row, float32
+        [m].
     Numerics:
         For each block, with g the global scale, in float32, every operation correctly rounded::
 
@@ -142,31 +67,198 @@ def nvfp4_quantize(
             o = min(1 / (dec8(b) * (1/g)), FLT_MAX), 0 when amax == 0;   code = e2m1(x * o)
 
         Both conversions round to nearest even and saturate. A NaN element gives code 7 and counts for amax only when
-        its whole block is NaN; Inf saturates. ``x ~= e2m1(code) * dec8(b) / g``.
+        its whole block is NaN; Inf saturates. ``x ~= e2m1(code) * dec8(b) / g``. float8_e4m3fn input is first replaced
+        by ``fp16(x * ((1/g) * 6))``, so that ``6 x / g`` comes back. Per token, ``g = min((1 / a_global_sf) /
+        amax(row), FLT_MAX)`` (1 where that is 0), and the decode scale is ``1 / g``, 0 for a row of zeros.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    if backend not in _BACKENDS:
-        raise ArgumentError("backend", repr(backend), ", ".join(_BACKENDS))
+    _check_backend(backend)
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
+    if expanded_idx_to_permuted_idx is not None:
+        raise ArgumentError("expanded_idx_to_permuted_idx", "a tensor", "None: index maps are not supported")
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, _IN_DTYPES)
+    check_dtype("a", a, ops.HALVES if per_token_activation else ops.DTYPES)
     check_device("a", a)
     rows = as_rows("a", a, NVFP4.block)
-    m, k = rows.shape
+    m = rows.shape[0]
     scale = scalar_f32("a_global_sf", a_global_sf, like=a)
-    if do_shuffle and (layout is not SfLayout.layout_128x4 or m % 128):
+    if do_shuffle and (layout is not SfLayout.layout_128x4 or m % _SHUFFLE_TILE):
         raise ArgumentError("do_shuffle", f"True with {layout.name} and m = {m}", "layout_128x4 and m % 128 == 0")
-    q = output("out", out, (*a.shape[:-1], k // 2), (torch.uint8,), like=a)
-    sf = output("out_sf", out_sf, layout.shape(m, k // NVFP4.block), (torch.uint8,), like=a)
-    if m == 0:
-        return q, sf
-    if not do_shuffle:
-        _quantize(rows, scale, q if q.dim() == 2 else q.view(m, -1), sf, int(layout), enable_pdl)
-        return q, sf
-    linear = SfLayout.layout_linear
-    codes, scales = nvfp4_quantize(rows, scale, linear, enable_pdl=enable_pdl)
-    q.view(m, k // 2).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
-    sf.copy_(swizzle(shuffle_rows(scales, _SHUFFLE_TILE), layout))
+    q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
+    per_token = ()
+    if per_token_activation:
+        encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
+        if m:
+            ops.row_scale(rows, scale, encode, decode, enable_pdl)
+        scale, per_token = encode, (decode,)
+    if do_shuffle:
+        linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
+        codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
+        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, False, enable_pdl)
+        q.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
+        sf.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
+    else:
+        _run(rows, scale, q, sf, NVFP4, layout, False, enable_pdl)
+    return q, sf, *per_token
+
+
+def mxfp4_quantize(
+    a: torch.Tensor,
+    backend: str = "cuda",
+    enable_pdl: bool | None = None,
+    sfLayout: SfLayout = SfLayout.layout_128x4,  # noqa: N803 - FlashInfer's name
+    *,
+    out: torch.Tensor | None = None,
+    out_sf: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to MXFP4: E2M1 codes in blocks of 32, one power-of-two scale (UE8M0) each, no global scale.
+
+    Args:
+        a: [..., k] fp16 or bf16; k a positive multiple of 32; leading dimensions count as m rows. Rows may be strided
+            by a multiple of 16 bytes.
+        backend, enable_pdl, sfLayout, out, out_sf: as in nvfp4_quantize().
+    Returns:
+        codes, uint8 [..., k/2]; and UE8M0 block scales, uint8, 2-D: ``sfLayout.shape(m, k/32)``, padding zero.
+    Numerics:
+        ``b = amax(|x|) * float32(1/6)`` rounded up to a power of two (OCP MX with a scale that never saturates), at
+        most byte 254; ``code = e2m1(x * 2^(127 - b))``. ``x ~= e2m1(code) * 2^(b - 127)``. NaN and Inf as in
+        nvfp4_quantize(), a block of NaN has byte 254.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    _check_backend(backend)
+    layout = check_layout("sfLayout", sfLayout)
+    check_dtype("a", a, ops.HALVES)
+    check_device("a", a)
+    rows = as_rows("a", a, MXFP4.block)
+    q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
+    _run(rows, None, q, sf, MXFP4, layout, False, enable_pdl)
     return q, sf
+
+
+def fp4_quantize(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    global_scale: torch.Tensor | float | None = None,
+    sf_vec_size: int = 16,
+    sf_use_ue8m0: bool = False,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    is_global_scale_inversed: bool = False,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to NVFP4 or MXFP4, with FlashInfer's general signature.
+
+    Args:
+        input: [..., k] fp16, bf16 or (NVFP4) float8_e4m3fn; as ``a`` of nvfp4_quantize() and mxfp4_quantize(). A 2-D
+            column-major input is quantized along its contiguous dimension, and both results are transposed back.
+        global_scale: the *encode* scale: one float32, or one for each of the m rows; None is 1 (not for float8 input).
+            Engines pass one with MXFP4 too, which has no global scale: there it is not used.
+        sf_vec_size, sf_use_ue8m0: (16, False) for NVFP4, (32, True) for MXFP4.
+        is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
+        is_global_scale_inversed: global_scale is the decode scale; its correctly rounded inverse is used.
+        enable_pdl, backend: as in nvfp4_quantize().
+    Returns:
+        codes, uint8 [..., k/2]; block scales, uint8, 2-D. Numerics as nvfp4_quantize() and mxfp4_quantize().
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    _check_backend(backend)
+    layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
+    if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
+        raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
+    form = MXFP4 if sf_use_ue8m0 else NVFP4
+    check_dtype("input", input, ops.HALVES if form is MXFP4 else ops.DTYPES)
+    check_device("input", input)
+    transposed = input.dim() == 2 and input.stride(-1) != 1 and input.stride(-2) == 1
+    a = input.t() if transposed else input
+    rows = as_rows("input", a, form.block)
+    m = rows.shape[0]
+    scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
+    q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
+    _run(rows, scale, q, sf, form, layout, False, enable_pdl)
+    return (q.t(), sf.t()) if transposed else (q, sf)
+
+
+def silu_and_mul_nvfp4_quantize(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    global_scale: torch.Tensor | float,
+    sf_vec_size: int = 16,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 of ``silu(input[..., :k]) * input[..., k:]``, the activation of SwiGLU, in one pass over memory.
+
+    Args:
+        input: [..., 2k] fp16 or bf16; k a positive multiple of 16; leading dimensions count as m rows.
+        global_scale: the *encode* scale of the product, as ``a_global_sf`` of nvfp4_quantize().
+        sf_vec_size: 16.
+        is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
+        enable_pdl: as in nvfp4_quantize().
+    Returns:
+        codes, uint8 [m, k/2]; E4M3 block scales, uint8, 2-D.
+    Numerics:
+        ``silu(v) = v / (1 + exp(-v))`` and the product in float32, rounded to the input's dtype, then as
+        nvfp4_quantize(). The GPU's exp is ``ex2.approx``, with a relative error of up to 2^-22 + |v| 2^-23: the only
+        step in which the CPU and the GPU may differ.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    if sf_vec_size != NVFP4.block:
+        raise ArgumentError("sf_vec_size", sf_vec_size, "16")
+    layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
+    check_dtype("input", input, ops.HALVES)
+    check_device("input", input)
+    rows = as_rows("input", input, 2 * NVFP4.block)
+    scale = scalar_f32("global_scale", global_scale, like=input)
+    m, k = rows.shape[0], rows.shape[1] // 2
+    q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
+    sf = torch.empty(layout.shape(m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
+    _run(rows, scale, q, sf, NVFP4, layout, True, enable_pdl)
+    return q, sf
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in _BACKENDS:
+        raise ArgumentError("backend", repr(backend), ", ".join(_BACKENDS))
+
+
+def _outputs(
+    a: torch.Tensor,
+    form: BlockFormat,
+    m: int,
+    k: int,
+    layout: SfLayout,
+    out: torch.Tensor | None,
+    out_sf: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = output("out", out, (*a.shape[:-1], k // 2), (torch.uint8,), like=a)
+    return q, output("out_sf", out_sf, layout.shape(m, k // form.block), (torch.uint8,), like=a)
+
+
+def _encode_scale(scale: torch.Tensor | float | None, inversed: bool, m: int, a: torch.Tensor) -> torch.Tensor:
+    if scale is None:
+        if a.dtype == torch.float8_e4m3fn:
+            raise ArgumentError("global_scale", None, "a scale with float8_e4m3fn input")
+        scale = 1.0
+    encode = scales_f32("global_scale", scale, (1, m), like=a)
+    return divide(1.0, encode) if inversed else encode
+
+
+def _run(
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    form: BlockFormat,
+    layout: SfLayout,
+    silu: bool,
+    pdl: bool | None,
+) -> None:
+    if rows.shape[0]:
+        ops.quantize(
+            rows, scale, q if q.dim() == 2 else q.view(rows.shape[0], -1), sf, form.value, int(layout), silu, pdl
+        )

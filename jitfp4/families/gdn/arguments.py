@@ -1,0 +1,141 @@
+"""What a call of the gated delta rule is made of, checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gdn.kernel import HEAD_DIMS, MAX_TOKENS
+from jitfp4.families.gdn.operator import BIAS_TYPES, DTYPES, STATE_DTYPES, gated_delta_rule
+from jitfp4.tensors import check_device, check_dtype, check_same_device, output
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Call:
+    """The checked tensors of one call; ``state_name`` is what the public function calls the state."""
+
+    def __init__(
+        self,
+        state_name: str,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        state: torch.Tensor,
+        A_log: torch.Tensor,  # noqa: N803 - FlashInfer's name
+        a: torch.Tensor,
+        dt_bias: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        k_major: bool,
+    ) -> None:
+        check_dtype("q", q, DTYPES)
+        check_device("q", q)
+        if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_TOKENS[-1] or q.shape[2] == 0 or q.shape[3] not in HEAD_DIMS:
+            raise ArgumentError("q", f"shape {tuple(q.shape)}", f"[B, T from 1 to {MAX_TOKENS[-1]}, H, 64 or 128]")
+        if k_major and q.shape[1] != 1:
+            raise ArgumentError("q", f"{q.shape[1]} tokens", "1 with a state of [K, V]")
+        self.batch, self.tokens, heads, head_dim = q.shape
+        check_dtype("v", v, (q.dtype,))
+        value_heads = v.shape[2] if v.dim() == 4 else 0
+        if value_heads == 0 or value_heads % heads:
+            raise ArgumentError("v", f"shape {tuple(v.shape)}", f"[B, T, a multiple of {heads}, {head_dim}]")
+        self.q, self.k, self.v, self.state, self.k_major = q, k, v, state, k_major
+        self.gates = A_log, a, dt_bias, b
+        self.state_name, self.head_shape = state_name, (value_heads, head_dim, head_dim)
+        rows = self.batch, self.tokens
+        self._check("q", q, q.shape, (q.dtype,), dense=2)
+        self._check("k", k, q.shape, (q.dtype,), dense=2)
+        self._check("v", v, (*rows, value_heads, head_dim), (q.dtype,), dense=2)
+        self._check("A_log", A_log, (value_heads,), (torch.float32,), dense=1)
+        self._check("a", a, (*rows, value_heads), (q.dtype,), dense=1, aligned=False)
+        self._check("dt_bias", dt_bias, (value_heads,), tuple(BIAS_TYPES), dense=1)
+        self._check("b", b, (*rows, value_heads), (q.dtype,), dense=1, aligned=False)
+        state_dtypes = (torch.float32,) if k_major else tuple(STATE_DTYPES)
+        pool = state.shape[:1] if isinstance(state, torch.Tensor) else ()
+        self._check(state_name, state, (*pool, *self.head_shape), state_dtypes, dense=3, written=True)
+
+    def _check(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        dtypes: Collection[torch.dtype],
+        *,
+        dense: int,
+        aligned: bool = True,
+        written: bool = False,
+    ) -> None:
+        """``shape`` exactly, the last ``dense`` dimensions contiguous; the others apart by any stride, a multiple of 16
+        bytes where ``aligned``, and without overlap where ``written``."""
+        check_dtype(name, tensor, dtypes)
+        check_same_device(name, tensor, self.q)
+        if tensor.shape != shape:
+            raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(shape)}")
+        if tensor.is_contiguous():
+            return
+        strides, extent = tensor.stride(), 1
+        for size, stride in zip(shape[: -dense - 1 : -1], strides[: -dense - 1 : -1], strict=True):
+            if size > 1 and stride != extent:
+                raise ArgumentError(name, f"strides {strides}", f"the last {dense} dimensions contiguous")
+            extent *= size
+        step, least = 16 // tensor.element_size() if aligned else 1, extent if written else 0
+        for size, stride in zip(shape[:-dense], strides[:-dense], strict=True):
+            if size > 1 and (stride % step or stride < least):
+                raise ArgumentError(name, f"strides {strides}", f"outer strides >= {least}, multiples of {step}")
+
+    def one_state_each(self) -> None:
+        if self.state.shape[0] != self.batch:
+            raise ArgumentError(self.state_name, f"{self.state.shape[0]} states", f"{self.batch}, one for each request")
+
+    def indices(self, name: str, indices: torch.Tensor, *shape: int) -> None:
+        self._check(name, indices, shape, _INDEX_DTYPES, dense=len(shape))
+
+    def steps(self, name: str, steps: torch.Tensor) -> None:
+        check_dtype(name, steps, (self.state.dtype,))
+        if steps.dim() != 5 or steps.shape[0] < self.batch or steps.shape[1] < self.tokens:
+            wanted = (f">= {self.batch}", f">= {self.tokens}", *self.head_shape)
+            raise ArgumentError(name, f"shape {tuple(steps.shape)}", f"[{', '.join(map(str, wanted))}]")
+        self._check(name, steps, (*steps.shape[:2], *self.head_shape), (self.state.dtype,), dense=3, written=True)
+
+    def run(
+        self,
+        scale: float | None,
+        out: torch.Tensor | None,
+        indices: torch.Tensor | None = None,
+        output_indices: torch.Tensor | None = None,
+        steps: torch.Tensor | None = None,
+        step_indices: torch.Tensor | None = None,
+        *,
+        update_state: bool = True,
+        use_qk_l2norm: bool,
+        enable_pdl: bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch. Returns the output and the state."""
+        out = output("output", out, tuple(self.v.shape), (self.q.dtype,), like=self.q)
+        if self.batch:
+            factor = self.q.shape[-1] ** -0.5 if scale is None else float(scale)
+            A_log, a, dt_bias, b = self.gates  # noqa: N806
+            gated_delta_rule(
+                self.q,
+                self.k,
+                self.v,
+                self.state,
+                A_log,
+                a,
+                dt_bias,
+                b,
+                factor,
+                out,
+                indices,
+                output_indices,
+                steps,
+                step_indices,
+                update_state,
+                use_qk_l2norm,
+                self.k_major,
+                enable_pdl,
+            )
+        return out, self.state
