@@ -30,6 +30,11 @@ if TYPE_CHECKING:
         ToolchainError,
         UnsupportedArchError,
     )
+    from jitfp4.families.gdn import (
+        gated_delta_rule_decode,
+        gated_delta_rule_decode_pretranspose,
+        gated_delta_rule_mtp,
+    )
     from jitfp4.families.quantize import (
         block_scale_interleave,
         e2m1_and_ufp8sf_scale_to_float,
@@ -65,6 +70,11 @@ _HOMES = {
         "SimError",
         "ToolchainError",
         "UnsupportedArchError",
+    ),
+    "jitfp4.families.gdn": (
+        "gated_delta_rule_decode",
+        "gated_delta_rule_decode_pretranspose",
+        "gated_delta_rule_mtp",
     ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",

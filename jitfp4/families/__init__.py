@@ -1,3 +1,4 @@
 """One module per kernel family. Importing this package registers all of them."""
 
+from jitfp4.families import gdn as gdn
 from jitfp4.families import quantize as quantize

@@ -60,22 +60,19 @@ class Spec(KernelSpec):
         return 6 * _UNIT * self.units
 
     @property
-    def common_bytes(self) -> int:
-        """Shared memory of a CTA besides: two sets of partial sums of warps and of 8 CTAs, and 256 multipliers."""
-        return 4 * (2 * (self.max_warps + _MAX_CTAS) * _WARP + 256)
-
-    @property
     def max_warps(self) -> int:
         """Of a CTA."""
         return 8 if self.units < 4 else 16
 
     @property
     def min_ctas(self) -> int:
-        """CTAs that an SM must have registers for: 64, 80 or 128 of a thread keep 1, 2 or 4 units out of local memory."""
+        """CTAs that an SM must have registers for: 64, 80, 128 of a thread keep 1, 2, 4 units out of local memory."""
         return {1: 4, 2: 3}.get(self.units, 1)
 
-    def shared_bytes(self, threads: int) -> int:
-        return self.common_bytes + (0 if self.stream else threads * self.slot_bytes)
+    def shared_bytes(self, shape: Shape) -> int:
+        """Shared memory of a CTA: 256 multipliers, the slots, and two sets of partial sums of 32 lanes."""
+        warps = shape.row_threads // _WARP + (_MAX_CTAS if shape.ctas > 1 else 0)
+        return 4 * 256 + (0 if self.stream else shape.cta_threads * self.slot_bytes) + 4 * 2 * warps * _WARP
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def shape(spec: Spec, *, h: int, arch: Arch) -> Shape | None:
         return Shape(max(8, 1 << (units - 1).bit_length()))  # 8: whole tiles of 4 scales, also in blocks of 32
     turns = ceil_div(h, _TURN * spec.units)
     warps = spec.max_warps
-    while spec.shared_bytes(warps * _WARP) > arch.shared_bytes:
+    while spec.shared_bytes(Shape(warps * _WARP, _MAX_CTAS)) > arch.shared_bytes:
         warps //= 2
     if turns <= warps:
         return Shape(turns * _WARP)
@@ -107,7 +104,7 @@ def shape(spec: Spec, *, h: int, arch: Arch) -> Shape | None:
 
 def geometry(spec: Spec, shape: Shape, *, rows: int, arch: Arch) -> Geometry:
     """As many CTAs as the GPU holds at once, or as ``rows`` need."""
-    threads, shared_bytes = shape.cta_threads, spec.shared_bytes(shape.cta_threads)
+    threads, shared_bytes = shape.cta_threads, spec.shared_bytes(shape)
     by_registers = spec.min_ctas * spec.max_warps * _WARP // threads
     by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
     resident = arch.num_sms * max(1, min(by_registers, by_memory)) // shape.ctas * shape.ctas

@@ -108,7 +108,7 @@ def _loaded(ptx: str, shared: int) -> Any:
 
 def _checked(answer: tuple[Any, ...]) -> Any:
     status, *values = answer
-    assert status == 0, status
+    assert int(status) == 0, status
     return values[0] if values else None
 
 

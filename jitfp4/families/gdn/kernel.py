@@ -97,10 +97,11 @@ class Problem:
     store_steps: bool
 
 
-# (value heads up to, shape).
-_WITH_STEPS = ((64, Shape(32, 2, 4)), (512, Shape(64, 4, 4)), (_NO_LIMIT, Shape(32, 2, 4, False, 4)))
-_WITHOUT_STEPS = ((128, Shape(32, 2, 4)), (_NO_LIMIT, Shape(64, 2, 4)))
-_OTHERS = Shape(32, 2, 4)
+_LANE2, _LANE4 = Shape(32, 2, 4), Shape(64, 4, 4)
+# (value heads of the whole batch up to, shape). Measured: bench/results/h200/gdn_search.csv
+_WITH_STEPS = ((64, _LANE2), (512, _LANE4), (_NO_LIMIT, _LANE2._replace(ctas_per_sm=4)))
+_WITHOUT_STEPS = ((64, _LANE2), (512, _LANE4), (_NO_LIMIT, Shape(64, 2, 4)))
+_OTHERS = _LANE2  # bf16 states and head dimension 64
 _K_MAJOR = Shape(32, 4, 2)
 
 

@@ -79,10 +79,10 @@ def gated_delta_rule(
         A_log,
         dt_bias,
         state,
-        _or(indices, q),
-        _or(write_indices, q),
+        indices,
+        write_indices,
         target,
-        _or(step_indices, q),
+        step_indices,
         out,
         scale,
         batch,
@@ -105,10 +105,6 @@ def gated_delta_rule(
     )
     on = target_of(q)
     _plan(batch, value_heads, problem, on.arch).run(args, on, pdl=enable_pdl)
-
-
-def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
-    return stand_in if tensor is None else tensor
 
 
 def _width(indices: torch.Tensor | None) -> int:

@@ -1,0 +1,299 @@
+"""The rest of the quantizers on one matrix: MXFP4, float8 input, per token, after SwiGLU, and the general entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from jitfp4 import (
+    ArgumentError,
+    ArgumentTypeError,
+    SfLayout,
+    fp4_quantize,
+    mxfp4_dequantize,
+    mxfp4_quantize,
+    nvfp4_dequantize,
+    nvfp4_quantize,
+    silu_and_mul_nvfp4_quantize,
+    sim,
+)
+from jitfp4.arch import ARCHS
+from jitfp4.families.quantize import kernels
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.reference import quantize as reference
+from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1
+from jitfp4.spec import TileMap
+from tests.support.compare import assert_same_bytes, poisoned
+from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
+
+HALVES = [torch.bfloat16, torch.float16]
+LAYOUTS = list(SfLayout)
+SIM = [pytest.mark.sim, pytest.mark.compile]
+TMA_DEVICES = [
+    pytest.param("sm_90a", marks=SIM),
+    pytest.param("sm_100a", marks=SIM),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+DEVICES = ["cpu", *TMA_DEVICES]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test runs: the reference, a simulated GPU on CPU tensors, or a real one."""
+    if request.param.startswith("sm_"):
+        with sim.device(request.param):
+            yield "cpu"
+    else:
+        yield request.param
+
+
+# ---- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mxfp4_is_the_reference(dtype: torch.dtype, layout: SfLayout, device: str) -> None:
+    for a in (hard_blocks(dtype, 32), random_matrix(1, 32, dtype), random_matrix(131, 96, dtype)):
+        m, k = a.shape
+        out = poisoned((m, k // 2), torch.uint8, device)
+        out_sf = poisoned(layout.shape(m, k // 32), torch.uint8, device)
+        mxfp4_quantize(a.to(device), sfLayout=layout, out=out, out_sf=out_sf)
+        want_q, want_sf = reference.mxfp4_quantize(a, layout)
+        assert_same_bytes("codes", out, want_q)
+        assert_same_bytes("scales", out_sf, want_sf)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mxfp4_of_every_bit_pattern(dtype: torch.dtype) -> None:
+    a = all_half_patterns(dtype).view(-1, 64)
+    for got, want in zip(mxfp4_quantize(a.cuda()), reference.mxfp4_quantize(a, SfLayout.layout_128x4), strict=True):
+        assert_same_bytes("output", got, want)
+
+
+def test_mxfp4_scale_is_the_power_of_two_at_or_above_amax_over_6() -> None:
+    a = torch.zeros(5, 32, dtype=torch.bfloat16)
+    a[0, 0], a[1, 0], a[2, 0], a[3, 0] = 6.0, 6.03125, 3.0, 2.0**-133
+    q, sf = mxfp4_quantize(a, sfLayout=SfLayout.layout_linear)
+    assert sf.flatten().tolist() == [127, 128, 126, 0, 0]
+    assert q[:, 0].tolist() == [7, 5, 7, 0, 0]
+
+
+def test_mxfp4_never_saturates_a_finite_value() -> None:
+    a = random_matrix(64, 256, torch.float16)
+    q, sf = mxfp4_quantize(a)
+    error = (mxfp4_dequantize(q, sf) - a.float()).unflatten(1, (-1, 32)).abs()
+    step = torch.exp2(torch.ceil(torch.log2(a.float().unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 6)))
+    assert (error <= step * 1.0001).all()  # half of the widest step, 2
+
+
+# ---- float8 input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
+def test_float8_input_is_the_reference(layout: SfLayout, device: str) -> None:
+    every_byte = torch.arange(256).repeat(5).to(torch.uint8).view(torch.float8_e4m3fn).view(10, 128)
+    for scale in (1.0, 37.3, 0.01):
+        g = torch.tensor([scale])
+        want_q, want_sf = reference.nvfp4_quantize(every_byte, g, layout)
+        q, sf = nvfp4_quantize(every_byte.to(device), g.to(device), layout)
+        assert_same_bytes("codes", q, want_q)
+        assert_same_bytes("scales", sf, want_sf)
+
+
+def test_float8_input_comes_back_times_6_over_g() -> None:
+    a = random_matrix(32, 64, torch.float16, seed=4).clamp(-200, 200).to(torch.float8_e4m3fn)
+    g = torch.tensor([2688.0 / 200])
+    q, sf = nvfp4_quantize(a, g)
+    want = a.float() * 6 / g
+    got = nvfp4_dequantize(q, sf, 1 / g)
+    assert ((got - want).norm() / want.norm()) < 0.12
+
+
+# ---- per token -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
+    a = random_matrix(9, 1040, dtype)
+    a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
+    inverse_base = torch.tensor([1 / 2688])
+    q, sf, scales = nvfp4_quantize(a.to(device), inverse_base.to(device), per_token_activation=True)
+    encode, decode = reference.row_scales(a, inverse_base)
+    codes, blocks = reference.quantize_blocks(a, NVFP4, encode.unsqueeze(1))
+    assert_same_bytes("codes", q, codes)
+    assert_same_bytes("scales", sf, swizzle(blocks, SfLayout.layout_128x4))
+    assert_same_bytes("row scales", scales, decode)
+    assert scales[1].item() == 0 and not blocks[1].any() and not codes[1].any()
+
+
+def test_per_token_dequantizes_with_the_row_scale() -> None:
+    a = random_matrix(50, 128, torch.bfloat16)
+    q, sf, scales = nvfp4_quantize(a, 1 / 2688, SfLayout.layout_linear, per_token_activation=True)
+    values = decode_e2m1(unpack_e2m1(q)) * sf.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    error = values * scales.unsqueeze(1) - a.float()
+    assert (error.norm(dim=1) / a.float().norm(dim=1) < 0.13).all()
+
+
+# ---- after SwiGLU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: str) -> None:
+    """ex2.approx moves a product across a rounding boundary of 16 bits now and then; a code then moves by one."""
+    a = torch.cat([random_matrix(40, 352, dtype, seed) for seed in (1, 2)], dim=1).clamp(-90, 90)
+    g = torch.tensor([0.25])
+    q, sf = silu_and_mul_nvfp4_quantize(a.to(device), g.to(device))
+    want_q, want_sf = reference.nvfp4_quantize(reference.silu_and_mul(a), g, SfLayout.layout_128x4)
+    assert q.shape == want_q.shape and sf.shape == want_sf.shape
+    assert (sf.cpu() != want_sf).float().mean() <= 1e-3
+    got, want = (unpack_e2m1(x) for x in (q.cpu(), want_q))
+    assert (got != want).float().mean() <= 1e-3
+    if device == "cpu" and sim.active_arch() is None:
+        assert torch.equal(q, want_q) and torch.equal(sf, want_sf)
+
+
+# ---- the general entry -----------------------------------------------------------------------------------------------
+
+
+def test_general_entry_agrees_with_the_others(device: str) -> None:
+    a, g = random_matrix(40, 96, torch.bfloat16).to(device), torch.tensor([3.0], device=device)
+    linear, tile_8x4 = {"is_sf_swizzled_layout": False}, {"is_sf_8x4_layout": True}
+    pairs = [
+        (fp4_quantize(a, g), nvfp4_quantize(a, g)),
+        (fp4_quantize(a, g, **linear), nvfp4_quantize(a, g, SfLayout.layout_linear)),
+        (fp4_quantize(a, g, **tile_8x4), nvfp4_quantize(a, g, SfLayout.layout_8x4)),
+        (fp4_quantize(a), nvfp4_quantize(a, 1.0)),
+        (fp4_quantize(a, 1 / g, is_global_scale_inversed=True), nvfp4_quantize(a, 1 / (1 / g))),
+        (fp4_quantize(a, g, 32, True), mxfp4_quantize(a)),
+        (fp4_quantize(a.view(5, 8, 96), g.bfloat16()), nvfp4_quantize(a.view(5, 8, 96), g)),
+    ]
+    for got, want in pairs:
+        for left, right in zip(got, want, strict=True):
+            assert_same_bytes("output", left, right)
+
+
+def test_one_scale_for_each_row(device: str) -> None:
+    a, g = random_matrix(7, 80, torch.float16), torch.arange(1.0, 8.0)
+    q, sf = fp4_quantize(a.to(device), g.to(device))
+    for row in range(7):
+        want_q, _ = reference.nvfp4_quantize(a[row : row + 1], g[row], SfLayout.layout_linear)
+        assert_same_bytes(f"row {row}", q[row : row + 1], want_q)
+    _, blocks = reference.quantize_blocks(a, NVFP4, g.unsqueeze(1))
+    assert_same_bytes("scales", sf, swizzle(blocks, SfLayout.layout_128x4))
+
+
+def test_a_column_major_matrix_is_quantized_along_its_columns() -> None:
+    a = random_matrix(48, 32, torch.bfloat16)
+    q, sf = fp4_quantize(a.t(), 2.0, is_sf_swizzled_layout=False)
+    want_q, want_sf = fp4_quantize(a, 2.0, is_sf_swizzled_layout=False)
+    assert torch.equal(q, want_q.t()) and torch.equal(sf, want_sf.t())
+
+
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+
+def selected(arch: str, **problem: Any) -> kernels.VectorSpec | kernels.TmaSpec:
+    chosen = kernels.select(arch=ARCHS[arch], **problem)
+    return chosen if isinstance(chosen, kernels.TmaSpec) else chosen[0]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_selection_returns_exactly_the_listed_specs(arch: str) -> None:
+    kinds: list[tuple[BlockFormat, DType, bool, bool]] = [
+        *((NVFP4, dtype, False, by_row) for dtype in DType if dtype is not DType.F32 for by_row in (False, True)),
+        *((NVFP4, dtype, True, False) for dtype in kernels.HALVES),
+        *((MXFP4, dtype, False, False) for dtype in kernels.HALVES),
+    ]
+    found = {
+        selected(
+            arch, block_format=form, in_dtype=dtype, silu=silu, by_row=by_row, sf_layout=layout, m=1 << m, k=1 << k
+        )
+        for form, dtype, silu, by_row in kinds
+        for layout in SfLayout
+        for m in range(0, 20, 3)
+        for k in range(5, 16, 2)
+    }
+    assert found == {*kernels.vector_specs(ARCHS[arch]), *kernels.tma_specs(ARCHS[arch])}
+
+
+def test_impossible_specs_are_refused() -> None:
+    good = kernels.VectorSpec(
+        block_format=NVFP4, in_dtype=DType.BF16, sf_layout=SfLayout.layout_8x4, silu=False, blocks_per_thread=1
+    )
+    for change in ({"block_format": MXFP4, "silu": True}, {"block_format": MXFP4, "in_dtype": DType.E4M3},
+                   {"in_dtype": DType.E4M3, "silu": True}):  # fmt: skip
+        with pytest.raises(ArgumentError, match="spec"):
+            replace(good, **change)
+
+
+# ---- the TMA kernel --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("arch", TMA_DEVICES)
+def test_tma_kernel_is_the_reference(arch: str, dtype: torch.dtype, layout: SfLayout) -> None:
+    shapes = [(5, 272), (130, 144), (300, 528)] if arch != "cuda" else [(5, 272), (1500, 1040), (4096, 4096)]
+    g, place = torch.tensor([3.0]), "cuda" if arch == "cuda" else "cpu"
+    for m, k in shapes:
+        a = random_matrix(m, k, dtype)
+        q = poisoned((m, k // 2), torch.uint8, place)
+        sf = poisoned(layout.shape(m, k // 16), torch.uint8, place)
+        with nullcontext() if arch == "cuda" else sim.device(arch):
+            run_tma(a.to(place), g.to(place), q, sf, layout)
+        want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
+        assert_same_bytes("codes", q, want_q)
+        assert_same_bytes("scales", sf, want_sf)
+
+
+def run_tma(a: torch.Tensor, g: torch.Tensor, q: torch.Tensor, sf: torch.Tensor, layout: SfLayout) -> None:
+    """The kernel, whatever select() would say; on a simulated GPU of two SMs, so that a CTA meets several tiles."""
+    (m, k), spec, target = a.shape, kernels.tma_spec(ops.DTYPES[a.dtype], layout), target_of(q)
+    num_sms = 2 if target.device is None else target.arch.num_sms
+    tiles = TileMap(a.view(torch.uint16), (kernels.tma_tile_rows(layout), kernels.TMA_BOX_COLS), swizzle=128)
+    plan = Launch(kernels.TMA, spec, kernels.tma_geometry(spec, m=m, cols=k // 16, num_sms=num_sms))
+    plan.run((tiles, g, q, sf, m, k), target)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+A = torch.zeros(4, 64, dtype=torch.bfloat16)
+BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
+    "mxfp4 k % 32": (ArgumentError, "a", lambda: mxfp4_quantize(A[:, :48])),
+    "mxfp4 of float8": (ArgumentTypeError, "a", lambda: mxfp4_quantize(A.to(torch.float8_e4m3fn))),
+    "mxfp4 backend": (ArgumentError, "backend", lambda: mxfp4_quantize(A, "trtllm")),
+    "per token of float8": (
+        ArgumentTypeError,
+        "a",
+        lambda: nvfp4_quantize(A.to(torch.float8_e4m3fn), 1.0, per_token_activation=True),
+    ),
+    "index map": (
+        ArgumentError,
+        "expanded_idx_to_permuted_idx",
+        lambda: nvfp4_quantize(A, 1.0, expanded_idx_to_permuted_idx=torch.zeros(4)),
+    ),
+    "mixed formats": (ArgumentError, "sf_vec_size, sf_use_ue8m0", lambda: fp4_quantize(A, 1.0, 32)),
+    "8x4 but linear": (
+        ArgumentError,
+        "is_sf_8x4_layout",
+        lambda: fp4_quantize(A, 1.0, is_sf_swizzled_layout=False, is_sf_8x4_layout=True),
+    ),
+    "scale count": (ArgumentError, "global_scale", lambda: fp4_quantize(A, torch.ones(3))),
+    "float8 without scale": (ArgumentError, "global_scale", lambda: fp4_quantize(A.to(torch.float8_e4m3fn))),
+    "silu width": (ArgumentError, "input", lambda: silu_and_mul_nvfp4_quantize(A[:, :48], 1.0)),
+    "silu block": (ArgumentError, "sf_vec_size", lambda: silu_and_mul_nvfp4_quantize(A, 1.0, 32)),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_arguments_are_named(case: str) -> None:
+    error, name, call = BAD_CALLS[case]
+    with pytest.raises(error) as caught:
+        call()
+    assert caught.value.name == name
