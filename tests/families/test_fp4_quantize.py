@@ -23,7 +23,8 @@ from jitfp4 import (
     sim,
 )
 from jitfp4.arch import ARCHS
-from jitfp4.families.quantize import kernels
+from jitfp4.engine import Launch, target_of
+from jitfp4.families.quantize import kernels, ops
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1
