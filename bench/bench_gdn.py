@@ -72,7 +72,7 @@ def cases(value_heads: int) -> Iterator[Case]:
             yield Case(batch=batch, tokens=tokens, update=update, steps=steps, value_heads=value_heads)
 
 
-def replay_us(call: Call) -> float:
+def replay_us(call: Call, replays: int = REPLAYS) -> float:
     """Median microseconds of a call, from replays of a graph of ten."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -83,7 +83,7 @@ def replay_us(call: Call) -> float:
             for _ in range(CALLS):
                 call()
         times = []
-        for _ in range(REPLAYS + 2):
+        for _ in range(replays + 2):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
