@@ -75,6 +75,7 @@ def cases(value_heads: int) -> Iterator[Case]:
 def replay_us(call: Call, replays: int = REPLAYS) -> float:
     """Median microseconds of a call, from replays of a graph of ten."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
         stream.synchronize()

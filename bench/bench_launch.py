@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench.stamp import stamp
 
 from bench.harness import write_results
+from bench.stamp import stamp
 from jitfp4 import nvfp4_quantize
 
 CALLS, ROUNDS = 2000, 9

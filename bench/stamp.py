@@ -21,7 +21,7 @@ def stamp() -> dict[str, object]:
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader")
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT"),  # a tree may travel without .git
+        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT"),  # for a tree without .git
         "dirty": bool(_output("git", "status", "--porcelain", "--", ".", ":!bench/results")),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),

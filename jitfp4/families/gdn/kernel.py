@@ -69,7 +69,7 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory of a CTA: k and q, gates and step offsets, and v where it is staged."""
+        """Shared memory that a CTA uses: k and q, gates and step offsets, and v where it is staged."""
         token = 2 * 4 * self.head_dim + (16 if self.store_steps else 8) + (4 * self.tile_v if self.use_smem_v else 0)
         return round_up(self.max_tokens * token, 16)
 
@@ -167,7 +167,7 @@ def geometry(spec: Spec, *, batch: int, value_heads: int, arch: Arch, ctas_per_s
     grid_y = min(batch, _MAX_GRID_Y)
     grid = (value_heads * (spec.head_dim // spec.tile_v), grid_y, ceil_div(batch, grid_y))
     share = (arch.shared_bytes + _CTA_RESERVE) // ctas_per_sm - _CTA_RESERVE if ctas_per_sm else 0
-    return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=max(0, share - spec.shared_bytes))
+    return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=max(share, spec.shared_bytes))
 
 
 DELTA_RULE = register(

@@ -100,8 +100,8 @@ def gated_delta_rule(
         _width(step_indices),
         _width(indices),
         _width(write_indices),
-        update_state,
-        use_qk_l2norm,
+        int(update_state),
+        int(use_qk_l2norm),
     )
     on = target_of(q)
     _plan(batch, value_heads, problem, on.arch).run(args, on, pdl=enable_pdl)
