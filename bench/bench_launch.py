@@ -17,6 +17,7 @@ import torch
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import nvfp4_quantize
+from jitfp4.families.quantize import ops
 
 CALLS, ROUNDS = 2000, 9
 
@@ -55,9 +56,12 @@ def main() -> None:
     a = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
     scale = torch.ones(1, device="cuda")
     q, sf = nvfp4_quantize(a, scale)
+    operator = torch.ops.jitfp4.quantize.default
     calls: dict[str, Callable[[], object] | None] = {
         "jitfp4.nvfp4_quantize, outputs given": lambda: nvfp4_quantize(a, scale, out=q, out_sf=sf),
         "jitfp4.nvfp4_quantize, outputs allocated": lambda: nvfp4_quantize(a, scale),
+        "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, None),
+        "its operator, called directly": lambda: ops.quantize(a, scale, q, sf, "nvfp4", 0, False, None),
         "triton kernel, 7 arguments": triton_call(a, scale, q, sf),
         "torch in-place add": lambda: a.add_(1),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,16 +70,18 @@ def fused(t: Tensors) -> None:
 
 
 def variant(t: Tensors, units: int, arch: Arch) -> Callable[[], None] | None:
-    """The kernel that holds ``units`` units in a thread, or None where it cannot hold the row."""
+    """The smallest kernel that holds the row with ``units`` units in a thread, or None where there is none."""
     m, h = t.x.shape
-    spec = norm.Spec(
-        in_dtype=DType.F16, block=BLOCK, scale=norm.Scale.E4M3, add=t.residual is not None, units=units, stream=False
+    one = norm.select(
+        in_dtype=DType.F16, block=BLOCK, scale=norm.Scale.E4M3, add=t.residual is not None, m=m, h=h, arch=arch
     )
-    shape = norm.shape(spec, h=h, arch=arch)
-    if shape is None:
+    shapes = [replace(one, units=u, warps=w, clustered=c) for u, w, c in norm.SHAPES if u == units]
+    spec = next((spec for spec in shapes if h <= spec.capacity(arch)), None)
+    if spec is None:
         return None
-    launch = Launch(norm.RMSNORM, spec, norm.geometry(spec, shape, rows=m, arch=arch))
-    args = (t.x, t.residual, t.weight, t.scale, t.q, None, t.sf, None, m, h, shape.row_threads, EPS)
+    geometry, row_threads = norm.geometry(spec, m=m, h=h, padded=False, arch=arch)
+    launch = Launch(norm.RMSNORM, spec, geometry)
+    args = (t.x, t.residual, t.weight, t.scale, t.q, None, t.sf, None, m, h, row_threads, EPS)
     return lambda: launch.run(args, norm.target_of(t.x))
 
 

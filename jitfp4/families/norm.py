@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 from typing import Any
@@ -29,8 +29,6 @@ _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2
 _UNIT = 16  # elements that a thread takes at once
 _WARP = 32
 _TURN = _UNIT * _WARP
-_SMALL_CTA = 128  # threads, where rows need fewer
-_STREAM_UNITS = 8
 _MANY_ROWS = 16  # for each SM
 _MAX_CTAS = 8  # of a cluster
 _MIN_HIDDEN, _MAX_HIDDEN = 64, 65536
@@ -45,14 +43,30 @@ class Scale(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A kernel whose threads hold ``units`` units of 16 elements of a row, or, when ``stream``, read them twice."""
+    """A kernel in which up to ``warps`` warps of a CTA share a row, or a cluster of such CTAs.
+
+    A thread holds ``units`` units of 16 elements in registers or, when ``stream``, reads them twice. With one warp and
+    one unit, rows may share the warp.
+    """
 
     in_dtype: DType
     block: int
     scale: Scale
     add: bool
     units: int
+    warps: int
+    clustered: bool
     stream: bool
+
+    @property
+    def max_threads(self) -> int:
+        """Of a CTA; rows of one warp get four warps to a CTA."""
+        return _WARP * (4 if self.warps == 1 else self.warps)
+
+    @property
+    def min_ctas(self) -> int:
+        """CTAs that an SM must have registers for: 64, 80, 128 of a thread keep 1, 2, 4 units out of local memory."""
+        return {1: 1024, 2: 768}.get(self.units, 512) // self.max_threads
 
     @property
     def slot_bytes(self) -> int:
@@ -60,88 +74,89 @@ class Spec(KernelSpec):
         return 6 * _UNIT * self.units
 
     @property
-    def max_warps(self) -> int:
-        """Of a CTA."""
-        return 8 if self.units < 4 else 16
+    def common_bytes(self) -> int:
+        """Shared memory of a CTA besides: two sets of partial sums of 32 lanes, and 256 multipliers."""
+        return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
 
-    @property
-    def min_ctas(self) -> int:
-        """CTAs that an SM must have registers for: 64, 80, 128 of a thread keep 1, 2, 4 units out of local memory."""
-        return {1: 4, 2: 3}.get(self.units, 1)
+    def shared_bytes(self, threads: int) -> int:
+        return self.common_bytes + (0 if self.stream else threads * self.slot_bytes)
 
-    def shared_bytes(self, shape: Shape) -> int:
-        """Shared memory of a CTA: 256 multipliers, the slots, and two sets of partial sums of 32 lanes."""
-        warps = shape.row_threads // _WARP + (_MAX_CTAS if shape.ctas > 1 else 0)
-        return 4 * 256 + (0 if self.stream else shape.cta_threads * self.slot_bytes) + 4 * 2 * warps * _WARP
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How the threads of a launch share rows: ``row_threads`` of each of ``ctas`` CTAs take one row."""
-
-    row_threads: int
-    ctas: int = 1
-
-    @property
-    def cta_threads(self) -> int:
-        return self.row_threads if self.row_threads > _WARP else _SMALL_CTA
+    def capacity(self, arch: Arch) -> int:
+        """Elements of the longest row that this kernel can take on ``arch``."""
+        if self.shared_bytes(self.max_threads) > arch.shared_bytes or (self.clustered and not arch.has_tma):
+            return 0
+        return _TURN * self.units * self.warps * (_MAX_CTAS if self.clustered else 1)
 
 
-def shape(spec: Spec, *, h: int, arch: Arch) -> Shape | None:
-    """The threads that hold a row of ``h`` elements, or None where they cannot on ``arch``."""
-    units = ceil_div(h, _UNIT)
-    if spec.units == 1 and units <= _WARP // 2:
-        return Shape(max(8, 1 << (units - 1).bit_length()))  # 8: whole tiles of 4 scales, also in blocks of 32
-    turns = ceil_div(h, _TURN * spec.units)
-    warps = spec.max_warps
-    while spec.shared_bytes(Shape(warps * _WARP, _MAX_CTAS)) > arch.shared_bytes:
-        warps //= 2
-    if turns <= warps:
-        return Shape(turns * _WARP)
-    ctas = ceil_div(turns, warps)
-    return Shape(warps * _WARP, ctas) if arch.has_tma and ctas <= _MAX_CTAS else None
+def geometry(spec: Spec, *, m: int, h: int, padded: bool, arch: Arch) -> tuple[Geometry, int]:
+    """A persistent grid, no larger than the rows need, and how many threads of a CTA share a row.
 
-
-def geometry(spec: Spec, shape: Shape, *, rows: int, arch: Arch) -> Geometry:
-    """As many CTAs as the GPU holds at once, or as ``rows`` need."""
-    threads, shared_bytes = shape.cta_threads, spec.shared_bytes(shape)
-    by_registers = spec.min_ctas * spec.max_warps * _WARP // threads
-    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
-    resident = arch.num_sms * max(1, min(by_registers, by_memory)) // shape.ctas * shape.ctas
-    needed = ceil_div(rows * shape.row_threads, threads) * shape.ctas
-    return Geometry(
-        grid=(min(needed, resident), 1, 1),
-        block=(threads, 1, 1),
-        cluster=(shape.ctas, 1, 1),
-        shared_bytes=shared_bytes,
-    )
-
-
-def select(*, in_dtype: DType, block: int, scale: Scale, add: bool, m: int, h: int, arch: Arch) -> tuple[Spec, Shape]:
-    """The kernel for a problem, and how its threads share rows.
-
-    Many units a thread cost the fewest instructions, which bound a plain norm of many rows; few units are done sooner,
-    and are enough where the second input bounds the speed. A cluster spreads a row where SMs would be idle otherwise,
-    or where one CTA cannot hold it.
+    ``padded`` counts the padding rows of the 128x4 layout, which must be written too.
     """
-    few_units = add or m < _MANY_ROWS * arch.num_sms
-    for units in (1, 2, 4) if few_units else (4,):
-        spec = Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=units, stream=False)
-        found = shape(spec, h=h, arch=arch)
-        if found is not None and (found.ctas == 1 or units == 4 or m * found.ctas <= arch.num_sms):
-            return spec, found
-    spec = Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=_STREAM_UNITS, stream=True)
-    return spec, Shape(ceil_div(h, _TURN * _STREAM_UNITS) * _WARP)
+    rows = SfLayout.layout_128x4.shape(m, 1)[0] if padded else m
+    turns, ctas = ceil_div(h, _TURN * spec.units), 1
+    if spec.clustered:
+        row_threads, ctas = spec.max_threads, ceil_div(turns, spec.warps)
+    elif spec.warps > 1 or spec.units > 1:
+        row_threads = turns * _WARP
+    else:  # 8: whole tiles of 4 scales, also in blocks of 32
+        row_threads = max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length())
+    threads = row_threads if spec.warps > 1 else spec.max_threads
+    shared_bytes = spec.shared_bytes(threads)
+    by_registers = spec.min_ctas * spec.max_threads // threads
+    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
+    resident = arch.num_sms * max(1, min(by_registers, by_memory)) // ctas * ctas
+    needed = ceil_div(rows * row_threads, threads) * ctas
+    grid = (min(needed, resident), 1, 1)
+    return Geometry(grid, block=(threads, 1, 1), cluster=(ctas, 1, 1), shared_bytes=shared_bytes), row_threads
+
+
+# (units, warps, clustered), shortest rows first: what one launch can be, apart from streaming.
+SHAPES = (
+    (1, 1, False),
+    (1, 8, False),
+    (2, 8, False),
+    (4, 1, False),
+    (4, 4, False),
+    (4, 8, False),
+    (4, 16, False),
+    (4, 16, True),
+    (4, 4, True),
+)
+
+
+def select(*, in_dtype: DType, block: int, scale: Scale, add: bool, m: int, h: int, arch: Arch) -> Spec:
+    """The first shape that holds a row of ``h`` elements; streaming where none does.
+
+    Four units a thread cost the fewest instructions, which bound a plain norm of many rows; fewer are done sooner, and
+    are enough where the second input bounds the speed.
+    """
+    few_units = h <= _TURN or add or m < _MANY_ROWS * arch.num_sms
+    for units, warps, clustered in SHAPES if few_units else SHAPES[3:]:
+        spec = Spec(
+            in_dtype=in_dtype,
+            block=block,
+            scale=scale,
+            add=add,
+            units=units,
+            warps=warps,
+            clustered=clustered,
+            stream=False,
+        )
+        if h <= spec.capacity(arch):
+            return spec
+    return replace(spec, units=8, warps=16, clustered=False, stream=True)
 
 
 def specs(arch: Arch) -> Iterator[Spec]:
-    """Streaming exists where neither a CTA nor a cluster holds the longest rows."""
+    """What select() returns for any problem."""
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
+    hidden = range(_TURN, _MAX_HIDDEN + 1, _TURN)
     for in_dtype, (block, scale), add in product(_IN_DTYPES.values(), formats, (False, True)):
-        for units in (1, 2, 4):
-            yield Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=units, stream=False)
-        if not arch.has_tma:
-            yield Spec(in_dtype=in_dtype, block=block, scale=scale, add=add, units=_STREAM_UNITS, stream=True)
+        yield from dict.fromkeys(
+            select(in_dtype=in_dtype, block=block, scale=scale, add=add, m=m, h=h, arch=arch)
+            for h, m in product(hidden, (1, _MANY_ROWS * arch.num_sms))
+        )
 
 
 RMSNORM = register(
@@ -169,11 +184,11 @@ RMSNORM = register(
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    dtype: torch.dtype, block: int, scale: str, add: bool, swizzled: bool, m: int, h: int, arch: Arch
+    dtype: torch.dtype, block: int, scale: str, add: bool, padded: bool, m: int, h: int, arch: Arch
 ) -> tuple[Launch, int]:
-    spec, found = select(in_dtype=_IN_DTYPES[dtype], block=block, scale=Scale(scale), add=add, m=m, h=h, arch=arch)
-    rows = SfLayout.layout_128x4.shape(m, 1)[0] if swizzled else m
-    return Launch(RMSNORM, spec, geometry(spec, found, rows=rows, arch=arch)), found.row_threads
+    spec = select(in_dtype=_IN_DTYPES[dtype], block=block, scale=Scale(scale), add=add, m=m, h=h, arch=arch)
+    launch_geometry, row_threads = geometry(spec, m=m, h=h, padded=padded, arch=arch)
+    return Launch(RMSNORM, spec, launch_geometry), row_threads
 
 
 def _reference(

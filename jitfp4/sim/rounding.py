@@ -8,6 +8,7 @@ rounded sums").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from math import copysign, inf, isfinite
 from typing import Any
@@ -18,7 +19,8 @@ from jitfp4.sim.formats import F32, encode
 from jitfp4.sim.ptx import Array
 
 F32_NAN = np.uint32(0x7FFFFFFF)
-F64_NAN = np.uint64(0x7FFFFFFFFFFFFFFF)
+F64_NAN = np.uint64(0xFFF8000000000000)
+F64_QUIET = np.uint64(1 << 51)
 
 
 def to_odd(rounded: Array, error: Array) -> Array:
@@ -113,7 +115,9 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
 
 
 def _fma_one(a: float, b: float, c: float) -> float:
-    if not (isfinite(a) and isfinite(b) and isfinite(c)):
+    if isfinite(a) and isfinite(b) and not isfinite(c):
+        return c
+    if not (isfinite(a) and isfinite(b)):
         return a * b + c
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
@@ -131,13 +135,17 @@ def flush_f32(x: Any) -> Array:
     return np.where(bits & 0x7F800000 == 0, bits & np.uint32(0x80000000), bits).view(np.float32)
 
 
-def canonical(x: Array) -> Array:
-    """NaN results as the GPU writes them."""
+def canonical(x: Array, operands: Sequence[Any] = ()) -> Array:
+    """NaN results as the GPU writes them: one pattern for float32; for float64 the first NaN operand, made quiet."""
     bad = x != x
     if not bad.any():
         return x
-    bits, pattern = (x.view(np.uint32), F32_NAN) if x.dtype == np.float32 else (x.view(np.uint64), F64_NAN)
-    return np.asarray(np.where(bad, pattern, bits).view(x.dtype))
+    if x.dtype == np.float32:
+        return np.asarray(np.where(bad, F32_NAN, x.view(np.uint32)).view(np.float32))
+    nan = np.full(x.shape, F64_NAN)
+    for operand in reversed(operands):
+        nan = np.where(operand != operand, np.asarray(operand).view(np.uint64) | F64_QUIET, nan)
+    return np.asarray(np.where(bad, nan, x.view(np.uint64)).view(np.float64))
 
 
 def saturate(x: Array) -> Array:

@@ -77,7 +77,7 @@ def _encoded(tensor_map: sim.TensorMap, address: int) -> bytes:
     fill = "NAN_REQUEST_ZERO_FMA" if tensor_map.nan_fill else "NONE"
     encoded = _checked(
         cuda.cuTensorMapEncodeTiled(
-            cuda.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{tensor_map.dtype.value.upper()}"],
+            getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor_map.dtype.value.upper()}"),
             rank,
             address,
             [cuda.cuuint64_t(n) for n in tensor_map.dims],
@@ -87,7 +87,7 @@ def _encoded(tensor_map: sim.TensorMap, address: int) -> bytes:
             cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cuda.CUtensorMapSwizzle(int(tensor_map.swizzle)),
             cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-            cuda.CUtensorMapFloatOOBfill[f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"],
+            getattr(cuda.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
     )
     return ctypes.string_at(int(encoded.getPtr()), 128)

@@ -39,6 +39,9 @@ __device__ __forceinline__ uint32 warp_match_all(uint32 x) {
   int same;
   return __match_all_sync(~0u, x, &same) + same;
 }
+__device__ __forceinline__ double settled(double x) {
+  return x == x ? x : __longlong_as_double(0xFFF8000000000000ll);
+}
 // The lanes for which p holds exchange among themselves.
 __device__ __forceinline__ uint32 among(bool p, uint32 x) {
   const uint32 members = __ballot_sync(~0u, p);
@@ -48,7 +51,8 @@ __device__ __forceinline__ uint32 among(bool p, uint32 x) {
 }
 """
 
-# Result, instruction and operands; {a,b} stands for each alternative, #n for a random n-bit immediate.
+# Result, instruction and operands; {a,b} stands for each alternative, #n for a random n-bit immediate, c for an i below
+# 256: what positions and lengths are restricted to.
 INSTRUCTIONS = """
 i {add,sub,min,max,div,rem}.{s32,u32} i i
 i {add,sub}.sat.s32 i i
@@ -82,11 +86,11 @@ s {shl.b16,shr.s16,shr.u16} s i
 i shf.{l,r}.{clamp,wrap}.b32 i i i
 i bfe.{s32,u32} i i i
 i bfe.{s32,u32} i #5 #5
-l bfe.{s64,u64} l i i
+l bfe.{s64,u64} l c c
 l bfe.{s64,u64} l #6 #6
 i bfi.b32 i i i i
 i bfi.b32 i i #5 #5
-l bfi.b64 l l i i
+l bfi.b64 l l c c
 l bfi.b64 l l #6 #6
 i bmsk.{clamp,wrap}.b32 i i
 i szext.{clamp,wrap}.{s32,u32} i i
@@ -131,7 +135,8 @@ s {add,sub,mul}.rn.bf16 s s
 s fma.rn{,.relu}.bf16 s s s
 s {min,max}{,.NaN}{,.xorsign.abs}.bf16 s s
 i set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}{,.ftz}.u32.f32 f f
-f set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32.f64 d d
+f set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32.f32 f f
+i set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.u32.f64 d d
 i set.{eq,ne,lt,le,gt,ge}.u32.{s32,u32} i i
 i set.{lo,ls,hi,hs}.u32.u64 l l
 h set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}{,.ftz}.f16x2.f16x2 h h
@@ -171,7 +176,7 @@ b cvt.{rn,rz}{,.relu}{,.satfinite}.bf16x2.f32 f f
 s cvt.rn.satfinite{,.relu}.{e4m3x2,e5m2x2}.f32 f f
 s cvt.rn.satfinite{,.relu}.{e4m3x2,e5m2x2}.f16x2 h
 h cvt.rn{,.relu}.f16x2.{e4m3x2,e5m2x2} s
-i cvt.rna{,.satfinite}.tf32.f32 f
+i cvt.rna.tf32.f32 f
 i cvt.{rn,rz}{,.relu}.tf32.f32 f
 i cvt.pack.sat.{s16,u16}.s32 i i
 i cvt.pack.sat.{s8,u8}.s32.b32 i i i
@@ -188,6 +193,7 @@ l {.reg .u32 lo, hi; add.cc.u32 lo, %1, %2; addc.u32 hi, %3, %4; mov.b64 %0, {lo
 l {.reg .u32 lo, hi; sub.cc.u32 lo, %1, %2; subc.u32 hi, %3, %4; mov.b64 %0, {lo, hi};} i i i i
 l {.reg .u32 lo, hi; mad.lo.cc.u32 lo, %1, %2, %3; madc.hi.u32 hi, %1, %2, %4; mov.b64 %0, {lo, hi};} i i i i
 i {.reg .pred p; testp.subnormal.f32 p, %1; selp.u32 %0, %2, %3, p;} f i i
+i {.reg .pred p; testp.normal.f32 p, %1; selp.u32 %0, %2, %3, p;} f i i
 i {.reg .pred p; testp.normal.f64 p, %1; selp.u32 %0, %2, %3, p;} d i i
 i {.reg .pred p, q; setp.leu.and.f32 p|q, %1, %2, 1; selp.u32 %0, %3, %4, p; @q add.u32 %0, %0, 1;} f f i i
 i {.reg .b16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, lo};} i
@@ -366,6 +372,7 @@ class _Writer:
         self.names = {letter: [f"{letter}{n}" for n in range(count)] for letter, count in INPUTS.items()}
         self.inputs = [name for names in self.names.values() for name in names]
         self.statements: list[str] = []
+        self.used: set[str] = set()
 
     def plain(self, form: str) -> None:
         letter = form[0]
@@ -407,7 +414,10 @@ class _Writer:
         self.plain(self.rng.choice(WARP_EXPRESSIONS))
 
     def assign(self, name: str, form: str, also: str | None = None) -> str:
-        """``name`` becomes the result of a form; ``also`` may be an operand, too."""
+        """``name`` becomes the result of a form; ``also`` may be an operand, too. No operand is used twice: ptxas knows
+        that min(x, x) is x, even for a NaN that the instruction would replace.
+        """
+        self.used.clear()
         if form[2] == "=":
             return re.sub(r"\b[ilsfdhb]\b", lambda found: self.operand(found[0], also), f"{name} {form[2:]};")
         head, _, operands = form[2:].partition(" ") if form[2] != "{" else form[2:].rpartition("} ")
@@ -419,20 +429,25 @@ class _Writer:
     def asm_operand(self, kind: str, also: str | None) -> str:
         if kind[0] == "#":
             return f'"n"({self.rng.getrandbits(int(kind[1:]))})'
+        if kind == "c":
+            return f'"r"({self.operand("i")} & 255)'
         return f'"{TYPES[kind][1]}"({self.operand(kind, also)})'
 
     def operand(self, letter: str, also: str | None = None) -> str:
         """A variable of a type; half of the time an input, so that values stay interesting."""
-        if also is not None and also[0] == letter and self.rng.random() < 0.6:
-            return also
-        known, own = self.names[letter], INPUTS[letter]
-        return self.rng.choice(known[:own] if self.rng.random() < 0.5 else known)
+        free = [name for name in self.names[letter] if name not in self.used]
+        chosen = self.rng.choice(free[:2] if self.rng.random() < 0.4 else free)
+        if also is not None and also[0] == letter and also not in self.used and self.rng.random() < 0.6:
+            chosen = also
+        self.used.add(chosen)
+        return chosen
 
     def form(self, letter: str) -> str:
         known = self.rng.choice((FORMS, EXPRESSIONS))
         return self.rng.choice([form for form in known if form[0] == letter] or [f"{letter} = {letter}"])
 
     def condition(self) -> str:
+        self.used.clear()
         text = self.rng.choice(("i & 1", "int32(i) < int32(i)", "f < f", "!(f <= f)", "l > l", "d >= d", "f != f"))
         return re.sub(r"\b[ilfd]\b", lambda found: self.operand(found[0]), text)
 
@@ -448,7 +463,7 @@ class _Writer:
             f"{TYPES[name[0]][0]} {name} = {TYPES[name[0]][2].replace('W', f'in[{n}]')};"
             for n, name in enumerate(self.inputs)
         ]
-        stores = [f"{text} out[{n}] = word({_defined(text)});" for n, text in enumerate(self.statements)]
+        stores = [f"{text} {_store(n, _defined(text), '{' in text)}" for n, text in enumerate(self.statements)]
         body = "\n  ".join([*loads, *stores])
         source = f"""{PRELUDE}
 extern "C" __global__ void kernel(const uint64* in, uint64* out) {{
@@ -460,6 +475,13 @@ extern "C" __global__ void kernel(const uint64* in, uint64* out) {{
 }}
 """
         return Kernel(source, self.inputs, self.statements)
+
+
+def _store(slot: int, name: str, compound: bool) -> str:
+    """Of two f64 NaNs, ptxas decides which one is handed on: only single instructions show theirs."""
+    settle = f"{name} = settled({name});" if name[0] == "d" else ""
+    store = f"out[{slot}] = word({name});"
+    return f"{settle} {store}" if compound else f"{store} {settle}"
 
 
 # Bit patterns at which operations change their ways: zeros, units, halves, limits, subnormals, infinities, NaNs.
@@ -475,7 +497,7 @@ _SPECIAL = {
           0x7FFFFFFF, 0x4F000000, 0xCF000000, 0x4EFFFFFF, 0x4F800000, 0x5F000000, 0xDF000000, 0x43E00000, 0x43E80000,
           0x477FE000, 0x477FF000, 0x47600000, 0x3EFFFFFF, 0x4B000000, 0x4B800000, 0x33000000, 0x387FE000, 0x42FE0000],
     "d": [0, 1 << 63, 1, (1 << 52) - 1, 1 << 52, 0x3FF0000000000000, 0xBFE0000000000000, 0x7FEFFFFFFFFFFFFF,
-          0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000, 0xFFF8000000000001, 0x7FF0000000000001,
+          0x7FF0000000000000, 0xFFF0000000000000, 0xFFF8000000000000,
           0x41E0000000000000, 0xC1E0000000200000, 0x43E0000000000000, 0x47EFFFFFE0000000, 0x47EFFFFFF0000000,
           0x3810000000000000, 0x3800000000000001, 0x3690000000000000, 0x3FF0000010000000, 0x40EFFC0000000000],
 }  # fmt: skip

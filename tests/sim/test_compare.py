@@ -93,7 +93,7 @@ def test_testp(test: str) -> None:
         "infinite": np.isinf(a),
         "number": ~np.isnan(a),
         "notanumber": np.isnan(a),
-        "normal": np.isfinite(a) & (np.abs(a) >= tiny),
+        "normal": np.isfinite(a) & ((np.abs(a) >= tiny) | (a == 0)),
         "subnormal": (np.abs(a) < tiny) & (a != 0),
     }[test]
     assert (evaluate(f"testp.{test}.f32 %p, %a; {SELECT}", a, out=np.uint32) == want).all()

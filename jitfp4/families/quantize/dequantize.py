@@ -12,12 +12,13 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.families.quantize.kernels import sector_geometry
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from jitfp4.layouts import SfLayout, ceil_div
+from jitfp4.layouts import SfLayout
 from jitfp4.ops import operator
 from jitfp4.reference import quantize as reference
 from jitfp4.registry import Family, register
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, KernelSpec, Ptr
 from jitfp4.tensors import (
     check_contiguous,
     check_device,
@@ -30,7 +31,7 @@ from jitfp4.tensors import (
 )
 
 _OUT_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-_WARP, _BLOCK_THREADS, _WORDS_PER_THREAD, _WORD = 32, 256, 4, 8  # as in the template; a word is 8 codes
+_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +47,6 @@ def specs(_arch: Arch) -> Iterator[Spec]:
     """Every architecture has every specialisation."""
     for block_format, out_dtype, sf_layout in product(BlockFormat, _OUT_DTYPES.values(), SfLayout):
         yield Spec(block_format=block_format, out_dtype=out_dtype, sf_layout=sf_layout)
-
-
-def geometry(*, m: int, k: int) -> Geometry:
-    """A warp takes ``_WORDS_PER_THREAD * 32`` neighbouring words of a row."""
-    warps = m * ceil_div(k // _WORD, _WARP * _WORDS_PER_THREAD)
-    return Geometry(grid=(ceil_div(warps * _WARP, _BLOCK_THREADS), 1, 1), block=(_BLOCK_THREADS, 1, 1))
 
 
 DEQUANTIZE = register(
@@ -74,7 +69,9 @@ DEQUANTIZE = register(
 @functools.lru_cache(maxsize=4096)
 def _plan(block_format: str, dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
     spec = Spec(block_format=BlockFormat(block_format), out_dtype=_OUT_DTYPES[dtype], sf_layout=SfLayout(layout))
-    return Launch(DEQUANTIZE, spec, geometry(m=m, k=k))
+    cols = k // spec.block_format.block
+    geometry = sector_geometry(spec.sf_layout, m=m, cols=cols, sectors_per_warp=1, threads=_THREADS)
+    return Launch(DEQUANTIZE, spec, geometry)
 
 
 def _reference(

@@ -174,14 +174,14 @@ def select(
     return spec, tuning
 
 
-def vector_geometry(
-    spec: VectorSpec | GroupedSpec, *, m: int, cols: int, threads: int, batch: int | None = None
+def sector_geometry(
+    sf_layout: SfLayout, *, m: int, cols: int, sectors_per_warp: int, threads: int, batch: int | None = None
 ) -> Geometry:
     """A CTA is w warps along k by h sectors of 32 scales down the matrix; ``cols`` counts blocks. z is the batch's."""
-    outer, inner, tile_cols = spec.sf_layout.tile
-    sector_cols = _WARP if spec.sf_layout is SfLayout.layout_linear else tile_cols
+    outer, inner, tile_cols = sf_layout.tile
+    sector_cols = _WARP if sf_layout is SfLayout.layout_linear else tile_cols
     sectors = ceil_div(m, outer * inner) * ceil_div(outer * inner * sector_cols, _WARP)
-    tasks = ceil_div(cols, sector_cols * spec.blocks_per_thread)
+    tasks = ceil_div(cols, sector_cols * sectors_per_warp)
     warps = threads // _WARP
     wide = min(warps, 1 << (tasks - 1).bit_length())
     down = ceil_div(sectors, warps // wide)
@@ -190,9 +190,21 @@ def vector_geometry(
     return Geometry(grid=(ceil_div(tasks, wide), y, z), block=(_WARP * wide, warps // wide, 1))
 
 
+def vector_geometry(spec: VectorSpec, *, m: int, cols: int, threads: int) -> Geometry:
+    """As many warps as there are groups of ``blocks_per_thread`` sectors."""
+    return sector_geometry(spec.sf_layout, m=m, cols=cols, sectors_per_warp=spec.blocks_per_thread, threads=threads)
+
+
 def grouped_geometry(spec: GroupedSpec, *, batch: int, m: int, cols: int) -> Geometry:
     """As vector_geometry() for each matrix. Raises ArgumentError for more rows or matrices than a grid holds."""
-    geometry = vector_geometry(spec, m=m, cols=cols, threads=_GROUPED.threads, batch=batch)
+    geometry = sector_geometry(
+        spec.sf_layout,
+        m=m,
+        cols=cols,
+        sectors_per_warp=spec.blocks_per_thread,
+        threads=_GROUPED.threads,
+        batch=batch,
+    )
     if max(geometry.grid[1:]) > _MAX_GRID_YZ:
         raise ArgumentError(
             "a", f"{batch} matrices of {m} rows", f"grids of at most {_MAX_GRID_YZ} sectors and matrices"

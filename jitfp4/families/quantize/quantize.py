@@ -87,7 +87,7 @@ def nvfp4_quantize(
     if do_shuffle and (layout is not SfLayout.layout_128x4 or m % _SHUFFLE_TILE):
         raise ArgumentError("do_shuffle", f"True with {layout.name} and m = {m}", "layout_128x4 and m % 128 == 0")
     q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
-    per_token = ()
+    per_token: tuple[torch.Tensor, ...] = ()
     if per_token_activation:
         encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
         if m:

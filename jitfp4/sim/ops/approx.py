@@ -1,7 +1,7 @@
 """Approximate functions: computed in float64 and rounded to nearest float32.
 
 The GPU's tables are not public, so results may differ from it by the manual's error bound: rcp, rsqrt and sqrt 1 ulp,
-div.approx and div.full 2 ulp, ex2 2 ulp, lg2 relative 2**-22.6 (absolute near 1), sin and cos absolute 2**-20.5, tanh
+div.approx and div.full 2 ulp, ex2 2 ulp, lg2 relative 2**-22 (absolute near 1), sin and cos absolute 2**-20.5, tanh
 relative 2**-11. Special values (zero, Inf, NaN, subnormal inputs with and without .ftz) follow the manual's tables.
 """
 
@@ -25,9 +25,9 @@ def _wide(fn: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _div_approx(a: Array, b: Array) -> Array:
-    """``a / b`` for |b| up to 2**126; beyond it div.approx gives 0, or NaN for an infinite a."""
+    """``a / b`` for |b| up to 2**126; beyond it div.approx gives 0, or NaN for an infinite or NaN a."""
     huge = (np.abs(b) > 2.0**126) & np.isfinite(b)
-    return np.where(huge, np.where(np.isinf(a), np.nan, np.copysign(0.0, a) * np.sign(b)), a / b)
+    return np.where(huge, np.where(np.isfinite(a), np.copysign(0.0, a) * np.sign(b), np.nan), a / b)
 
 
 _FUNCTIONS: dict[str, Callable[..., Array]] = {

@@ -47,7 +47,7 @@ def apply(op: str, kind: Type, old: Array, b: Array, c: Array | None = None, *, 
     if not kind.is_float:
         return np.asarray((x + y).view(old.dtype))
     flush = flush and kind.name == "f32"
-    total = exact.canonical(exact.flush_f32(x) + exact.flush_f32(y) if flush else x + y)
+    total = exact.canonical(exact.flush_f32(x) + exact.flush_f32(y) if flush else x + y, [x, y])
     return (exact.flush_f32(total) if flush else total).view(old.dtype)
 
 

@@ -135,7 +135,7 @@ def _testp(d: Decode) -> Step:
         "infinite": np.isinf,
         "number": lambda x: ~np.isnan(x),
         "notanumber": np.isnan,
-        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= smallest),
+        "normal": lambda x: np.isfinite(x) & ((np.abs(x) >= smallest) | (x == 0)),
         "subnormal": lambda x: (np.abs(x) < smallest) & (x != 0),
     }
     return lambda m, lanes: dst(m, lanes, np.asarray(tests[name](read(m, lanes))))

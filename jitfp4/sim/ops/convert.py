@@ -9,8 +9,7 @@ import numpy as np
 
 from jitfp4.sim import formats
 from jitfp4.sim import rounding as exact
-from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
-from jitfp4.sim.ops.floating import flushed
+from jitfp4.sim.decode import Decode, Step, broadcast, step
 from jitfp4.sim.ops.half import halves, widen
 from jitfp4.sim.ptx import TYPES, Array, Type
 
@@ -71,27 +70,25 @@ def _between_integers(d: Decode, out: Type, source: Type, sat: bool) -> Step:
     return lambda m, lanes: dst(m, lanes, np.clip(read(m, lanes), low, high).astype(out.dtype))
 
 
-def _read_float(d: Decode, source: Type, ftz: bool) -> Source:
-    """A float operand as float32, or float64 for f64."""
+def _widened(source: Type, given: Array, ftz: bool) -> Array:
+    """A float operand as float32, or float64 for f64; integers as they are."""
     if source.name in _HALF:
-        read = d.src(TYPES["b16"], wide=True)
-        return lambda m, lanes: widen(source.name, np.asarray(read(m, lanes)))
-    read = d.src(source)
-    return flushed(read) if ftz and source.name == "f32" else read
+        return widen(source.name, given)
+    return exact.flush_f32(given) if ftz and source.name == "f32" else given
 
 
 def _float_to_integer(d: Decode, out: Type, source: Type, integral: str | None, ftz: bool) -> Step:
     """Round to an integer and clamp. NaN is 0, or the sign bit alone where f64 or a 64-bit integer takes part."""
     if integral is None:
         raise d.error("float to integer needs .rni, .rzi, .rmi or .rpi")
-    dst, read = d.dst(out, wide=True), _read_float(d, source, ftz)
+    dst, read = d.dst(out, wide=True), d.src(TYPES["b16"] if source.name in _HALF else source, wide=True)
     limits, rnd = np.iinfo(out.dtype), _INTEGER[integral]
     wide = source.name == "f64" or out.bits == 64
     nan = out.raw.type(1 << (out.bits - 1) if wide else 0).view(out.dtype)
     top = np.float64(limits.max + 1)
 
     def run(m: Any, lanes: Any) -> None:
-        x = rnd(np.asarray(read(m, lanes)).astype(np.float64))
+        x = rnd(_widened(source, np.asarray(read(m, lanes)), ftz).astype(np.float64))
         inside = (x >= limits.min) & (x < top)
         value = np.where(inside, x, 0.0).astype(out.dtype)
         value = np.where(x >= top, out.dtype.type(limits.max), value)
@@ -115,29 +112,48 @@ def _to_float(
     """To f16, bf16, f32 or f64, from a float or an integer."""
     half = out.name in _HALF
     dst = d.dst(TYPES["b16"] if half else out, wide=half)
-    read = _read_float(d, source, ftz) if source.is_float else d.src(source, wide=True)
+    read = d.src(TYPES["b16"] if source.name in _HALF else source, wide=True)
+    keeps_nan = source.is_float and ("f64" in (out.name, source.name) or (source.name, out.name) == ("bf16", "f32"))
     mode = rounding or "rn"
     if source.bits == 64 and not source.is_float and mode != "rn" and out.name != "f64":
         raise d.error("directed rounding from 64-bit integers is not modelled")
 
     def run(m: Any, lanes: Any) -> None:
-        x = np.asarray(read(m, lanes))
+        given = np.asarray(read(m, lanes))
+        x = _widened(source, given, ftz)
         if integral is not None:
             x = _INTEGER[integral](x)
         if sat:
             x = exact.saturate(x)
         if half:
             encode = formats.f32_to_bf16 if out.name == "bf16" else formats.f32_to_f16
-            wide = x if x.dtype.kind == "f" else x.astype(np.float64)
-            dst(m, lanes, encode(wide, mode, **clamp))
-            return
-        y = _narrowed(x, out, mode)
-        if clamp["relu"]:
-            y = np.where((y > 0) | (y != y), y, out.dtype.type(0))
-        y = exact.canonical(y)
-        dst(m, lanes, exact.flush_f32(y) if ftz and out.name == "f32" else y)
+            y = encode(x if x.dtype.kind == "f" else x.astype(np.float64), mode, **clamp)
+        else:
+            y = _narrowed(x, out, mode)
+            if clamp["relu"]:
+                y = np.where((y > 0) | (y != y), y, out.dtype.type(0))
+            y = exact.canonical(y)
+            y = exact.flush_f32(y) if ftz and out.name == "f32" else y
+        if keeps_nan and (bad := x != x).any():
+            bits = exact.canonical(given) if ftz and source.name == "f32" else given
+            y = np.where(bad, _kept_nan(bits.view(f"u{bits.dtype.itemsize}"), source, out).view(y.dtype), y)
+        dst(m, lanes, y)
 
     return run
+
+
+_MANTISSA = {"f16": 10, "bf16": 7, "f32": 23, "f64": 52}
+
+
+def _kept_nan(bits: Array, source: Type, out: Type) -> Array:
+    """A NaN with its sign and as much of its payload as fits; quiet, except that bf16 to f32 is a mere shift."""
+    fraction = np.uint64((1 << 52) - 1)
+    payload = bits.astype(np.uint64) << np.uint64(52 - _MANTISSA[source.name]) & fraction
+    if "f64" in (source.name, out.name):
+        payload |= exact.F64_QUIET
+    sign = bits.astype(np.uint64) >> np.uint64(source.bits - 1) << np.uint64(out.bits - 1)
+    exponent = np.uint64((1 << (out.bits - 1)) - (1 << _MANTISSA[out.name]))
+    return np.asarray((sign | exponent | payload >> np.uint64(52 - _MANTISSA[out.name])).astype(f"u{out.bytes}"))
 
 
 def _narrowed(x: Array, out: Type, mode: str) -> Array:

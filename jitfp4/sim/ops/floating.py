@@ -1,4 +1,4 @@
-"""f32, f64 and f32x2 arithmetic. Results are rounded once; NaN results are canonical.
+"""f32, f64 and f32x2 arithmetic. Results are rounded once; f32 NaN results are canonical, f64 hands NaN operands on.
 
 ``add``, ``sub`` and ``mul`` without a rounding modifier round to nearest and are never contracted to ``fma``: ptxas may
 do that, unless the module was compiled with ``-fmad=false``, which writes ``.rn``.
@@ -84,7 +84,8 @@ def finish(
     dst, srcs = operands
 
     def run(m: Any, lanes: Any) -> None:
-        value = exact.canonical(np.asarray(fn(*(s(m, lanes) for s in srcs))))
+        values = [s(m, lanes) for s in srcs]
+        value = exact.canonical(np.asarray(fn(*values)), values)
         if ftz:
             value = exact.flush_f32(value)
         if sat:
@@ -95,7 +96,7 @@ def finish(
 
 
 def _sign_bit(d: Decode, op: str, kind: Type) -> Step:
-    """abs and neg touch the sign bit alone, of NaN as well."""
+    """abs and neg touch the sign bit alone, but a NaN is a NaN result as of any arithmetic."""
     ftz = d.flag("ftz")
     raw = TYPES[f"u{kind.bits}"]
     sign = raw.dtype.type(1 << (kind.bits - 1))
@@ -104,15 +105,16 @@ def _sign_bit(d: Decode, op: str, kind: Type) -> Step:
     mask = ~sign
 
     def run(m: Any, lanes: Any) -> None:
-        bits = read(m, lanes).view(raw.dtype)
-        dst(m, lanes, bits & mask if op == "abs" else bits ^ sign)
+        x = np.asarray(read(m, lanes))
+        bits = x.view(raw.dtype)
+        dst(m, lanes, exact.canonical((bits & mask if op == "abs" else bits ^ sign).view(x.dtype), [x]))
 
     return run
 
 
 def extremum(op: str, nan: bool, xorsign: bool) -> Function:
     """min or max by PTX's rules: -0 < +0, NaN loses unless ``.NaN``, ``.xorsign.abs`` compares magnitudes."""
-    pick = np.fmin if op == "min" else np.fmax
+    pick = np.minimum if op == "min" else np.maximum
 
     def run(a: Array, b: Array) -> Array:
         raw = np.dtype(f"u{a.dtype.itemsize}")
@@ -120,7 +122,7 @@ def extremum(op: str, nan: bool, xorsign: bool) -> Function:
         flip = (a.view(raw) ^ b.view(raw)) & sign
         if xorsign:
             a, b = np.abs(a), np.abs(b)
-        out = pick(a, b)
+        out = np.where(a != a, b, np.where(b != b, a, pick(a, b)))
         zeros = (a.view(raw) | b.view(raw)) if op == "min" else (a.view(raw) & b.view(raw))
         out = np.where(a == b, zeros.view(a.dtype), out)
         if xorsign:

@@ -12,6 +12,8 @@ from jitfp4.sim.formats import BF16, F16, bf16_to_f32, encode, f16_to_f32
 from jitfp4.sim.ops.floating import ARITY, ROUNDINGS, extremum, finish, flushed, function
 from jitfp4.sim.ptx import TYPES, Array, Type
 
+_MAGNITUDE = np.uint16(0x7FFF)  # all but the sign; also the canonical NaN
+
 
 def widen(kind: str, bits: Array) -> Array:
     """float32 values of f16 or bf16 bits."""
@@ -33,9 +35,10 @@ def build(d: Decode, op: str, kind: Type) -> Step:
     ftz, sat, relu = d.flag("ftz"), d.flag("sat"), d.flag("relu")
     d.take("rn")  # the only rounding that halves have
     if op in ("abs", "neg"):
-        return _sign_bit(d, op, kind)
+        return _sign_bit(d, op, kind, ftz)
+    xorsign = d.flag("xorsign")
     if op in ("min", "max"):
-        fn = _extremum(d, op)
+        fn = _extremum(d, op, xorsign)
         arity = len(d.operands) - 1
     else:
         fn, arity = _WIDE["fma" if op == "mad" else op], ARITY[op]
@@ -44,7 +47,8 @@ def build(d: Decode, op: str, kind: Type) -> Step:
     name = kind.name
 
     def run(m: Any, lanes: Any) -> None:
-        wide = [widen(name, halves(s(m, lanes), lanes.n)) for s in srcs]
+        given = [halves(s(m, lanes), lanes.n) for s in srcs]
+        wide = [widen(name, bits) for bits in given]
         if ftz:
             wide = [flush_half(name, x) for x in wide]
         out = fn(*wide)
@@ -53,6 +57,8 @@ def build(d: Decode, op: str, kind: Type) -> Step:
         if relu:
             out = np.where(out > 0, out, np.where(out != out, out, 0.0))
         bits = narrow(name, out)
+        if xorsign:  # of the operands as they are: widening forgets the sign of a NaN
+            bits = np.where(out != out, bits, bits & _MAGNITUDE | (given[0] ^ given[1]) & ~_MAGNITUDE)
         dst(m, lanes, (flush_bits(name, bits) if ftz else bits).view(raw.dtype))
 
     return run
@@ -74,19 +80,31 @@ def flush_half(kind: str, x: Array) -> Array:
 
 
 def flush_bits(kind: str, bits: Array) -> Array:
-    exponent = np.uint16(0x7F80 if kind.startswith("bf16") else 0x7C00)
-    return np.where(bits & exponent == 0, bits & np.uint16(0x8000), bits)
+    return np.where(bits & _exponent(kind) == 0, bits & ~_MAGNITUDE, bits)
 
 
-def _sign_bit(d: Decode, op: str, kind: Type) -> Step:
-    raw = TYPES[f"b{kind.bits}"]
-    sign = raw.dtype.type(0x80008000 if kind.bits == 32 else 0x8000)
+def _exponent(kind: str) -> np.uint16:
+    """The exponent field, which is also infinity."""
+    return np.uint16(0x7F80 if kind.startswith("bf16") else 0x7C00)
+
+
+def _sign_bit(d: Decode, op: str, kind: Type, ftz: bool) -> Step:
+    """The sign bit alone, except that NaN becomes canonical."""
+    raw, name = TYPES[f"b{kind.bits}"], kind.name
     dst, read = d.dst(raw), d.src(raw)
-    return lambda m, lanes: dst(m, lanes, read(m, lanes) & ~sign if op == "abs" else read(m, lanes) ^ sign)
+    infinity = _exponent(name)
+
+    def run(m: Any, lanes: Any) -> None:
+        bits = halves(read(m, lanes), lanes.n)
+        out = bits & _MAGNITUDE if op == "abs" else bits ^ ~_MAGNITUDE
+        out = flush_bits(name, out) if ftz else out
+        dst(m, lanes, np.where(bits & _MAGNITUDE > infinity, _MAGNITUDE, out).view(raw.dtype))
+
+    return run
 
 
-def _extremum(d: Decode, op: str) -> Any:
-    nan, xorsign = d.flag("NaN"), d.flag("xorsign")
+def _extremum(d: Decode, op: str, xorsign: bool) -> Any:
+    nan = d.flag("NaN")
     if xorsign and not d.flag("abs"):
         raise d.error("expected .xorsign.abs")
     pair = extremum(op, nan, xorsign)

@@ -52,8 +52,8 @@ def quotient(a: Array, b: Array) -> Array:
 
 
 def remainder(a: Array, b: Array) -> Array:
-    """The remainder with the dividend's sign; of a division by zero, the dividend."""
-    return np.where(b == 0, a, a - quotient(a, b) * b)
+    """The remainder with the dividend's sign; of a division by zero, every bit, as for the quotient."""
+    return np.where(b == 0, quotient(a, b), a - quotient(a, b) * b)
 
 
 _BINARY: dict[str, Callable[[Array, Array], Array]] = {

@@ -8,6 +8,7 @@ import numpy as np
 
 from jitfp4.sim.decode import Decode, Step, step
 from jitfp4.sim.memory import RANK_BITS, WINDOW_BITS, WINDOWS
+from jitfp4.sim.ops.floating import flushed
 from jitfp4.sim.ptx import RAW_DTYPES, TYPES, Operand, Sym, Type, Vec
 
 
@@ -107,7 +108,7 @@ def _slct(d: Decode) -> Step:
     """a when c >= 0, else b; a NaN c selects b."""
     ftz = d.flag("ftz")
     kind, test = d.type(), d.type()
-    del ftz  # flushing keeps the sign, and -0 >= 0 holds either way
     dst, a, b, c = d.dst(kind), d.src(kind), d.src(kind), d.src(test)
+    c = flushed(c) if ftz else c  # a flushed negative subnormal is -0, and -0 >= 0
     zero = test.dtype.type(0)
     return lambda m, lanes: dst(m, lanes, np.where(c(m, lanes) >= zero, a(m, lanes), b(m, lanes)))
