@@ -45,6 +45,8 @@ def shapes(batch: int) -> Iterator[Shape]:
                 if tile_v % (4 * ilp_rows * warps) or (batch >= LARGE and (tile_v < 32 or warps != 4)):
                     continue
                 yield Shape(tile_v, ilp_rows, warps)
+                if 4 <= batch <= 32 and warps > 2:
+                    yield Shape(tile_v, ilp_rows, warps, keep_state=True)
                 if warps == 4:
                     yield Shape(tile_v, ilp_rows, warps, use_smem_v=True)
                 if warps == 4 and batch >= 16:

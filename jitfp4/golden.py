@@ -1,6 +1,7 @@
-"""Golden sources: the generated text of every specialisation, committed so that a review sees what a template does.
+"""Golden sources: what the templates generate, committed so that a review sees what a change of a template does.
 
-One file for each specialisation and each of GOLDEN_ARCHS: ``<family>/<spec>.<arch>.cu`` below ``tests/golden``.
+Two files for each family and each of GOLDEN_ARCHS below ``tests/golden``: ``<family>/<arch>.cu`` is the source of the
+first specialisation, and ``<family>/<arch>.specs`` says of every specialisation which lines of that source it replaces.
 """
 
 from __future__ import annotations
@@ -28,27 +29,41 @@ class Drift:
     diff: str
 
 
-def golden_path(family: Family, spec: KernelSpec, arch: Arch) -> str:
-    """Where a specialisation's golden file lies, such as ``quantize/vector/bf16-layout_8x4.sm_90a.cu``."""
+def source_path(family: Family, spec: KernelSpec, arch: Arch) -> str:
+    """A file name for one generated source, such as ``quantize/vector/nvfp4-bf16-layout_8x4-no_silu.sm_90a.cu``."""
     return f"{family.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
 
 
-def generate(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]:
-    """Golden path to generated source of every specialisation of the families that ``pattern`` names (of all: None).
+def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]:
+    """Path to generated source of every specialisation of the families that ``pattern`` names (of all: None).
 
     Raises ArgumentError when ``pattern`` names none.
     """
     return {
-        golden_path(family, spec, arch): family.render(spec, arch)
+        source_path(family, spec, arch): family.render(spec, arch)
         for family in families(pattern)
         for arch in archs
         for spec in family.specs(arch)
     }
 
 
+def goldens(pattern: str | None = None) -> dict[str, str]:
+    """Golden path to text of the families that ``pattern`` names (of all: None)."""
+    texts = {}
+    for family in families(pattern):
+        for arch in map(Arch.of, GOLDEN_ARCHS):
+            rendered = {spec: family.render(spec, arch) for spec in family.specs(arch)}
+            if rendered:
+                first = next(iter(rendered.values()))
+                texts[f"{family.name}/{arch.name}.cu"] = first
+                replaced = (_replaced_lines(first, source) for source in rendered.values())
+                texts[f"{family.name}/{arch.name}.specs"] = "\n".join(replaced)
+    return texts
+
+
 def drift(root: Path, pattern: str | None = None) -> Iterator[Drift]:
     """What ``root`` holds beside, without or other than the generated sources, in path order."""
-    generated = generate([Arch.of(name) for name in GOLDEN_ARCHS], pattern)
+    generated = goldens(pattern)
     committed = _read(root, pattern)
     for path in sorted(generated.keys() | committed.keys()):
         old, new = committed.get(path), generated.get(path)
@@ -60,7 +75,7 @@ def drift(root: Path, pattern: str | None = None) -> Iterator[Drift]:
 def update(root: Path, pattern: str | None = None) -> list[Drift]:
     """Make ``root`` hold exactly the generated sources. Returns what had drifted."""
     drifted = list(drift(root, pattern))
-    generated = generate([Arch.of(name) for name in GOLDEN_ARCHS], pattern)
+    generated = goldens(pattern)
     for item in drifted:
         file = root / item.path
         if item.kind == "extra":
@@ -81,6 +96,14 @@ def _words(spec: KernelSpec) -> Iterator[str]:
                 yield f"{name}{value}"
             case _:
                 yield value
+
+
+def _replaced_lines(first: str, other: str) -> str:
+    """The lines in which two sources differ, ``-`` from the first, ``+`` from the other; no positions, which would
+    move.
+    """
+    lines = difflib.unified_diff(first.splitlines(), other.splitlines(), lineterm="", n=0)
+    return "".join(f"{line}\n" for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
 def _read(root: Path, pattern: str | None) -> dict[str, str]:

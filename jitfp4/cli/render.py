@@ -43,19 +43,19 @@ def render(
 
 
 def _generate(family: str | None, arch: str | None, out: Path | None, as_json: bool) -> None:
-    from jitfp4.golden import GOLDEN_ARCHS, generate
+    from jitfp4.golden import GOLDEN_ARCHS, sources
 
-    sources = generate(read_archs(arch if arch is not None else ",".join(GOLDEN_ARCHS)), family)
+    generated = sources(read_archs(arch if arch is not None else ",".join(GOLDEN_ARCHS)), family)
     if out is not None:
-        for path, source in sources.items():
+        for path, source in generated.items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             (out / path).write_text(source)
     if as_json:
-        put_json("render", sources=[_fields(path, source) for path, source in sources.items()])
+        put_json("render", sources=[_fields(path, source) for path, source in generated.items()])
     else:
-        for path, source in sources.items():
+        for path, source in generated.items():
             put(source if out is None else str(out / path))
-    say(plural(len(sources), "source"))
+    say(plural(len(generated), "source"))
 
 
 def _check(golden: Path, family: str | None, as_json: bool) -> None:

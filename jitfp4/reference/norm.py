@@ -6,20 +6,13 @@ kernel may spread a row over any number of threads and still give the same bits.
 
 from __future__ import annotations
 
+from typing import NamedTuple, cast
+
 import torch
 
-from jitfp4.formats import INV_6_BITS
-from jitfp4.reference.formats import (
-    FLT_MAX,
-    block_amax,
-    decode_e4m3,
-    decode_ue8m0,
-    divide,
-    encode_e2m1,
-    encode_e4m3,
-    encode_ue8m0,
-    pack_e2m1,
-)
+from jitfp4.formats import BlockFormat
+from jitfp4.reference.formats import divide
+from jitfp4.reference.quantize import quantize_blocks
 
 _UNIT = 16
 _LANES = 32
@@ -71,19 +64,15 @@ def _pad(x: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def quantize(
-    y: torch.Tensor, block: int, scale_format: str, global_scale: torch.Tensor | None
+    y: torch.Tensor, block: int, scale: str, global_encode_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., h] to packed E2M1 [..., h/2] and the block scales [..., h/block], uint8."""
-    blocks = y.float().unflatten(-1, (-1, block))
-    inv_6 = torch.tensor(INV_6_BITS, dtype=torch.int32, device=y.device).view(torch.float32)
-    amax = block_amax(blocks)
-    if scale_format == "ue8m0":
-        scales = encode_ue8m0(amax * inv_6)
-        encode = divide(1.0, decode_ue8m0(scales))
-    else:
-        g = torch.ones_like(inv_6) if global_scale is None else global_scale.float().reshape(())
-        scales = encode_e4m3(amax * (g * inv_6))
-        encode = divide(1.0, decode_e4m3(scales) * divide(1.0, g)).nan_to_num(nan=FLT_MAX).clamp(max=FLT_MAX)
-        encode = torch.where(amax == 0, 0.0, encode)
-    codes = encode_e2m1(blocks * encode.unsqueeze(-1)).flatten(-2)
-    return pack_e2m1(codes), scales
+    """[..., h] to packed E2M1 [..., h/2] and linear block scales [..., h/block], uint8; see quantize_blocks()."""
+    form = cast(BlockFormat, _Form(block, scale))
+    return quantize_blocks(y, form, None if global_encode_scale is None else global_encode_scale.reshape(()))
+
+
+class _Form(NamedTuple):
+    """What quantize_blocks() asks of a format: blocks of 32 with E4M3 scales have no name of their own."""
+
+    block: int
+    scale: str

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 from jitfp4 import render as renderer
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli import app
-from jitfp4.golden import GOLDEN_ARCHS, generate, golden_path
-from jitfp4.registry import families
+from jitfp4.golden import GOLDEN_ARCHS, goldens, source_path, sources
+from jitfp4.registry import families, lookup
 
 ROOT = Path(__file__).parents[2]
 FAMILY = "quantize/vector"
@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, str]:
 # ---- golden files ----------------------------------------------------------------------------------------------------
 
 
-def test_the_committed_golden_files_are_what_the_templates_generate() -> None:
+def test_the_committed_golden_files_are_what_the_templates_sources() -> None:
     result = run("--check", "--golden", ROOT / "tests/golden")
     assert result.exit_code == 0, result.stderr
 
@@ -65,8 +65,8 @@ def test_an_edited_partial_is_shown_as_a_unified_diff(templates: Path, golden: P
     renderer._environment.cache_clear()
     result = run("--check", FAMILY, "--golden", golden)
     assert result.exit_code == 1
-    assert result.stdout.count("\n+using quad = unsigned long long;\n") == len(files(golden))
-    path = next(iter(files(golden)))
+    assert result.stdout.count("\n+using quad = unsigned long long;\n") == len(GOLDEN_ARCHS)
+    path = f"{FAMILY}/sm_90a.cu"
     assert f"--- golden/{path}\n+++ generated/{path}\n@@ " in result.stdout
     assert f"changed: {golden / path}\n" in result.stderr
 
@@ -74,7 +74,7 @@ def test_an_edited_partial_is_shown_as_a_unified_diff(templates: Path, golden: P
 def test_a_missing_and_an_extra_golden_file_are_drift(golden: Path) -> None:
     gone, *_ = files(golden)
     (golden / gone).unlink()
-    extra = golden / FAMILY / "no-such-spec.sm_90a.cu"
+    extra = golden / FAMILY / "sm_70.cu"
     extra.write_text("// left behind\n")
     result = run("--check", FAMILY, "--golden", golden, "--json")
     assert result.exit_code == 1
@@ -87,14 +87,14 @@ def test_update_rewrites_adds_and_removes(templates: Path, golden: Path) -> None
     template = templates / f"{FAMILY}.cu.j2"
     template.write_text(template.read_text() + "// the end\n")
     renderer._environment.cache_clear()
-    gone, *kept = before
-    (golden / gone).unlink()
+    (golden / FAMILY / "sm_90a.specs").unlink()
     (golden / FAMILY / "extra.cu").write_text("")
     result = run("--update", FAMILY, "--golden", golden)
     assert result.exit_code == 0
     verbs = [line.split()[0] for line in result.stdout.splitlines()]
-    assert sorted(verbs) == sorted(["added", "removed", *["rewritten"] * len(kept)])
-    assert files(golden) == {path: text + "// the end\n" for path, text in before.items()}
+    assert sorted(verbs) == sorted(["added", "removed", *["rewritten"] * len(GOLDEN_ARCHS)])
+    ends = {path: "// the end\n" if path.endswith(".cu") else "" for path in before}
+    assert files(golden) == {path: text + ends[path] for path, text in before.items()}
     assert run("--check", FAMILY, "--golden", golden).exit_code == 0
 
 
@@ -106,11 +106,26 @@ def test_a_missing_end_of_line_is_drift(golden: Path) -> None:
     assert f"changed: {path}" in result.stderr
 
 
-def test_every_specialisation_has_its_own_golden_file() -> None:
+def test_golden_files_say_every_line_of_every_specialisation() -> None:
+    """A source is the family's first with the lines replaced that its block in the .specs file lists."""
+    files_ = goldens(FAMILY)
+    family = lookup(FAMILY)
+    for arch in map(Arch.of, GOLDEN_ARCHS):
+        first, blocks = files_[f"{FAMILY}/{arch.name}.cu"], files_[f"{FAMILY}/{arch.name}.specs"].split("\n\n")
+        specs = list(family.specs(arch))
+        assert len(blocks) == len(specs) - 1  # the first replaces nothing: its block is empty
+        for spec, block in zip(specs[1:], blocks, strict=True):
+            removed, added = ([line[1:] for line in block.strip().splitlines() if line[0] == sign] for sign in "-+")
+            want = family.render(spec, arch).splitlines()
+            assert sorted(set(first.splitlines()) - set(want)) == sorted(set(removed) - set(want))
+            assert spec.json() in added[0] and all(line in want for line in added)
+
+
+def test_every_specialisation_has_a_file_name_of_its_own() -> None:
     archs = [Arch.of(name) for name in GOLDEN_ARCHS]
-    places = [golden_path(f, spec, arch) for f in families() for arch in archs for spec in f.specs(arch)]
+    places = [source_path(f, spec, arch) for f in families() for arch in archs for spec in f.specs(arch)]
     assert len(set(places)) == len(places)
-    assert generate(archs).keys() == set(places)
+    assert sources(archs).keys() == set(places)
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
@@ -119,22 +134,22 @@ def test_every_specialisation_has_its_own_golden_file() -> None:
 def test_sources_go_to_stdout() -> None:
     result = run(FAMILY, "--arch", "sm_89")
     assert result.exit_code == 0
-    assert result.stdout == "".join(generate([Arch.of("sm_89")], FAMILY).values())
+    assert result.stdout == "".join(sources([Arch.of("sm_89")], FAMILY).values())
 
 
 def test_sources_go_to_files(tmp_path: Path) -> None:
     result = run("--arch", "sm_80,sm_121a", "--out", tmp_path)
     assert result.exit_code == 0
-    sources = generate([Arch.of("sm_80"), Arch.of("sm_121a")])
-    assert files(tmp_path) == sources
-    assert result.stdout.split() == [str(tmp_path / path) for path in sources]
+    want = sources([Arch.of("sm_80"), Arch.of("sm_121a")])
+    assert files(tmp_path) == want
+    assert result.stdout.split() == [str(tmp_path / path) for path in want]
 
 
 def test_sources_as_json() -> None:
     result = run(FAMILY, "--json")
     found = {item["path"]: item for item in json.loads(result.stdout)["sources"]}
-    sources = generate([Arch.of(name) for name in GOLDEN_ARCHS], FAMILY)
-    assert {path: item["source"] for path, item in found.items()} == sources
+    want = sources([Arch.of(name) for name in GOLDEN_ARCHS], FAMILY)
+    assert {path: item["source"] for path, item in found.items()} == want
     assert all(item["sha256"] == hashlib.sha256(item["source"].encode()).hexdigest() for item in found.values())
 
 
@@ -147,7 +162,7 @@ sys.exit("loaded NVRTC" if "cuda.bindings.nvrtc" in sys.modules else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(files(tmp_path)) == len(generate(list(ARCHS.values())))
+    assert len(files(tmp_path)) == len(sources(list(ARCHS.values())))
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

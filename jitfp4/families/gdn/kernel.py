@@ -18,7 +18,7 @@ from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 DTYPES = (DType.BF16, DType.F16)
 STATE_DTYPES = (DType.F32, DType.BF16)
 HEAD_DIMS = (128, 64)
-MAX_TOKENS = (4, 16)
+MAX_TOKENS = (4, 8, 16)
 _ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
 _MAX_GRID_Y = 65535
 _CTA_RESERVE = 1024  # shared memory that the hardware keeps for itself in every CTA
@@ -37,7 +37,8 @@ class Spec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
     ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
-    ``store_steps`` is for calls that keep the state after every token.
+    ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2, from
+    where the next call reads it, and has everything else leave first.
     """
 
     dtype: DType
@@ -50,6 +51,7 @@ class Spec(KernelSpec):
     warps: int
     use_smem_v: bool
     store_steps: bool
+    keep_state: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -81,6 +83,7 @@ class Shape(NamedTuple):
     ilp_rows: int
     warps: int
     use_smem_v: bool = False
+    keep_state: bool = False
     ctas_per_sm: int = 0
 
 
@@ -97,11 +100,15 @@ class Problem:
     store_steps: bool
 
 
-_LANE2, _LANE4 = Shape(32, 2, 4), Shape(64, 4, 4)
-# (value heads of the whole batch up to, shape). Measured: bench/results/h200/gdn_search.csv
-_WITH_STEPS = ((64, _LANE2), (512, _LANE4), (_NO_LIMIT, _LANE2._replace(ctas_per_sm=4)))
-_WITHOUT_STEPS = ((64, _LANE2), (512, _LANE4), (_NO_LIMIT, Shape(64, 2, 4)))
-_OTHERS = _LANE2  # bf16 states and head dimension 64
+# (value heads of the whole batch up to, shape). 512 float32 states of 64 KiB stay in an L2 of 50 MB.
+# Measured: bench/results/h200/gdn_search.csv
+_WITH_STEPS = (
+    (256, Shape(32, 1, 8, keep_state=True)),
+    (512, Shape(128, 4, 8, keep_state=True)),
+    (_NO_LIMIT, Shape(32, 2, 4, ctas_per_sm=3)),
+)
+_WITHOUT_STEPS = ((64, Shape(32, 1, 8)), (512, Shape(64, 4, 4)), (_NO_LIMIT, Shape(64, 2, 4)))
+_OTHERS = Shape(32, 2, 4)  # bf16 states and head dimension 64
 _K_MAJOR = Shape(32, 4, 2)
 
 
@@ -133,6 +140,7 @@ def specialise(problem: Problem, shape: Shape) -> Spec:
         warps=shape.warps,
         use_smem_v=shape.use_smem_v,
         store_steps=problem.store_steps,
+        keep_state=shape.keep_state,
     )
 
 

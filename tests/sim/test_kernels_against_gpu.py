@@ -1,0 +1,267 @@
+"""Every generated kernel on the GPU and in the simulator: public functions on CUDA tensors and on CPU tensors.
+
+``CALLS`` has calls for each family that together launch all of its specialisations. Of a grid that is too large to
+simulate, some CTAs are simulated, and what they wrote is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+import jitfp4.families
+from jitfp4 import SfLayout, engine, sim
+from jitfp4.registry import families, lookup
+from jitfp4.sim import api
+from jitfp4.sim.machine import Machine, linear
+from jitfp4.spec import KernelSpec
+from jitfp4.tensors import device_arch
+from tests.support.inputs import hard_blocks, random_matrix
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile]
+
+DEVICE = "cuda"
+SIMULATED_CTAS = 500  # of a grid; of a larger one, the batches at its start, middle and end
+HALVES = (torch.bfloat16, torch.float16)
+Arguments = dict[str, Any]
+Call = tuple[str, Arguments]
+
+
+def matrix(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """[m, k]: hard blocks, then random ones; rows repeat after 256."""
+    wide = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    rows, hard = random_matrix(min(m, 256), k, wide), hard_blocks(wide).flatten()
+    rows.view(-1)[: len(hard)] = hard
+    return rows.repeat(-(-m // 256), 1)[:m].to(dtype)
+
+
+def gates(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """[m, 2k] whose first half silu() maps to itself or zero, however exp is computed."""
+    both = matrix(m, 2 * k, dtype)
+    choices = torch.tensor([0.0, 20.5, 79.0, 100.0, 1000.0, -200.0, -1000.0], dtype=dtype)
+    both[:, :k] = choices[torch.arange(m * k).view(m, k) % len(choices)]
+    return both
+
+
+# As many elements as select() needs to choose each specialisation.
+SMALL, MEDIUM, LARGE = (37, 720), (2049, 4096), (16385, 4096)
+
+
+def vector_calls() -> Iterator[Call]:
+    for layout, (m, k) in product(SfLayout, (SMALL, MEDIUM, LARGE)):
+        for dtype in (*HALVES, torch.float8_e4m3fn):
+            yield "nvfp4_quantize", {"a": matrix(m, k, dtype), "a_global_sf": torch.tensor([0.7]), "sfLayout": layout}
+        for dtype in HALVES:
+            yield "mxfp4_quantize", {"a": matrix(m, k // 32 * 32, dtype), "sfLayout": layout}
+            yield (
+                "silu_and_mul_nvfp4_quantize",
+                {
+                    "input": gates(m, k, dtype),
+                    "global_scale": torch.tensor([0.7]),
+                    "is_sf_swizzled_layout": layout is not SfLayout.layout_linear,
+                    "is_sf_8x4_layout": layout is SfLayout.layout_8x4,
+                },
+            )
+
+
+def row_scale_calls() -> Iterator[Call]:
+    for dtype in HALVES:
+        yield (
+            "nvfp4_quantize",
+            {"a": random_matrix(37, 720, dtype), "a_global_sf": torch.tensor([1 / 2688]), "per_token_activation": True},
+        )
+
+
+def grouped_calls() -> Iterator[Call]:
+    mask, scales = torch.tensor([0, 130, 7], dtype=torch.int32), torch.tensor([0.5, 1.0, 3.0])
+    for dtype in HALVES:
+        batch = matrix(3 * 130, 272, dtype).view(3, 130, 272)
+        yield "nvfp4_batched_quantize", {"a": batch, "a_global_sf": torch.tensor([0.7])}
+        yield "scaled_fp4_grouped_quantize", {"a": batch, "mask": mask, "a_global_sf": scales}
+        pairs = gates(3 * 130, 272, dtype).view(3, 130, 544)
+        yield "silu_and_mul_scaled_nvfp4_experts_quantize", {"a": pairs, "mask": mask, "a_global_sf": scales}
+
+
+def dequantize_calls() -> Iterator[Call]:
+    m, k = 70, 704
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (m, k // 2), generator=generator, dtype=torch.uint8)
+    for layout, dtype in product(SfLayout, (torch.float32, *HALVES)):
+        common = {"a_fp4": codes, "sfLayout": layout, "out_dtype": dtype}
+        scales = torch.randint(0, 128, layout.shape(m, k // 16), generator=generator, dtype=torch.uint8)
+        yield "nvfp4_dequantize", common | {"a_sf": scales, "global_decode_scale": torch.tensor([0.3])}
+        powers = torch.randint(0, 256, layout.shape(m, k // 32), generator=generator, dtype=torch.uint8)
+        yield "mxfp4_dequantize", common | {"a_sf": powers}
+
+
+def norm_calls() -> Iterator[Call]:
+    recipes = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
+    for dtype, (block, scale), (m, h) in product(HALVES, recipes, ((5, 256), (3, 8192), (2, 16384))):
+        x, residual = random_matrix(m, h, dtype), random_matrix(m, h, dtype, seed=1)
+        x[0, :64] = hard_blocks(dtype)[16:20].flatten()
+        common = {
+            "weight": random_matrix(1, h, dtype, seed=2)[0],
+            "global_scale": None if scale == "ue8m0" else torch.tensor([3.0]),
+            "block_size": block,
+            "scale_format": scale,
+        }
+        yield "rmsnorm_fp4quant", common | {"input": x, "is_sf_swizzled_layout": True}
+        yield (
+            "add_rmsnorm_fp4quant",
+            common
+            | {"input": x, "residual": residual, "output_both_sf_layouts": True, "y_out": torch.zeros_like(x)},
+        )
+
+
+def gdn_calls() -> Iterator[Call]:
+    """Gates at which exp and log do not matter: decay 1, beta 1/2."""
+    for dtype, state, dim, tokens, steps, heads in product(
+        HALVES, (torch.float32, torch.bfloat16), (128, 64), (3, 7), (False, True), (2, 65, 129, 513)
+    ):
+        if heads > 2 and (state, dim) != (torch.float32, 128):
+            continue  # only this kernel is cut differently for many heads
+        calls = delta_rule_arguments(dtype, state, dim, 1 if heads > 65 else tokens, heads)
+        pool = calls["initial_state"]
+        if steps:
+            calls["intermediate_states_buffer"] = torch.zeros(1, calls["q"].shape[1], *pool.shape[1:], dtype=state)
+        yield "gated_delta_rule_mtp", calls
+        if heads == 2 and tokens == 3 and not steps and state is torch.float32:
+            one = delta_rule_arguments(dtype, state, dim, 1, heads)
+            del one["initial_state_indices"]
+            yield "gated_delta_rule_decode", one | {"state": one.pop("initial_state")}
+
+
+def delta_rule_arguments(dtype: torch.dtype, state: torch.dtype, dim: int, tokens: int, heads: int) -> Arguments:
+    generator = torch.Generator().manual_seed(dim + tokens + heads)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "q": normal(1, tokens, 1, dim).to(dtype),
+        "k": normal(1, tokens, 1, dim).to(dtype),
+        "v": normal(1, tokens, heads, dim).to(dtype),
+        "initial_state": normal(1, heads, dim, dim).to(state),
+        "initial_state_indices": torch.arange(1),
+        "A_log": torch.full((heads,), -torch.inf),
+        "a": normal(1, tokens, heads).to(dtype),
+        "dt_bias": normal(heads),
+        "b": torch.zeros(1, tokens, heads, dtype=dtype),
+    }
+
+
+CALLS: dict[str, Callable[[], Iterator[Call]]] = {
+    "gdn/delta_rule": gdn_calls,
+    "norm/rmsnorm_fp4quant": norm_calls,
+    "quantize/dequantize": dequantize_calls,
+    "quantize/grouped": grouped_calls,
+    "quantize/row_scale": row_scale_calls,
+    "quantize/vector": vector_calls,
+}
+
+
+class Launches:
+    """What the calls of a test launch. Of large grids the simulator runs a part."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, KernelSpec]] = set()
+        self.partial = False
+
+    def record(self, launch: engine.Launch, *args: Any, **kwargs: Any) -> None:
+        self.found.add((launch.family.name, launch.spec))
+        _run(launch, *args, **kwargs)
+
+    def machine(self, program: Any, launch: Any, memory: Any, params: Any, const: Any, first: int, ctas: int) -> Any:
+        """In place of a Machine: one that does nothing in the midst of a large grid."""
+        total = linear(launch.geometry.grid)
+        kept = total <= SIMULATED_CTAS or first == 0 or first + ctas >= total or first <= total // 2 < first + ctas
+        if kept:
+            return Machine(program, launch, memory, params, const, first, ctas)
+        self.partial = True
+        return Skipped(block_runs=(0,) * len(program.blocks))
+
+
+_run = engine.Launch.run
+
+
+@dataclass
+class Skipped:
+    """A batch of CTAs that does not run."""
+
+    block_runs: tuple[int, ...]
+
+    def run(self) -> None:
+        pass
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """Records what is launched. New memory is filled with the same bytes everywhere."""
+    launches = Launches()
+    monkeypatch.setattr(engine.Launch, "run", lambda *args, **kwargs: launches.record(*args, **kwargs))
+    monkeypatch.setattr(api, "Machine", launches.machine)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield launches
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("family", [family.name for family in families()])
+def test_kernels(family: str, launches: Launches) -> None:
+    arch = device_arch(torch.cuda.current_device())
+    specs = set(lookup(family).specs(arch))
+    if not specs:
+        pytest.skip(f"not on {arch.name}")
+    assert family in CALLS, "a new family needs calls here"
+    for name, arguments in CALLS[family]():
+        function, launches.partial = getattr(jitfp4, name), False
+        on_gpu, on_cpu = moved(arguments, DEVICE), moved(arguments, "cpu")
+        gpu = tensors(on_gpu, function(**on_gpu))
+        with sim.device(arch):
+            simulated = tensors(on_cpu, function(**on_cpu))
+        compare(described(name, arguments), tensors(arguments, ()), gpu, simulated, launches.partial)
+    missing = specs - {spec for found, spec in launches.found if found == family}
+    assert not missing, f"{len(missing)} specialisations were not launched, such as {next(iter(missing))}"
+
+
+def moved(arguments: Arguments, device: str) -> Arguments:
+    """Copies of the tensors on ``device``."""
+    return {name: x.clone().to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+
+
+def tensors(arguments: Arguments, results: Any) -> list[torch.Tensor]:
+    """All that a call may have written, arguments first."""
+    results = results if isinstance(results, tuple) else (results,)
+    return [x.detach().cpu() for x in (*arguments.values(), *results) if isinstance(x, torch.Tensor)]
+
+
+def described(name: str, arguments: Arguments) -> str:
+    values = ((k, f"{v.dtype}{list(v.shape)}" if isinstance(v, torch.Tensor) else v) for k, v in arguments.items())
+    return f"{name}({', '.join(f'{key}={value}' for key, value in values)})"
+
+
+def filling(like: torch.Tensor) -> torch.Tensor:
+    """The bytes that new memory is filled with: NaN, or ones in bytes."""
+    return torch.full_like(like, torch.nan if like.dtype.itemsize > 1 else 255).view(torch.uint8)
+
+
+def compare(
+    name: str, before: list[torch.Tensor], gpu: list[torch.Tensor], simulated: list[torch.Tensor], partial: bool
+) -> None:
+    """Equal bytes; with ``partial``, where the simulator changed what was there before."""
+    for n, (left, right) in enumerate(zip(gpu, simulated, strict=True)):
+        a, b = (x.contiguous().view(torch.uint8) for x in (left, right))
+        wrong = a != b
+        if partial:
+            old = before[n].contiguous().view(torch.uint8) if n < len(before) else filling(right)
+            assert (b != old).any() or n < len(before)
+            wrong &= b != old
+        assert not wrong.any(), (
+            f"{name}: tensor {n} {right.dtype}{list(right.shape)}: {int(wrong.sum())} of {wrong.numel()} bytes differ,"
+            f" first at {wrong.nonzero()[0].tolist()}"
+        )
