@@ -54,7 +54,7 @@ def files(folder: Path) -> dict[str, str]:
 # ---- golden files ----------------------------------------------------------------------------------------------------
 
 
-def test_the_committed_golden_files_are_what_the_templates_sources() -> None:
+def test_the_committed_golden_files_are_what_the_templates_generate() -> None:
     result = run("--check", "--golden", ROOT / "tests/golden")
     assert result.exit_code == 0, result.stderr
 
