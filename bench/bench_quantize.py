@@ -125,7 +125,7 @@ def variants() -> Iterator[dict[str, Any]]:
             in_dtype=DType.BF16, sf_layout=layout, stages=stages, ctas_per_sm=ctas, blocks_per_thread=blocks
         )
         plan = Launch(kernels.TMA, tma, kernels.tma_geometry(tma, m=m, cols=k // 16, num_sms=132))
-        rows = kernels.tma_tile_rows(layout)
+        rows = kernels.tma_box_rows(layout)
         yield measure(
             "tma", m, k, of_launch(plan, m, k, rows), blocks_per_thread=blocks, threads=544, stages=stages,
             ctas_per_sm=ctas,

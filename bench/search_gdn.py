@@ -42,7 +42,7 @@ def shapes(batch: int) -> Iterator[Shape]:
     for ilp_rows in (1, 2, 4, 8):
         for tile_v in (8, 16, 32, 64, 128):
             for warps in (2, 4, 8):
-                if tile_v % (4 * ilp_rows * warps) or (batch >= LARGE and (tile_v < 32 or warps != 4)):
+                if tile_v % (4 * ilp_rows * warps) or (batch >= LARGE and (tile_v < 32 or warps == 2)):
                     continue
                 yield Shape(tile_v, ilp_rows, warps)
                 if 4 <= batch <= 32 and warps > 2:

@@ -67,7 +67,7 @@ def quantize(
     y: torch.Tensor, block: int, scale: str, global_encode_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., h] to packed E2M1 [..., h/2] and linear block scales [..., h/block], uint8; see quantize_blocks()."""
-    form = cast(BlockFormat, _Form(block, scale))
+    form = cast("BlockFormat", _Form(block, scale))
     return quantize_blocks(y, form, None if global_encode_scale is None else global_encode_scale.reshape(()))
 
 

@@ -107,6 +107,25 @@ def test_float8_input_is_the_reference(layout: SfLayout, device: str) -> None:
         assert_same_bytes("scales", sf, want_sf)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
+def test_float8_input_through_the_table_is_the_reference(
+    layout: SfLayout, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_TABLE_WORK", 1)
+    ops._matrix_plan.cache_clear()
+    generator = torch.Generator().manual_seed(6)
+    a = torch.randint(0, 256, (133, 208), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    for scale in (1.0, 37.3, 0.01, 1e-30, 1e30):
+        g = torch.tensor([scale])
+        q = poisoned((133, 104), torch.uint8, device)
+        sf = poisoned(layout.shape(133, 13), torch.uint8, device)
+        nvfp4_quantize(a.to(device), g.to(device), layout, out=q, out_sf=sf)
+        want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
+        assert_same_bytes("codes", q, want_q)
+        assert_same_bytes("scales", sf, want_sf)
+    ops._matrix_plan.cache_clear()
+
+
 def test_float8_input_comes_back_times_6_over_g() -> None:
     a = random_matrix(32, 64, torch.float16, seed=4).clamp(-200, 200).to(torch.float8_e4m3fn)
     g = torch.tensor([2688.0 / 200])
@@ -199,9 +218,9 @@ def test_a_column_major_matrix_is_quantized_along_its_columns() -> None:
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def selected(arch: str, **problem: Any) -> kernels.VectorSpec | kernels.TmaSpec:
+def selected(arch: str, **problem: Any) -> kernels.VectorSpec | kernels.TableSpec | kernels.TmaSpec:
     chosen = kernels.select(arch=ARCHS[arch], **problem)
-    return chosen if isinstance(chosen, kernels.TmaSpec) else chosen[0]
+    return chosen[0] if isinstance(chosen, tuple) else chosen
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -220,7 +239,8 @@ def test_selection_returns_exactly_the_listed_specs(arch: str) -> None:
         for m in range(0, 20, 3)
         for k in range(5, 16, 2)
     }
-    assert found == {*kernels.vector_specs(ARCHS[arch]), *kernels.tma_specs(ARCHS[arch])}
+    lists = kernels.vector_specs, kernels.table_specs, kernels.tma_specs
+    assert found == {spec for specs in lists for spec in specs(ARCHS[arch])}
 
 
 def test_impossible_specs_are_refused() -> None:
@@ -257,7 +277,7 @@ def run_tma(a: torch.Tensor, g: torch.Tensor, q: torch.Tensor, sf: torch.Tensor,
     """The kernel, whatever select() would say; on a simulated GPU of two SMs, so that a CTA meets several tiles."""
     (m, k), spec, target = a.shape, kernels.tma_spec(ops.DTYPES[a.dtype], layout), target_of(q)
     num_sms = 2 if target.device is None else target.arch.num_sms
-    tiles = TileMap(a.view(torch.uint16), (kernels.tma_tile_rows(layout), kernels.TMA_BOX_COLS), swizzle=128)
+    tiles = TileMap(a.view(torch.uint16), (kernels.tma_box_rows(layout), kernels.TMA_BOX_COLS), swizzle=128)
     plan = Launch(kernels.TMA, spec, kernels.tma_geometry(spec, m=m, cols=k // 16, num_sms=num_sms))
     plan.run((tiles, g, q, sf, m, k), target)
 

@@ -33,29 +33,31 @@ def gated_delta_rule_mtp(
     Args:
         q, k: [B, T, H, K] bf16 or fp16, T from 1 to 16, K 64 or 128. Heads dense; requests and tokens may be strided by
             multiples of 16 bytes, as views of a packed projection are.
-        v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H: value head hv uses q and k of head hv // (HV / H).
+        v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
-        initial_state_indices: [B] int32 or int64: the slot of each request. Where it is negative the request is
-            skipped: its output is zero and no state is touched.
+        initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
+            its output is zero and no state is touched.
         A_log: [HV] float32.
-        a, b: [B, T, HV], q's dtype, heads dense: decay and update gates before their non-linearities.
+        a: [B, T, HV], q's dtype, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
+        b: [B, T, HV], q's dtype, heads dense, the update gate before its non-linearity.
         scale: factor of q; None means 1 / sqrt(K).
         output: [B, T, HV, V], q's dtype, contiguous, filled in place; allocated when None.
         intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, indexed by request and token through
-            its own strides: gets the state after every token.
-        ssm_state_indices: [B, T] int32 or int64: the slot of initial_state that gets the state after each token, in
-            place of the final write; negative: none. Excludes the two options around it.
-        disable_state_update: leave initial_state as it is. None means False: the final state is written back.
+            its own strides; gets the state after every token.
+        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that gets the state after each token, in
+            place of the final write; negative ones get none. Excludes intermediate_states_buffer,
+            disable_state_update and output_state_indices.
+        disable_state_update: leave initial_state as it is. None means False, that the final state is written back.
             (FlashInfer's releases warn and take None for True; an engine that relies on that passes True.)
         use_qk_l2norm: divide q and k by their l2 norms.
-        output_state_indices: [B]: the slot that gets the final state; negative: none. None means
-            initial_state_indices.
+        output_state_indices: [B] int32 or int64, the slot that gets the final state; negative ones get none. None
+            means initial_state_indices.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, initial_state)``.
     Numerics:
-        Float32 throughout; a bf16 state is widened once and rounded once, each time that it is stored. Per token::
+        Float32 throughout; a bf16 state is widened once and rounded each time that it is stored. Per token::
 
             decay = exp(-exp(A_log) * softplus(a + dt_bias));   beta = 1 / (1 + exp(-b))
             q, k  = q * (1 / sqrt(sum(q * q) + 1e-6)), likewise k;   q = q * scale
@@ -115,13 +117,16 @@ def gated_delta_rule_decode_pretranspose(
     """One to 16 tokens of each request through the gated delta rule; states [V, K], updated in place.
 
     Args:
-        state: [B, HV, V, K] float32 or bf16, request n's at n; or None, and then
-        initial_state, initial_state_indices, output_state_indices: a pool and its slots, as gated_delta_rule_mtp()
-            takes them.
-        q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, enable_pdl: as in gated_delta_rule_mtp().
+        q, k, v: as in gated_delta_rule_mtp().
+        state: [B, HV, V, K] float32 or bf16, request n's at n, strided as a pool may be. None with a pool.
+        A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp().
+        initial_state, initial_state_indices, output_state_indices: a pool of states and its slots, as in
+            gated_delta_rule_mtp(), in place of state.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
-        ``(output, state)``, or ``(output, initial_state)``.
-    Numerics and Raises: see gated_delta_rule_mtp().
+        ``(output, state)``, or ``(output, initial_state)``. The numerics are gated_delta_rule_mtp()'s.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
     """
     name, pool = ("state", state) if initial_state is None else ("initial_state", initial_state)
     if pool is None or (state is not None and initial_state is not None):
@@ -165,11 +170,14 @@ def gated_delta_rule_decode(
     """One token of each request through the gated delta rule; states [K, V], updated in place.
 
     Args:
-        state: [B, HV, K, V] float32, request n's at n; heads dense, requests 16-byte aligned.
-        q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm, enable_pdl: as in gated_delta_rule_mtp(), T = 1.
+        q, k, v: as in gated_delta_rule_mtp(), T = 1.
+        state: [B, HV, K, V] float32, request n's at n; heads dense, requests apart by any multiple of 16 bytes.
+        A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp(), T = 1.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
-        ``(output, state)``. The same bits as gated_delta_rule_decode_pretranspose() on the transposed state.
-    Numerics and Raises: see gated_delta_rule_mtp().
+        ``(output, state)``, the same bits as gated_delta_rule_decode_pretranspose() on the transposed state.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
     """
     check = Call("state", q, k, v, state, A_log, a, dt_bias, b, k_major=True)
     check.one_state_each()

@@ -18,7 +18,7 @@ from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 DTYPES = (DType.BF16, DType.F16)
 STATE_DTYPES = (DType.F32, DType.BF16)
 HEAD_DIMS = (128, 64)
-MAX_TOKENS = (4, 8, 16)
+MAX_TOKENS = (4, 16)
 _ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
 _MAX_GRID_Y = 65535
 _CTA_RESERVE = 1024  # shared memory that the hardware keeps for itself in every CTA
@@ -37,8 +37,8 @@ class Spec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
     ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
-    ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2, from
-    where the next call reads it, and has everything else leave first.
+    ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2,
+    from where the next call reads it, and has everything else leave first.
     """
 
     dtype: DType
@@ -107,7 +107,7 @@ _WITH_STEPS = (
     (512, Shape(128, 4, 8, keep_state=True)),
     (_NO_LIMIT, Shape(32, 2, 4, ctas_per_sm=3)),
 )
-_WITHOUT_STEPS = ((64, Shape(32, 1, 8)), (512, Shape(64, 4, 4)), (_NO_LIMIT, Shape(64, 2, 4)))
+_WITHOUT_STEPS = ((64, Shape(32, 1, 8)), (512, Shape(128, 4, 8)), (_NO_LIMIT, Shape(64, 2, 8)))
 _OTHERS = Shape(32, 2, 4)  # bf16 states and head dimension 64
 _K_MAJOR = Shape(32, 4, 2)
 

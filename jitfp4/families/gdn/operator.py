@@ -8,6 +8,7 @@ import torch
 
 from jitfp4.arch import Arch
 from jitfp4.engine import Launch, target_of
+from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.kernel import DELTA_RULE, Problem, StateLayout, geometry, select, shape_of
 from jitfp4.formats import DType
 from jitfp4.ops import operator
@@ -56,6 +57,8 @@ def gated_delta_rule(
     k_major: bool,
     enable_pdl: bool | None,
 ) -> None:
+    if steps is not None and steps.data_ptr() % 16:
+        raise ArgumentError("intermediate_states_buffer", "an address between multiples of 16", "16-byte alignment")
     batch, tokens, heads, head_dim = q.shape
     value_heads = v.shape[2]
     problem = Problem(

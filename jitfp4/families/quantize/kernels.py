@@ -33,10 +33,13 @@ class Tuning:
 
 
 # Measured on an H200: bench/results/h200/quantize_variants.csv.
-_NVFP4 = (Tuning(1 << 23, 1, 128), Tuning(1 << 26, 2, 128), Tuning(inf, 4, 256))
-_MXFP4 = (Tuning(1 << 26, 1, 64), Tuning(inf, 2, 128))
-_SILU = (Tuning(1 << 23, 1, 64), Tuning(inf, 2, 64))
+_NVFP4 = (Tuning(1 << 23, 1, 128), Tuning(1 << 25, 2, 128), Tuning(inf, 4, 256))
+_MXFP4 = (Tuning(1 << 27, 1, 128), Tuning(inf, 2, 128))
+_SILU = (Tuning(1 << 24, 1, 64), Tuning(inf, 2, 128))
 _GROUPED = Tuning(inf, 2, 256)
+
+# E4M3 input without the FP4 instructions: converting each element is bound by instructions; a table is not.
+_TABLE_WORK, _TABLE_BLOCKS, _TABLE_THREADS, _TABLE_CTAS_PER_SM = 1 << 23, 4, 256, 4
 
 # On an H200 the vector kernel wins at every size (same file). FlashInfer #2838 measured a B200: copies by TMA win from
 # log2(m) + log2(k) = 25 on, with m >= 1024 and k % 512 == 0. Only there, and not measured by us, they are selected.
@@ -69,6 +72,14 @@ class TmaSpec(KernelSpec):
     sf_layout: SfLayout
     stages: int
     ctas_per_sm: int
+    blocks_per_thread: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSpec(KernelSpec):
+    """E4M3 input to NVFP4 through a table of thresholds that each CTA makes; for GPUs without E2M1 conversion."""
+
+    sf_layout: SfLayout
     blocks_per_thread: int
 
 
@@ -116,6 +127,12 @@ def tma_specs(arch: Arch) -> Iterator[TmaSpec]:
         yield from (tma_spec(in_dtype, sf_layout) for in_dtype, sf_layout in product(HALVES, SfLayout))
 
 
+def table_specs(arch: Arch) -> Iterator[TableSpec]:
+    """On the architectures without E2M1 conversion."""
+    if not arch.has_e2m1_cvt:
+        yield from (TableSpec(sf_layout=sf_layout, blocks_per_thread=_TABLE_BLOCKS) for sf_layout in SfLayout)
+
+
 def grouped_specs(_arch: Arch) -> Iterator[GroupedSpec]:
     """Every architecture has every specialisation: masked with and without silu, the plain batch without."""
     for in_dtype, (masked, silu) in product(HALVES, ((False, False), (True, False), (True, True))):
@@ -129,7 +146,7 @@ def row_scale_specs(_arch: Arch) -> Iterator[RowScaleSpec]:
 
 def tma_spec(in_dtype: DType, sf_layout: SfLayout) -> TmaSpec:
     """The ring that was fastest on an H200 (same file as above)."""
-    return TmaSpec(in_dtype=in_dtype, sf_layout=sf_layout, stages=3, ctas_per_sm=2, blocks_per_thread=2)
+    return TmaSpec(in_dtype=in_dtype, sf_layout=sf_layout, stages=6, ctas_per_sm=1, blocks_per_thread=2)
 
 
 def grouped_spec(in_dtype: DType, *, masked: bool, silu: bool) -> GroupedSpec:
@@ -148,11 +165,13 @@ def select(
     m: int,
     k: int,
     arch: Arch,
-) -> tuple[VectorSpec, Tuning] | TmaSpec:
+) -> tuple[VectorSpec, Tuning] | TableSpec | TmaSpec:
     """The specialisation for a problem; ``by_row``: every row has its own global scale.
 
     Pure: reads no device, no clock and no environment.
     """
+    if in_dtype is DType.E4M3 and not (arch.has_e2m1_cvt or by_row) and m * k >= _TABLE_WORK:
+        return TableSpec(sf_layout=sf_layout, blocks_per_thread=_TABLE_BLOCKS)
     plain = block_format is NVFP4 and in_dtype in HALVES and not (silu or by_row)
     log2_work = m.bit_length() + k.bit_length() - 2
     if (
@@ -195,6 +214,16 @@ def vector_geometry(spec: VectorSpec, *, m: int, cols: int, threads: int) -> Geo
     return sector_geometry(spec.sf_layout, m=m, cols=cols, sectors_per_warp=spec.blocks_per_thread, threads=threads)
 
 
+def table_geometry(spec: TableSpec, *, m: int, cols: int, num_sms: int) -> Geometry:
+    """Persistent CTAs, so that a table serves many blocks."""
+    per_cta = sector_geometry(
+        spec.sf_layout, m=m, cols=cols, sectors_per_warp=spec.blocks_per_thread, threads=_WARP
+    )  # a CTA of one warp: what is left is the tasks
+    tasks = per_cta.grid[0] * per_cta.grid[1] * per_cta.grid[2]
+    ctas = min(ceil_div(tasks * _WARP, _TABLE_THREADS), _TABLE_CTAS_PER_SM * num_sms)
+    return Geometry(grid=(ctas, 1, 1), block=(_TABLE_THREADS, 1, 1))
+
+
 def grouped_geometry(spec: GroupedSpec, *, batch: int, m: int, cols: int) -> Geometry:
     """As vector_geometry() for each matrix. Raises ArgumentError for more rows or matrices than a grid holds."""
     geometry = sector_geometry(
@@ -212,15 +241,15 @@ def grouped_geometry(spec: GroupedSpec, *, batch: int, m: int, cols: int) -> Geo
     return geometry
 
 
-def tma_tile_rows(layout: SfLayout) -> int:
-    """Rows of x in a tile: one sector of scales for each consumer warp."""
-    return _TMA_CONSUMERS * (1 if layout is SfLayout.layout_linear else 8)
+def tma_box_rows(layout: SfLayout) -> int:
+    """Rows of a box: a tile's, or in 128x4 the 8 neighbours in each of its four outer rows."""
+    return {SfLayout.layout_128x4: 8, SfLayout.layout_8x4: 32, SfLayout.layout_linear: 16}[layout]
 
 
 def tma_geometry(spec: TmaSpec, *, m: int, cols: int, num_sms: int) -> Geometry:
     """As many CTAs as fit on the GPU at once, and no more than there are tiles."""
-    sector_cols = _WARP if spec.sf_layout is SfLayout.layout_linear else 4
-    tiles = ceil_div(m, tma_tile_rows(spec.sf_layout)) * ceil_div(cols, sector_cols * spec.blocks_per_thread)
+    rows, blocks = (16, 32) if spec.sf_layout is SfLayout.layout_linear else (32, 16)  # a tile, per block of a thread
+    tiles = ceil_div(m, rows) * ceil_div(cols, blocks * spec.blocks_per_thread)
     ring = spec.stages * spec.blocks_per_thread * _TMA_STAGE_BYTES + 16 * spec.stages  # tiles, then two barriers each
     return Geometry(
         grid=(min(tiles, spec.ctas_per_sm * num_sms), 1, 1),
@@ -262,6 +291,22 @@ TMA = register(
             I64("k"),
         ),
         specs=tma_specs,
+    )
+)
+TABLE = register(
+    Family(
+        name="quantize/e4m3",
+        spec=TableSpec,
+        params=(
+            Ptr("x", "const In", "[m, k], rows x_stride elements apart"),
+            Ptr("global_scale", "const float", "[1], encode"),
+            _Q,
+            _SF,
+            I64("m"),
+            I64("k"),
+            I64("x_stride"),
+        ),
+        specs=table_specs,
     )
 )
 GROUPED = register(

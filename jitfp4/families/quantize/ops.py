@@ -28,18 +28,18 @@ _MAX_ROW = 1 << 36  # elements: kernels count the blocks of a row in 32 bits
 @functools.lru_cache(maxsize=4096)
 def _matrix_plan(
     dtype: torch.dtype, block_format: str, layout: int, silu: bool, by_row: bool, m: int, k: int, arch: Arch
-) -> tuple[Launch, int]:
-    """The launch, and the rows of a TMA tile (0 for the vector kernel, which takes a pointer)."""
+) -> Launch:
     form, in_dtype, sf_layout = BlockFormat(block_format), DTYPES[dtype], SfLayout(layout)
+    cols = k // form.block
     chosen = kernels.select(
         block_format=form, in_dtype=in_dtype, sf_layout=sf_layout, silu=silu, by_row=by_row, m=m, k=k, arch=arch
     )
     if isinstance(chosen, kernels.TmaSpec):
-        geometry = kernels.tma_geometry(chosen, m=m, cols=k // form.block, num_sms=arch.num_sms)
-        return Launch(kernels.TMA, chosen, geometry), kernels.tma_tile_rows(sf_layout)
+        return Launch(kernels.TMA, chosen, kernels.tma_geometry(chosen, m=m, cols=cols, num_sms=arch.num_sms))
+    if isinstance(chosen, kernels.TableSpec):
+        return Launch(kernels.TABLE, chosen, kernels.table_geometry(chosen, m=m, cols=cols, num_sms=arch.num_sms))
     spec, tuning = chosen
-    geometry = kernels.vector_geometry(spec, m=m, cols=k // form.block, threads=tuning.threads)
-    return Launch(kernels.VECTOR, spec, geometry), 0
+    return Launch(kernels.VECTOR, spec, kernels.vector_geometry(spec, m=m, cols=cols, threads=tuning.threads))
 
 
 def _matrix_reference(
@@ -86,12 +86,14 @@ def quantize(
     by_row = scale is not None and scale.numel() > 1
     if layout == SfLayout.layout_linear and stride == k and not (by_row or silu) and m * k < _MAX_ROW:
         m, k, stride = 1, m * k, m * k  # the same bytes as one long row: a short row does not fill a warp
-    plan, tile_rows = _matrix_plan(a.dtype, block_format, layout, silu, by_row, m, k, target.arch)
-    if tile_rows:
-        tiles = TileMap(a.view(torch.uint16), (tile_rows, kernels.TMA_BOX_COLS), swizzle=128)
-        plan.run((tiles, scale, q, sf, m, k), target, pdl=pdl)
-    else:
+    plan = _matrix_plan(a.dtype, block_format, layout, silu, by_row, m, k, target.arch)
+    if plan.family is kernels.VECTOR:
         plan.run((a, scale, q, sf, m, k, stride, int(by_row)), target, pdl=pdl)
+    elif plan.family is kernels.TABLE:
+        plan.run((a, scale, q, sf, m, k, stride), target, pdl=pdl)
+    else:
+        box = kernels.tma_box_rows(SfLayout(layout)), kernels.TMA_BOX_COLS
+        plan.run((TileMap(a.view(torch.uint16), box, swizzle=128), scale, q, sf, m, k), target, pdl=pdl)
 
 
 # ---- a batch ---------------------------------------------------------------------------------------------------------

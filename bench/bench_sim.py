@@ -1,0 +1,149 @@
+"""The simulator's speed: thread-instructions per second, one public call, and the suite of simulated tests.
+
+``python bench/bench_sim.py [--out DIR] [--skip-suite]``. Everything runs on one core. Exits 1 when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import jitfp4
+from jitfp4 import nvrtc, sim
+from jitfp4.arch import Arch
+from jitfp4.spec import Geometry
+
+ROOT = Path(__file__).parents[1]
+RUNS = 7
+ARCHS = ("sm_90a", "sm_100a")
+M, K = 64, 1024
+CALL_S, SUITE_S = 1.0, 600.0  # the bars
+
+LOOPS = {
+    "integer": "unsigned v = i; for (int n = 0; n < 256; ++n) v = v * 1664525u + (v >> 7) ^ n; y[i] = v;",
+    "float": "float v = i; for (int n = 0; n < 256; ++n) v = fmaf(v, 0.5f, 1.0f) + v * 0.25f; y[i] = __float_as_uint(v);",
+    "divergent": "unsigned v = i; for (unsigned n = 0; n < (i & 255); ++n) v = v & 1 ? v * 3 + 1 : v >> 1; y[i] = v;",
+    "shared": "__shared__ unsigned c[256]; unsigned v = i; for (int n = 0; n < 64; ++n) { c[threadIdx.x] = v;"
+    " __syncthreads(); v += c[threadIdx.x ^ n]; __syncthreads(); } y[i] = v;",
+}
+SOURCE = """
+extern "C" __global__ void kernel(unsigned* y) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  BODY
+}
+"""
+
+
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return {"median": round(middle, digits), "min": round(low, digits), "max": round(high, digits), "runs": len(values)}
+
+
+def measure_loops() -> list[dict[str, Any]]:
+    """Millions of thread-instructions per second of small kernels, 8192 threads."""
+    rows = []
+    for name, body in LOOPS.items():
+        ptx = nvrtc.compile_ptx(SOURCE.replace("BODY", body), Arch.of("sm_90a"), symbol="kernel")
+        geometry = Geometry((32, 1, 1), (256, 1, 1))
+        runs = [sim.run(ptx, [np.zeros(8192, np.uint32)], geometry, "sm_90a") for _ in range(1 + RUNS)][1:]
+        rates = [run.instructions / run.seconds / 1e6 for run in runs]
+        rows.append({"case": f"{name} loop", "unit": "M instructions/s", **spread(rates, 1)})
+    return rows
+
+
+def measure_call(arch: str) -> list[dict[str, Any]]:
+    """nvfp4_quantize() of [64, 1024] bf16 with 128x4 scales: the first call, which compiles, and later ones."""
+    torch.manual_seed(0)
+    a, scale = torch.randn(M, K, dtype=torch.bfloat16), torch.tensor([100.0])
+    want = jitfp4.nvfp4_quantize(a, scale)
+    stats: list[sim.Stats] = []
+    run = sim.run
+
+    def recording(*args: Any, **kwargs: Any) -> sim.Stats:
+        stats.append(run(*args, **kwargs))
+        return stats[-1]
+
+    def call() -> float:
+        start = time.perf_counter()
+        with sim.device(arch):
+            got = jitfp4.nvfp4_quantize(a, scale)
+        elapsed = time.perf_counter() - start
+        assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want, strict=True))
+        return elapsed
+
+    with mock.patch.object(sim, "run", recording):
+        times = [call() for _ in range(1 + RUNS)]
+    rates = [s.instructions / s.seconds / 1e6 for s in stats[1:]]
+    case = f"nvfp4_quantize [{M}, {K}] {arch}"
+    return [
+        {"case": f"{case}, first call", "unit": "s", **spread(times[:1])},
+        {"case": case, "unit": "s", **spread(times[1:])},
+        {"case": f"{case}, {stats[0].instructions} instructions", "unit": "M instructions/s", **spread(rates, 1)},
+    ]
+
+
+def measure_suite() -> dict[str, Any]:
+    """``pytest -m sim`` on one core."""
+    start = time.perf_counter()
+    command = (sys.executable, "-m", "pytest", "-m", "sim", "-q", "-p", "no:cacheprovider")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    elapsed = time.perf_counter() - start
+    summary = done.stdout.strip().splitlines()[-1]
+    if done.returncode:
+        sys.exit(done.stdout[-4000:])
+    passed = re.search(r"(\d+) passed", summary)
+    return {"case": f"pytest -m sim, {passed[1] if passed else 0} tests", "unit": "s", **spread([elapsed], 1)}
+
+
+def on_one_core(measure: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        return measure()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu")
+    parser.add_argument("--skip-suite", action="store_true", help="leave the simulated tests out")
+    arguments = parser.parse_args()
+    from bench.harness import write_results
+    from bench.stamp import stamp
+
+    torch.set_num_threads(1)
+    rows = on_one_core(lambda: [*measure_loops(), *(row for arch in ARCHS for row in measure_call(arch))])
+    median = {row["case"]: row["median"] for row in rows}
+    bars = {
+        f"nvfp4_quantize [{M}, {K}] for {arch} < {CALL_S:.0f} s on one core": median[
+            f"nvfp4_quantize [{M}, {K}] {arch}"
+        ]
+        < CALL_S
+        for arch in ARCHS
+    }
+    if not arguments.skip_suite:
+        rows.append(on_one_core(lambda: [measure_suite()])[0])
+        bars[f"the simulated suite < {SUITE_S:.0f} s on one core"] = rows[-1]["median"] < SUITE_S
+    for row in rows:
+        print(f"{row['case']:60} {row['median']:10} {row['unit']}  ({row['min']} to {row['max']})")
+    for bar, holds in bars.items():
+        print(f"{'holds ' if holds else 'MISSED'} {bar}")
+    write_results(arguments.out / "sim", rows, stamp() | {"bars": bars})
+    return 0 if all(bars.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
