@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.harness import calls_per_graph, geomean, time_us, write_results
+from bench.harness import calls_per_graph, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import SfLayout, add_rmsnorm_fp4quant, nvfp4_quantize, rmsnorm_fp4quant
 from jitfp4.arch import Arch
@@ -32,7 +32,6 @@ HIDDEN = (1536, 2048, 4096, 8192, 16384, 32768)
 SMALL_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SMALL_HIDDEN = (4096, 7168)
 BLOCK, EPS = 16, 1e-6
-COPY_GRAIN = 64 << 10  # copies of other sizes run at two thirds of the speed
 
 
 class Tensors(NamedTuple):
@@ -119,29 +118,6 @@ def unfused(t: Tensors, normed: Callable[[Tensors], torch.Tensor]) -> None:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-
-
-def copy_us(total_bytes: int) -> float:
-    """The faster of a memory copy and an element-wise kernel that read and write ``total_bytes`` together, cold."""
-    size = -(-total_bytes // 2 // COPY_GRAIN) * COPY_GRAIN // 4
-
-    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for _ in range(calls_per_graph(8 * size)):
-            source = torch.empty(size, device="cuda").normal_()
-            yield source, torch.empty_like(source)
-
-    held = list(pairs())
-    copies, adds = iter(held), iter(held)
-
-    def copy() -> Callable[[], object]:
-        source, target = next(copies)
-        return lambda: target.copy_(source)
-
-    def add() -> Callable[[], object]:
-        source, target = next(adds)
-        return lambda: torch.add(source, 1.0, out=target)
-
-    return min(time_us(copy, 8 * size), time_us(add, 8 * size))
 
 
 def measure(add: bool, m: int, h: int, compiled: Callable[..., torch.Tensor], arch: Arch) -> dict[str, object]:

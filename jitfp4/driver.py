@@ -15,7 +15,6 @@ from cuda.core.utils import StridedMemoryView
 from jitfp4.errors import LaunchError
 from jitfp4.spec import F32, Geometry, Param, Ptr, TensorMapParam, TileMap
 
-_DEFAULT_SHARED_BYTES = 48 << 10  # more dynamic shared memory needs the kernel's consent
 _PORTABLE_CLUSTER = 8  # a larger cluster needs it too
 _MAX_TENSOR_MAPS = 256
 _thread = threading.local()
@@ -36,7 +35,7 @@ class LoadedKernel:
         self._floats = tuple(i for i, param in enumerate(params) if isinstance(param, F32))
         self._maps = tuple(i for i, param in enumerate(params) if isinstance(param, TensorMapParam))
         self._configs: dict[tuple[Geometry, bool], LaunchConfig] = {}
-        self._shared_bytes = _DEFAULT_SHARED_BYTES
+        self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
 
     def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> None:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.

@@ -41,7 +41,7 @@ def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) 
 
         def check(args: Sequence[Any]) -> None:
             for position, argument in positions:
-                if past := args[position].data_ptr() % _ALIGNMENT:
+                if args[position] is not None and (past := args[position].data_ptr() % _ALIGNMENT):
                     raise ArgumentError(argument, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
 
         def on_cuda(*args: Any) -> None:

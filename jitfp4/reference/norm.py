@@ -6,11 +6,10 @@ kernel may spread a row over any number of threads and still give the same bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from jitfp4.formats import BlockFormat
 from jitfp4.reference.formats import divide
 from jitfp4.reference.quantize import quantize_blocks
 
@@ -67,8 +66,9 @@ def quantize(
     y: torch.Tensor, block: int, scale: str, global_encode_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., h] to packed E2M1 [..., h/2] and linear block scales [..., h/block], uint8; see quantize_blocks()."""
-    form = cast("BlockFormat", _Form(block, scale))
-    return quantize_blocks(y, form, None if global_encode_scale is None else global_encode_scale.reshape(()))
+    return quantize_blocks(
+        y, _Form(block, scale), None if global_encode_scale is None else global_encode_scale.reshape(())
+    )
 
 
 class _Form(NamedTuple):

@@ -6,6 +6,8 @@ MXFP4 follows the OCP Microscaling recipe with the scale rounded up, so that no 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from jitfp4.formats import INV_6_BITS, MXFP4, NVFP4, BlockFormat
@@ -27,8 +29,18 @@ from jitfp4.reference.formats import (
 )
 
 
+class Blocks(Protocol):
+    """Elements that share a scale, and the scale's type: ``e4m3`` or ``ue8m0``. Every BlockFormat is one."""
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def scale(self) -> str: ...
+
+
 def quantize_blocks(
-    x: torch.Tensor, form: BlockFormat, global_encode_scale: torch.Tensor | None = None
+    x: torch.Tensor, form: Blocks, global_encode_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., k] floats to packed E2M1 [..., k/2] and linear block scales [..., k/form.block], all uint8.
 

@@ -54,9 +54,7 @@ def run_on_gpu(ptx: str, args: list[Any], geometry: Geometry) -> list[Array]:
     config.hStream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
     _checked(cuda.cuLaunchKernelEx(config, _loaded(ptx, geometry.shared_bytes), ctypes.addressof(pointers), 0))
     torch.cuda.synchronize()
-    return [
-        on_device(arg).cpu().numpy().view(arg.dtype).reshape(arg.shape) for arg in args if is_array(arg)
-    ]
+    return [on_device(arg).cpu().numpy().view(arg.dtype).reshape(arg.shape) for arg in args if is_array(arg)]
 
 
 def _parameter(arg: Any, on_device: Any) -> bytes:

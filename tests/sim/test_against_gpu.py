@@ -127,8 +127,14 @@ def test_approximate_functions(name: str, rng: np.random.Generator) -> None:
         ulps = np.where(same, 0, distance(gpu, simulated))
         relative = np.where(same, 0, error / np.abs(exact))
     finite = np.isfinite(wide) & np.isfinite(exact)
-    worst = {"ulps": ulps[finite].max(), "absolute": error[finite].max(), "relative": relative[finite & (exact != 0)].max()}
-    print(f"{name}: {np.mean(~same):.2%} differ, at most by", *(f"{worst[m]:.4g} {m}" for m in worst if getattr(bound, m)))
+    worst = {
+        "ulps": ulps[finite].max(),
+        "absolute": error[finite].max(),
+        "relative": relative[finite & (exact != 0)].max(),
+    }
+    print(
+        f"{name}: {np.mean(~same):.2%} differ, at most by", *(f"{worst[m]:.4g} {m}" for m in worst if getattr(bound, m))
+    )
     good = same | (finite & ((ulps <= bound.ulps) | (error <= bound.absolute) | (relative <= bound.relative)))
     wrong = np.flatnonzero(~good)
     assert not len(wrong), f"{len(wrong)} results are further off than {bound}; first: " + ", ".join(
@@ -357,7 +363,11 @@ def tma_source(template: str, tensor_map: TensorMap, first: int) -> str:
     rank = len(tensor_map.dims)
     source = template.replace("COORDS", ", ".join(f"%{first + i}" for i in range(rank)))
     source = source.replace("POINT", ", ".join(f'"r"(at[{i}])' for i in range(rank)))
-    return source.replace("RANK", str(rank)).replace("BYTES", str(tensor_map.box_bytes)).replace("SPACE", str(space(tensor_map)))
+    return (
+        source.replace("RANK", str(rank))
+        .replace("BYTES", str(tensor_map.box_bytes))
+        .replace("SPACE", str(space(tensor_map)))
+    )
 
 
 def space(tensor_map: TensorMap) -> int:

@@ -114,8 +114,7 @@ def norm_calls() -> Iterator[Call]:
         yield "rmsnorm_fp4quant", common | {"input": x, "is_sf_swizzled_layout": True}
         yield (
             "add_rmsnorm_fp4quant",
-            common
-            | {"input": x, "residual": residual, "output_both_sf_layouts": True, "y_out": torch.zeros_like(x)},
+            common | {"input": x, "residual": residual, "output_both_sf_layouts": True, "y_out": torch.zeros_like(x)},
         )
 
 

@@ -32,9 +32,7 @@ KERNELS = 3
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of two kernels for sm_90a and one for sm_89. Not to be changed."""
     root = tmp_path_factory.mktemp("built") / "cache"
-    tasks = [
-        plan([Arch.of(arch)], ["quantize/vector"])[i] for arch, i in (("sm_90a", 0), ("sm_90a", 1), ("sm_89", 0))
-    ]
+    tasks = [plan([Arch.of(arch)], ["quantize/vector"])[i] for arch, i in (("sm_90a", 0), ("sm_90a", 1), ("sm_89", 0))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JITFP4_CACHE_DIR", str(root))
         engine.reset()

@@ -33,7 +33,14 @@ def test_no_runtime_value_is_a_field(family: Family) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"sf_layout": "4x4"}, {"in_dtype": "f64"}, {"in_dtype": 3}, {"blocks_per_thread": "2"}, {"block_format": "mxfp4", "silu": True}, {"extra": 1}],
+    [
+        {"sf_layout": "4x4"},
+        {"in_dtype": "f64"},
+        {"in_dtype": 3},
+        {"blocks_per_thread": "2"},
+        {"block_format": "mxfp4", "silu": True},
+        {"extra": 1},
+    ],
     ids=str,
 )
 def test_impossible_fields_are_refused(change: dict[str, object]) -> None:
