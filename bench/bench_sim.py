@@ -33,7 +33,7 @@ CALL_S, SUITE_S = 1.0, 600.0  # the bars
 
 LOOPS = {
     "integer": "unsigned v = i; for (int n = 0; n < 256; ++n) v = v * 1664525u + (v >> 7) ^ n; y[i] = v;",
-    "float": "float v = i; for (int n = 0; n < 256; ++n) v = fmaf(v, 0.5f, 1.0f) + v * 0.25f; y[i] = __float_as_uint(v);",
+    "float": "float v = i; for (int n = 0; n < 256; ++n) v = fmaf(v, 0.5f, 1) + v * 0.25f; y[i] = __float_as_uint(v);",
     "divergent": "unsigned v = i; for (unsigned n = 0; n < (i & 255); ++n) v = v & 1 ? v * 3 + 1 : v >> 1; y[i] = v;",
     "shared": "__shared__ unsigned c[256]; unsigned v = i; for (int n = 0; n < 64; ++n) { c[threadIdx.x] = v;"
     " __syncthreads(); v += c[threadIdx.x ^ n]; __syncthreads(); } y[i] = v;",

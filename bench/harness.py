@@ -42,6 +42,7 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, cold: bool = 
     count = calls_per_graph(bytes_per_call)
     calls = [make_call() for _ in range(count)] if cold else [make_call()] * count
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # where the tensors were filled
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()

@@ -106,7 +106,9 @@ def cpp_params(params: Sequence[Param]) -> str:
     commas = [","] * (len(params) - 1) + [""]
     declarations = [param.declaration + comma for param, comma in zip(params, commas, strict=True)]
     width = max(map(len, declarations), default=0)
-    return "\n    ".join(
+    lines = [
         f"{declaration:<{width}}  // {param.shape}" if param.shape else declaration
         for declaration, param in zip(declarations, params, strict=True)
-    )
+    ]
+    end = "\n" if params and params[-1].shape else ""  # a comment must not swallow what the template writes behind it
+    return "\n    ".join(lines) + end

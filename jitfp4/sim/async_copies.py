@@ -204,7 +204,7 @@ def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
     cells, signal = delivery.cells, delivery.signal
     first = np.array([int(cells.min())])
     (start,) = m.memory.locate(delivery.space, one.ids, first, min(16, len(cells)))
-    m.memory.bound_shared(one.ids, start.offset, len(cells), "copy")
+    m.memory.bound_shared(one.ids, start.offset, span(cells), "copy")
     local = (cells & _OFFSET).astype(np.int64)
     targets = []
     for rank in signal.ranks(int(first[0]) >> RANK_BITS):
@@ -215,7 +215,7 @@ def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
         key = int(m.unit(MBarriers).keys("shared::cluster", one.ids, address)[0])
         base = _rank_base(m, one, rank)
         if delivery.merge is None:
-            _claim(m, base + int(local.min()), len(local), one)
+            _claim(m, base + local, one)
         targets.append((base, key))
     known = m.races.snapshot(one) if m.races is not None else None
 
@@ -232,15 +232,20 @@ def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
     return carry_out
 
 
-def _claim(m: Machine, start: int, size: int, one: Lanes) -> None:
-    """Mark a flat range of shared memory as being written by a copy in flight."""
-    state = m.memory.state.data[start : start + size]
+def span(cells: Array) -> int:
+    """Bytes from the lowest to the highest address: more than there are where a swizzle leads out of a short box."""
+    return int(cells.max() - cells.min()) + 1
+
+
+def _claim(m: Machine, where: Array, one: Lanes) -> None:
+    """Mark flat offsets of shared memory as being written by a copy in flight."""
+    state = m.memory.state.data[where]
     if (state >= MBARRIER).any():
         what = "an mbarrier" if (state == MBARRIER).any() else "the destination of a copy that has not completed"
         raise m.error(SimMemoryError, f"a copy overwrites {what}", one.ids)
-    m.memory.mark(start, size, IN_FLIGHT)
+    m.memory.state.data[where] = IN_FLIGHT
     if m.races is not None:
-        m.races.write(one.ids, np.array([start]), size)
+        m.races.write(np.repeat(one.ids, len(where)), where, 1)
 
 
 def _deliver(m: Machine, where: Array, data: Array, one: Lanes) -> None:
@@ -251,13 +256,13 @@ def _deliver(m: Machine, where: Array, data: Array, one: Lanes) -> None:
     m.memory.state.data[where] = WRITTEN
 
 
-def initialised(m: Machine, start: int, size: int, one: Lanes) -> Array:
-    """Bytes of a flat range of shared memory that a copy reads."""
-    state = m.memory.state.data[start : start + size]
-    if (state != WRITTEN).any():
-        offset = start % m.memory.shared_stride + int(np.flatnonzero(state != WRITTEN)[0])
+def initialised(m: Machine, where: Array, one: Lanes) -> Array:
+    """Bytes at flat offsets of shared memory that a copy reads."""
+    fresh = m.memory.state.data[where] != WRITTEN
+    if fresh.any():
+        offset = int(where[fresh].min()) % m.memory.shared_stride
         raise m.error(SimMemoryError, f"a copy reads shared memory at {offset:#x} which nothing wrote", one.ids)
-    return m.memory.shared.data[start : start + size]
+    return np.asarray(m.memory.shared.data[where])
 
 
 def _rank_base(m: Machine, one: Lanes, rank: int) -> int:

@@ -44,8 +44,7 @@ def run_on_gpu(ptx: str, args: list[Any], geometry: Geometry) -> list[Array]:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return buffers.setdefault(array.ctypes.data, torch.from_numpy(flat.copy()).cuda())
 
-    values = [_parameter(arg, on_device) for arg in args]
-    holders = [ctypes.create_string_buffer(value, len(value)) for value in values]
+    holders = [_parameter(arg, on_device) for arg in args]
     pointers = (ctypes.c_void_p * len(holders))(*map(ctypes.addressof, holders))
     config = cuda.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
@@ -57,41 +56,43 @@ def run_on_gpu(ptx: str, args: list[Any], geometry: Geometry) -> list[Array]:
     return [on_device(arg).cpu().numpy().view(arg.dtype).reshape(arg.shape) for arg in args if is_array(arg)]
 
 
-def _parameter(arg: Any, on_device: Any) -> bytes:
-    """The bytes of one kernel parameter."""
+def _parameter(arg: Any, on_device: Any) -> Any:
+    """One kernel parameter in memory."""
     if is_array(arg):
-        return int(on_device(arg).data_ptr()).to_bytes(8, "little")
+        return ctypes.c_uint64(on_device(arg).data_ptr())
     if isinstance(arg, sim.TensorMap):
         return _encoded(arg, on_device(arg.base).data_ptr())
     assert isinstance(arg, np.generic), type(arg)
-    return arg.tobytes()
+    return ctypes.create_string_buffer(arg.tobytes(), arg.itemsize)
 
 
-def _encoded(tensor_map: sim.TensorMap, address: int) -> bytes:
-    """The driver's 128 bytes for a tensor map."""
+def _encoded(tensor_map: sim.TensorMap, address: int) -> Any:
+    """The driver's 128 bytes for a tensor map, which it wants at a multiple of 64: cuda.bindings does not align them."""
     from cuda.bindings import driver as cuda
 
+    memory = ctypes.create_string_buffer(128 + 63)
+    encoded = (ctypes.c_char * 128).from_buffer(memory, -ctypes.addressof(memory) % 64)
     rank = len(tensor_map.dims)
-    fill = "NAN_REQUEST_ZERO_FMA" if tensor_map.nan_fill else "NONE"
-    encoded = _checked(
-        cuda.cuTensorMapEncodeTiled(
-            getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor_map.dtype.value.upper()}"),
-            rank,
-            address,
-            [cuda.cuuint64_t(n) for n in tensor_map.dims],
-            [cuda.cuuint64_t(n) for n in tensor_map.strides],
-            [cuda.cuuint32_t(n) for n in tensor_map.box],
-            [cuda.cuuint32_t(n) for n in tensor_map.element_strides or (1,) * rank],
-            cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            cuda.CUtensorMapSwizzle(int(tensor_map.swizzle)),
-            cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-            getattr(cuda.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
-        )
+    dtype = getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{tensor_map.dtype.value.upper()}")
+    status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        encoded,
+        int(dtype),
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*tensor_map.dims),
+        (ctypes.c_uint64 * rank)(*tensor_map.strides),
+        (ctypes.c_uint32 * rank)(*tensor_map.box),
+        (ctypes.c_uint32 * rank)(*(tensor_map.element_strides or (1,) * rank)),
+        0,  # not interleaved
+        int(tensor_map.swizzle),
+        0,  # no promotion to L2
+        int(tensor_map.nan_fill),
     )
-    return ctypes.string_at(int(encoded.getPtr()), 128)
+    assert status == 0, status
+    return encoded
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _loaded(ptx: str, shared: int) -> Any:
     """The driver's compilation of a module's ``kernel``; the module stays loaded."""
     from cuda.bindings import driver as cuda

@@ -135,7 +135,6 @@ s {add,sub,mul}.rn.bf16 s s
 s fma.rn{,.relu}.bf16 s s s
 s {min,max}{,.NaN}{,.xorsign.abs}.bf16 s s
 i set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}{,.ftz}.u32.f32 f f
-f set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32.f32 f f
 i set.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.u32.f64 d d
 i set.{eq,ne,lt,le,gt,ge}.u32.{s32,u32} i i
 i set.{lo,ls,hi,hs}.u32.u64 l l
@@ -324,7 +323,7 @@ FORMS = sorted({form for line in INSTRUCTIONS.strip().splitlines() for form in e
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``source`` defines kernel(in, out), uint64 [threads, inputs] and [threads, statements], and fits prelude tests."""
+    """``source`` defines kernel(in, out), uint64 [threads, inputs] and [threads, statements]; it fits prelude tests."""
 
     source: str
     inputs: list[str]

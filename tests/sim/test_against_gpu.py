@@ -132,7 +132,7 @@ def test_approximate_functions(name: str, rng: np.random.Generator) -> None:
         "absolute": error[finite].max(),
         "relative": relative[finite & (exact != 0)].max(),
     }
-    print(
+    print(  # noqa: T201 - the figures are what a run is for: pytest -s
         f"{name}: {np.mean(~same):.2%} differ, at most by", *(f"{worst[m]:.4g} {m}" for m in worst if getattr(bound, m))
     )
     good = same | (finite & ((ulps <= bound.ulps) | (error <= bound.absolute) | (relative <= bound.relative)))
@@ -494,7 +494,8 @@ extern "C" __global__ void kernel(T* cells, const T* x, const T* y, T* old) {
   const uint32 i = blockIdx.x * 128 + threadIdx.x;
   own[threadIdx.x] = cells[i];
   T a, b;
-  asm volatile("atom.global.NAME %0, [%1], OPERANDS;" : "=REG"(a) : "l"(cells + i), "REG"(x[i]), "REG"(y[i]) : "memory");
+  asm volatile("atom.global.NAME %0, [%1], OPERANDS;"
+               : "=REG"(a) : "l"(cells + i), "REG"(x[i]), "REG"(y[i]) : "memory");
   asm volatile("atom.shared.NAME %0, [%1], OPERANDS;"
                : "=REG"(b) : "r"(address(&own[threadIdx.x])), "REG"(x[i]), "REG"(y[i]) : "memory");
   old[i * 3] = a; old[i * 3 + 1] = b; old[i * 3 + 2] = own[threadIdx.x];

@@ -176,10 +176,34 @@ def test_three_operand_maximum() -> None:
     same(got[keep], want[keep])
 
 
-def test_absolute_value_and_negation_keep_nan_bits() -> None:
+def test_absolute_value_and_negation_touch_the_sign_and_make_nan_canonical() -> None:
     bits = np.array([0xFF812345, 0x80000001, 0x3F800000], np.uint32)
-    assert evaluate("abs.f32 %d, %a;", bits, out=np.uint32).tolist() == [0x7F812345, 1, 0x3F800000]
-    assert evaluate("neg.f32 %d, %a;", bits, out=np.uint32).tolist() == [0x7F812345, 1, 0xBF800000]
+    assert evaluate("abs.f32 %d, %a;", bits, out=np.uint32).tolist() == [NAN_BITS, 1, 0x3F800000]
+    assert evaluate("neg.f32 %d, %a;", bits, out=np.uint32).tolist() == [NAN_BITS, 1, 0xBF800000]
+    halves = np.array([0xFE018001, 0x3C00FC00], np.uint32)
+    assert evaluate("abs.f16x2 %d, %a;", halves, out=np.uint32).tolist() == [0x7FFF0001, 0x3C007C00]
+    assert evaluate("neg.ftz.f16x2 %d, %a;", halves, out=np.uint32).tolist() == [0x7FFF0000, 0xBC007C00]
+
+
+def test_f64_hands_nan_operands_on() -> None:
+    nan, bits = 0x7FF0000000000001, np.uint64
+    a = np.array([nan, 0x7FF0000000000000, 0x3FF0000000000000], bits)
+    b = np.array([0x3FF0000000000000, 0xFFF0000000000000, 0xFFF8000000000123], bits)
+    want = [nan | 1 << 51, 0xFFF8000000000000, 0xFFF8000000000123]
+    assert evaluate("add.f64 %d, %a, %b;", a, b, out=bits).tolist() == want
+    assert evaluate("cvt.rn.f32.f64 %d, %a;", np.array(want, bits), out=np.uint32).tolist() == [
+        0x7FC00000,
+        0xFFC00000,
+        0xFFC00000,
+    ]
+    narrow = np.array([0x7F800001, 0xFFC00000, 0x3F800000], np.uint32)
+    widened = [0x7FF8000020000000, 0xFFF8000000000000, 0x3FF0000000000000]
+    assert evaluate("cvt.f64.f32 %d, %a;", narrow, out=bits).tolist() == widened
+
+
+def test_f64_fma_adds_an_infinity_to_a_product_that_would_overflow() -> None:
+    a, c = np.array([1e300]), np.array([-np.inf])
+    assert evaluate("fma.rn.f64 %d, %a, %b, %c;", a, a, c, out=np.float64).tolist() == [-np.inf]
 
 
 def test_copysign_takes_the_sign_of_its_first_source() -> None:

@@ -22,6 +22,7 @@ from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch
+from tests.support.compare import POISON
 from tests.support.inputs import hard_blocks, random_matrix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile]
@@ -186,7 +187,14 @@ class Launches:
         return Skipped(block_runs=(0,) * len(program.blocks))
 
 
-_run = engine.Launch.run
+_run, _empty = engine.Launch.run, torch.empty
+
+
+def poisoned_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+    out = _empty(*args, **kwargs)
+    if out.dim():
+        out.view(torch.uint8).fill_(POISON)
+    return out
 
 
 @dataclass
@@ -201,13 +209,12 @@ class Skipped:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """Records what is launched. New memory is filled with the same bytes everywhere."""
+    """Records what is launched. New memory is poisoned."""
     launches = Launches()
     monkeypatch.setattr(engine.Launch, "run", lambda *args, **kwargs: launches.record(*args, **kwargs))
     monkeypatch.setattr(api, "Machine", launches.machine)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch, "empty", poisoned_empty)
     yield launches
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("family", [family.name for family in families()])
@@ -240,17 +247,15 @@ def tensors(arguments: Arguments, results: Any) -> list[torch.Tensor]:
     """All that a call may have written, arguments first."""
     results = results if isinstance(results, tuple) else (results,)
     given = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
-    return [x.cpu() for x in (*given, *(x for x in results if not any(x is y for y in given)))]
+    return [
+        x.cpu().view(torch.uint8) if x.dtype.itemsize == 1 else x.cpu()
+        for x in (*given, *(x for x in results if not any(x is y for y in given)))
+    ]
 
 
 def described(name: str, arguments: Arguments) -> str:
     values = ((k, f"{v.dtype}{list(v.shape)}" if isinstance(v, torch.Tensor) else v) for k, v in arguments.items())
     return f"{name}({', '.join(f'{key}={value}' for key, value in values)})"
-
-
-def filling(like: torch.Tensor) -> torch.Tensor:
-    """The bytes that new memory is filled with: NaN, or ones in bytes."""
-    return torch.full_like(like, torch.nan if like.dtype.itemsize > 1 else 255).view(torch.uint8)
 
 
 def differences(
@@ -261,7 +266,7 @@ def differences(
         a, b = (x.contiguous().view(torch.uint8) for x in (left, right))
         wrong = a != b
         if partial:
-            old = before[n].contiguous().view(torch.uint8) if n < len(before) else filling(right)
+            old = before[n].contiguous().view(torch.uint8) if n < len(before) else torch.full_like(b, POISON)
             assert n < len(before) or (b != old).any()
             wrong &= b != old
         if wrong.any():

@@ -106,3 +106,4 @@ def test_filters() -> None:
         "float eps,",
         "const __grid_constant__ TensorMap map",
     ]
+    assert render.cpp_params((I64("m", "rows"),)) == "int64 m  // rows\n"

@@ -155,7 +155,7 @@ def fp4_quantize(
         input: [..., k] fp16, bf16 or (NVFP4) float8_e4m3fn; as ``a`` of nvfp4_quantize() and mxfp4_quantize(). A 2-D
             column-major input is quantized along its contiguous dimension, and both results are transposed back.
         global_scale: the *encode* scale: one float32, or one for each of the m rows; None is 1 (not for float8 input).
-            Engines pass one with MXFP4 too, which has no global scale: there it is not used.
+            Engines pass one with MXFP4 too, where it is not used.
         sf_vec_size, sf_use_ue8m0: (16, False) for NVFP4, (32, True) for MXFP4.
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
         is_global_scale_inversed: global_scale is the decode scale; its correctly rounded inverse is used.

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from jitfp4.errors import SimMemoryError
-from jitfp4.sim.async_copies import BulkCopies, Delivery, Merge, Signal, initialised, plan
+from jitfp4.sim.async_copies import BulkCopies, Delivery, Merge, Signal, initialised, plan, span
 from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import Machine
@@ -91,7 +91,7 @@ def _reader(m: Machine, space: str, one: Lanes, address: int, size: int) -> Call
     start, region = int(part.offset[0]), part.region
     if space != "global":
         m.memory.bound_shared(one.ids, part.offset, size, "bulk copy source")
-        return lambda: initialised(m, start, size, one).copy()
+        return lambda: initialised(m, np.arange(start, start + size), one)
     m.memory.bound(one.ids, part.offset, 0, len(region.data), size, region.name)
     return lambda: region.data[start : start + size].copy()
 
@@ -155,9 +155,9 @@ def _bulk_tensor(d: Decode) -> Step:
 
 def _box_reader(m: Machine, one: Lanes, cells: Array) -> Callable[[], Array]:
     (part,) = m.memory.locate("shared::cta", one.ids, np.array([int(cells.min())]), 16)
-    m.memory.bound_shared(one.ids, part.offset, len(cells), "tensor copy source")
-    start, order = int(part.offset[0]), (cells - cells.min()).astype(np.int64)
-    return lambda: initialised(m, start, len(cells), one)[order]
+    m.memory.bound_shared(one.ids, part.offset, span(cells), "tensor copy source")
+    where = int(part.offset[0]) + (cells - cells.min()).astype(np.int64)
+    return lambda: initialised(m, where, one)
 
 
 @step("cp.async.bulk.prefetch", "cp.async.bulk.prefetch.tensor")

@@ -1,0 +1,265 @@
+"""The gated delta rule's kernel: specialisations, generated code, and every one simulated and on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from jitfp4 import ArgumentError, sim
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.families.gdn import (
+    gated_delta_rule_decode,
+    gated_delta_rule_mtp,
+    kernel,
+    operator,
+)
+from jitfp4.families.gdn.kernel import DELTA_RULE, Problem, Shape, StateLayout
+from jitfp4.formats import DType
+from jitfp4.nvrtc import compile_cubin
+from tests.support.compare import assert_same_bytes, poisoned
+from tests.support.gdn import (
+    STATE_DTYPES,
+    Case,
+    assert_close,
+    case,
+    check_both_orders,
+    check_other_writes,
+    check_pool,
+    check_strides,
+    moved,
+    recurrence,
+)
+from tests.support.sass import disassemble
+
+SM_90A = Arch.of("sm_90a")
+PROBLEM = Problem(
+    dtype=DType.BF16,
+    state_dtype=DType.F32,
+    state_layout=StateLayout.VK,
+    head_dim=128,
+    tokens=4,
+    heads=32,
+    store_steps=True,
+)
+
+
+def test_selection_and_warm_up_agree() -> None:
+    listed = set(kernel.specs(SM_90A))
+    met = {
+        kernel.select(
+            replace(
+                PROBLEM,
+                dtype=dtype,
+                state_dtype=state_dtype,
+                head_dim=head_dim,
+                tokens=tokens,
+                heads=heads,
+                store_steps=steps,
+            )
+        )
+        for dtype in kernel.DTYPES
+        for state_dtype in kernel.STATE_DTYPES
+        for head_dim in kernel.HEAD_DIMS
+        for tokens in range(1, 17)
+        for steps in (True, False)
+        for heads in (1, 32, 64, 65, 128, 256, 512, 1024, 4096, 65536)
+    }
+    met |= {
+        kernel.select(
+            replace(PROBLEM, state_layout=StateLayout.KV, dtype=dtype, head_dim=head_dim, tokens=1, store_steps=False)
+        )
+        for dtype in kernel.DTYPES
+        for head_dim in kernel.HEAD_DIMS
+    }
+    assert met == listed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 96},
+        {"max_tokens": 5},
+        {"ilp_rows": 3},
+        {"warps": 3},
+        {"tile_v": 8, "ilp_rows": 4},
+        {"head_dim": 64, "tile_v": 128},
+        {"state_layout": StateLayout.KV, "ilp_rows": 2},
+        {"state_layout": StateLayout.KV, "state_dtype": DType.BF16, "ilp_rows": 4, "warps": 2},
+    ],
+    ids=str,
+)
+def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        replace(kernel.specialise(PROBLEM, Shape(32, 2, 4)), **change)
+
+
+def shapes(head_dim: int) -> Iterator[Shape]:
+    """Every number of rows that a lane can hold, in tiles of every size, v in registers and in shared memory."""
+    for ilp_rows in (1, 2, 4, 8):
+        for tile_v in (4, 16, 64, 128):
+            warps = min(4, tile_v // (4 * ilp_rows))
+            if warps and tile_v <= head_dim:
+                yield Shape(tile_v, ilp_rows, warps, use_smem_v=(tile_v == 16) == (ilp_rows < 4))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_everywhere_without_local_memory(arch: str) -> None:
+    problems = [
+        PROBLEM,
+        replace(PROBLEM, dtype=DType.F16, state_dtype=DType.BF16, tokens=16),
+        replace(PROBLEM, state_layout=StateLayout.KV, tokens=1, store_steps=False),
+    ]
+    for problem in problems:
+        spec = kernel.select(problem)
+        code = disassemble(
+            compile_cubin(DELTA_RULE.render(spec, Arch.of(arch)), Arch.of(arch), symbol=DELTA_RULE.symbol)
+        )
+        assert not [line for line in code if line.startswith(("LDL", "STL"))]
+        assert any(line.startswith("LDG.E.128") or ".128" in line for line in code)
+        packed = sum(line.startswith("FFMA2") for line in code)
+        assert (packed > 0) == (arch in ("sm_100a", "sm_103a"))  # elsewhere ptxas splits fma.rn.f32x2 in two
+
+
+# ---- simulator -------------------------------------------------------------------------------------------------------
+
+
+def force(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    """Have every problem cut into ``shape``."""
+    operator._plan.cache_clear()
+    monkeypatch.setattr(operator, "shape_of", lambda _: shape)
+    monkeypatch.setattr(operator, "select", lambda problem: kernel.specialise(problem, shape))
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> Iterator[None]:
+    yield
+    operator._plan.cache_clear()
+
+
+def check_kernel(
+    arguments: Case, device: str, arch: str | None = None, *, l2norm: bool = True, update: bool = True
+) -> None:
+    """The kernel on ``device``, or simulated, writes the reference's bytes into poisoned outputs."""
+    batch, tokens, value_heads, head_dim = arguments["v"].shape
+    state_dtype, dtype = arguments["initial_state"].dtype, arguments["q"].dtype
+    results = []
+    for place in ("cpu", device):
+        given = moved(arguments, place)
+        steps = poisoned((batch, tokens, value_heads, head_dim, head_dim), state_dtype, place)
+        out = poisoned((batch, tokens, value_heads, head_dim), dtype, place)
+        with sim.device(arch) if arch and results else nullcontext():
+            gated_delta_rule_mtp(
+                **given,
+                output=out,
+                intermediate_states_buffer=steps if tokens > 1 else None,
+                disable_state_update=not update,
+                use_qk_l2norm=l2norm,
+            )
+        results.append((out, given["initial_state"], steps))
+    for name, want, got in zip(("output", "state", "steps"), *results, strict=True):
+        assert_same_bytes(name, got, want)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, shape in enumerate(shapes(head_dim)):
+        force(monkeypatch, shape)
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        arguments = case(2, 3, 1, 2, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
+        arguments["initial_state_indices"] = torch.tensor([1, -1] if number % 3 == 0 else [1, 0])
+        check_kernel(arguments, "cpu", arch, l2norm=number % 4 != 3, update=number % 5 != 4)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tokens", [1, 4, 5, 16])
+def test_simulated_token_counts(tokens: int) -> None:
+    check_kernel(case(1, tokens, exact_gates=True), "cpu", "sm_90a")
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_simulated_gates_are_close() -> None:
+    arguments = case(2, 3)
+    want_out, want_states = recurrence(arguments)
+    with sim.device("sm_90a"):
+        out, state = gated_delta_rule_mtp(**arguments)
+    assert_close("output", out, want_out)
+    assert_close("state", state, want_states[:, -1])
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_simulated_pools_strides_and_orders(arch: str) -> None:
+    with sim.device(arch):
+        check_pool("cpu", torch.int32)
+        check_other_writes("cpu")
+        check_strides("cpu")
+        check_both_orders(64)
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_every_shape(self, head_dim: int, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        for number, shape in enumerate(shapes(head_dim)):
+            force(monkeypatch, shape)
+            dtype = (torch.bfloat16, torch.float16)[number % 2]
+            arguments = case(5, 4, 2, 4, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
+            check_kernel(arguments, "cuda", l2norm=number % 4 != 3, update=number % 5 != 4)
+
+    @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 16])
+    def test_every_token_count_and_table_row(self, tokens: int) -> None:
+        for batch in (1, 9, 40):
+            check_kernel(case(batch, tokens, 2, 16, exact_gates=True), "cuda")
+
+    @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+    def test_follows_the_recurrence(self, state_dtype: torch.dtype) -> None:
+        arguments = case(3, 4, 2, 4, 128, state_dtype=state_dtype)
+        want_out, want_states = recurrence(arguments)
+        out, state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+        assert_close("output", out.cpu(), want_out)
+        assert_close("state", state.cpu(), want_states[:, -1])
+
+    def test_pools_strides_and_orders(self) -> None:
+        check_pool("cuda", torch.int32)
+        check_pool("cuda", torch.int64)
+        check_other_writes("cuda")
+        check_strides("cuda")
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_k_major(self, head_dim: int) -> None:
+        arguments = case(7, 1, 2, 4, head_dim, exact_gates=True)
+        arguments.pop("initial_state_indices")
+        arguments["state"] = arguments.pop("initial_state").mT.contiguous()
+        want_out, want_state = gated_delta_rule_decode(**moved(arguments, "cpu"))
+        out, state = gated_delta_rule_decode(**moved(arguments, "cuda"))
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", state, want_state)
+
+    def test_graph_replay(self) -> None:
+        arguments = moved(case(4, 4, 2, 4, 128), "cuda")
+        fresh = arguments["initial_state"].clone()
+        want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, state = gated_delta_rule_mtp(**arguments)
+        state.copy_(fresh)
+        graph.replay()
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", state, want_state)

@@ -1,0 +1,782 @@
+// gdn_delta_rule, generated from templates/gdn/delta_rule.cu.j2
+// spec: {"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":true,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
+//
+// A CTA owns kTileV rows (V index) of one value head's state and walks the tokens of its request with them in
+// registers. Eight lanes share a row, so that a warp access moves whole 128-byte lines of four rows; every lane holds
+// kIlpRows rows. For each token and row, in float32:
+//   h = decay * h;  u = (v - sum(h * k)) * beta;  h = fma(u, k, h);  out = sum(h * q)
+// A lane sums its even and its odd columns in ascending order by fma and adds the two; then lanes at distance 1, 2, 4
+// add up.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction.
+namespace ptx {
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/f32x2 --------------------------------------------------------
+// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
+constexpr bool kHasF32x2 = false;
+
+struct alignas(8) f32x2 { float x, y; };
+
+__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mul.rn.f32x2 d, a, b;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+    return d;
+  }
+  return {a.x * b.x, a.y * b.y};
+}
+
+__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, c, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mov.b64 c, {%6, %7};\n"
+        "  fma.rn.f32x2 d, a, b, c;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+  }
+  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
+}
+
+// ---- partials/reduce -------------------------------------------------------
+// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
+// Every lane of a group gets the same bits.
+template <int kLanes, int N>
+__device__ __forceinline__ void group_sum(float (&x)[N]) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
+  }
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: no line of L1 is spent on it.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: the first to leave L2.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- spec ------------------------------------------------------------------
+enum class StateLayout { kVk, kKv };  // [V, K] or [K, V]
+
+using In    = bf16;
+using State = float;
+constexpr StateLayout kStateLayout = StateLayout::kVk;
+constexpr int  kHeadDim    = 128;  // K = V
+constexpr int  kMaxTokens  = 4;
+constexpr int  kTileV      = 32;
+constexpr int  kIlpRows    = 1;
+constexpr int  kWarps      = 8;
+constexpr bool kUseSmemV   = false;
+constexpr bool kStoreSteps = true;
+constexpr bool kKeepState  = true;  // in L2, for the next call
+
+// ---- work of a lane --------------------------------------------------------
+constexpr int kLanes    = 8;                             // of a row
+constexpr int kGroups   = kWarp / kLanes;
+constexpr int kWarpRows = kGroups * kIlpRows;
+constexpr int kTiles    = kHeadDim / kTileV;
+constexpr int kPassRows = kWarps * kWarpRows;
+constexpr int kThreads  = kWarps * kWarp;
+constexpr int kVec      = 16 / sizeof(State);            // columns of a 16-byte access
+constexpr int kAccesses = kHeadDim / (kLanes * kVec);    // of a row
+constexpr int kQuads    = kHeadDim / (kLanes * 4);       // a lane's columns, in fours
+constexpr int kPairs    = 2 * kQuads;
+// Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays.
+constexpr int kMinWarps = kIlpRows > 2 ? kWarps : sizeof(State) == 4 ? 24 : 20;
+constexpr float kNormEps = 1e-6f;
+
+static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
+static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
+static_assert(kStateLayout == StateLayout::kVk || (kVec == 4 && kIlpRows % 4 == 0), "[K, V]: 16 bytes are four rows");
+static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t and t + kLanes");
+static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
+
+using Rows = f32x2[kIlpRows][kPairs];
+
+// ---- shared memory ---------------------------------------------------------
+// step: elements from steps to where h goes; negative: nowhere
+template <bool kStep> struct Token { float decay, beta; int64 step; };
+template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
+
+template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
+template <> struct ValueTile<false> {};
+
+__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
+__device__ __forceinline__ void set_step(Token<false>&, int64) {}
+
+struct Shared : ValueTile<kUseSmemV> {
+  alignas(16) float kq[2][kMaxTokens][kHeadDim];  // k, then q, in the order of column_slot
+  Token<kStoreSteps> tokens[kMaxTokens];
+};
+
+static_assert(sizeof(Shared) == 4160, "the launch counts on it");
+
+// Where four columns from `column` on stand in Shared::kq: a lane's fours are kLanes fours apart, free of conflicts.
+__device__ __forceinline__ int column_slot(int column) {
+  constexpr int kFours = kVec / 4;
+  return ((column / (kLanes * kVec) * kFours + column / 4 % kFours) * kLanes + column / kVec % kLanes) * 4;
+}
+
+// ---- gdn/rows --------------------------------------------------------------
+// A lane's rows of a state, between memory and registers, in 16-byte accesses.
+template <int N>
+__device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
+  const uint32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (N == 2) {
+      x[i] = {__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
+    } else {
+      x[i] = {low<State>(words[i]), high<State>(words[i])};
+    }
+  }
+}
+template <int N>
+__device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
+  uint32 words[4];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (N == 2) {
+      words[2 * i]     = __float_as_uint(x[i].x);
+      words[2 * i + 1] = __float_as_uint(x[i].y);
+    } else {
+      words[i] = to_pair<State>(x[i].x, x[i].y);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Where a lane's share of rows `row`, row + 1, ... begins.
+__device__ __forceinline__ int64 lane_offset(int row, int lane) {
+  if constexpr (kStateLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
+  return lane * kVec * kHeadDim + row;
+}
+
+__device__ __forceinline__ float& at(Rows& h, int row, int column) {
+  return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
+}
+
+__device__ __forceinline__ void load_rows(Rows& h, const State* p) {
+  if constexpr (kStateLayout == StateLayout::kVk) {
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        f32x2 x[kVec / 2];
+        unpack(ptx::ld_once(p + r * kHeadDim + m * (kLanes * kVec)), x);
+#pragma unroll
+        for (int i = 0; i < kVec / 2; ++i) h[r][m * (kVec / 2) + i] = x[i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2 * kPairs; ++c) {
+#pragma unroll
+      for (int r = 0; r < kIlpRows; r += 4) {
+        f32x2 x[2];
+        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r), x);
+        at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
+      }
+    }
+  }
+}
+
+template <bool kOnce>
+__device__ __forceinline__ void store_rows(Rows& h, State* p) {
+  const auto store = [](State* at, const uint4& words) { kOnce ? ptx::st_once(at, words) : ptx::st(at, words); };
+  if constexpr (kStateLayout == StateLayout::kVk) {
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        f32x2 x[kVec / 2];
+#pragma unroll
+        for (int i = 0; i < kVec / 2; ++i) x[i] = h[r][m * (kVec / 2) + i];
+        store(p + r * kHeadDim + m * (kLanes * kVec), pack(x));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2 * kPairs; ++c) {
+#pragma unroll
+      for (int r = 0; r < kIlpRows; r += 4) {
+        const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
+        store(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r, pack(x));
+      }
+    }
+  }
+}
+
+// ---- operands --------------------------------------------------------------
+struct Operands {
+  const In *q, *k, *v, *a, *b;
+  const float* a_log;
+  const void* dt_bias;
+  State* state;
+  const void *slots, *write_slots;
+  State* steps;
+  const void* step_slots;
+  In* out;
+  float  scale;
+  int    tokens, heads_ratio;
+  int64  value_heads;
+  int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
+  int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
+  int64  steps_batch_stride, steps_token_stride;
+  int    dt_bias_type, step_slot_bytes, slot_bytes, write_slot_bytes;
+  bool   update_state, l2norm;
+};
+
+struct Item {
+  int64 n;     // request
+  int   head;  // value head
+  int   tile;  // first row
+
+  __device__ __forceinline__ int64 values(const Operands& p) const {
+    return n * p.v_batch_stride + head * kHeadDim + tile;
+  }
+  __device__ __forceinline__ int64 outputs(const Operands& p) const {
+    return (n * p.tokens * p.value_heads + head) * kHeadDim + tile;
+  }
+  __device__ __forceinline__ int64 rows(int row, int lane) const {
+    return int64(head) * (kHeadDim * kHeadDim) + lane_offset(tile + row, lane);
+  }
+};
+
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes).
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  if (bytes == 0) return n;
+  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
+  return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
+}
+
+__device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+enum class Bias : int { kF32, kBf16, kF16 };
+__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+}
+
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// ---- rows of a lane --------------------------------------------------------
+// v of a lane's rows at every token: in shared memory, or lane t of a row carries tokens t and t + kLanes of it.
+template <bool kSmem> struct Values {
+  static constexpr int kSets  = kSmem ? 1 : (kMaxTokens + kLanes - 1) / kLanes;
+  static constexpr int kWords = (kIlpRows + 1) / 2;
+  uint32 words[kSets][kWords];
+
+  // `v` at the first of the rows
+  __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < kSets && !kSmem; ++i) {
+      const int t = i * kLanes + lane;
+      if (t < tokens) ld_halves<kIlpRows>(v + t * token_stride, words[i]);
+    }
+  }
+
+  __device__ __forceinline__ void get(const ValueTile<kSmem>& tile, int t, int row, float (&value)[kIlpRows]) const {
+    if constexpr (kSmem) {
+#pragma unroll
+      for (int r = 0; r < kIlpRows; ++r) value[r] = tile.v[t][row + r];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const uint32 word = __shfl_sync(~0u, kSets == 1 || t < kLanes ? words[0][i] : words[kSets - 1][i], t, kLanes);
+        value[2 * i] = low<In>(word);
+        if (kIlpRows > 1) value[2 * i + 1] = high<In>(word);
+      }
+    }
+  }
+};
+
+template <bool kSmem>
+__device__ __forceinline__ void stage_values(ValueTile<kSmem>& tile, const In* v, int64 token_stride, int tokens) {
+  if constexpr (kSmem) {
+    for (int i = threadIdx.x; i < tokens * kTileV; i += kThreads) {
+      tile.v[i / kTileV][i % kTileV] = load_half(v + i / kTileV * token_stride + i % kTileV);
+    }
+  }
+}
+
+struct Block {
+  Rows h;
+  Values<kUseSmemV> v;
+
+  __device__ __forceinline__ void load(const Operands& p, const Item& item, int slot, int row, int lane) {
+    load_rows(h, p.state + slot * p.state_stride + item.rows(row, lane));
+    v.load(p.v + item.values(p) + row, p.v_token_stride, p.tokens, lane);
+  }
+};
+
+// ---- once for all rows of an item ------------------------------------------
+// What every row of an item needs. load() issues the loads, store() works on what came and leaves it in shared memory:
+// k and q l2-normalised, q times scale, decay and beta of each token.
+struct Inputs {
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
+  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+
+  uint2 kq[kInFlight];
+  float a, b, a_log, bias;  // of token threadIdx.x
+  int64 step;
+
+  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
+
+  // Row r is k of token r / 2, or q where r is odd.
+  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
+    if (r >= 2 * p.tokens) return {};
+    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
+    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
+                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+  }
+
+  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
+    if (threadIdx.x >= p.tokens) return;
+    const int t = threadIdx.x;
+    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
+    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
+    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
+    if constexpr (kStoreSteps) {
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+    }
+  }
+
+  static __device__ __forceinline__ void store_row(Shared& s, const Operands& p, int r, uint2 halves) {
+    float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
+    if (p.l2norm) {
+      float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
+      group_sum<kRowLanes>(ssq);
+      const float norm = 1.0f / sqrtf(ssq[0] + kNormEps);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[j] *= norm;
+    }
+    const float factor = r % 2 ? p.scale : 1.0f;
+    if (r >= 2 * p.tokens) return;
+    *reinterpret_cast<float4*>(&s.kq[r % 2][r / 2][column_slot(column())]) = {
+        x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
+  }
+
+  __device__ __forceinline__ void store(Shared& s, const Operands& p, const Item& item) const {
+    if (threadIdx.x < p.tokens) {
+      const int t = threadIdx.x;
+      s.tokens[t].decay = expf(-expf(a_log) * softplus(a + bias));
+      s.tokens[t].beta  = 1.0f / (1.0f + expf(-b));
+      if constexpr (kStoreSteps) {
+        const int64 in_buffer = item.n * p.steps_batch_stride + t * p.steps_token_stride;
+        set_step(s.tokens[t], p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kTeams < 2 * p.tokens) store_row(s, p, row(i), kq[i]);
+    }
+    for (int i = kInFlight; i * kTeams < 2 * p.tokens; ++i) store_row(s, p, row(i), load_row(p, item, row(i)));
+    stage_values(s, p.v + item.values(p), p.v_token_stride, p.tokens);
+  }
+};
+
+// ---- once for each token ---------------------------------------------------
+struct Columns { f32x2 x[kPairs]; };
+
+__device__ __forceinline__ Columns load_columns(const float (&row)[kHeadDim], int lane) {
+  Columns c;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const float4 four = *reinterpret_cast<const float4*>(&row[(i * kLanes + lane) * 4]);
+    c.x[2 * i] = {four.x, four.y}, c.x[2 * i + 1] = {four.z, four.w};
+  }
+  return c;
+}
+
+__device__ __forceinline__ void scale_rows(Rows& h, float factor) {
+#pragma unroll
+  for (int r = 0; r < kIlpRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) h[r][i] = mul(h[r][i], {factor, factor});
+  }
+}
+
+// The lane's share of sum(h * c) for every row
+__device__ __forceinline__ void dot_rows(const Rows& h, const Columns& c, float* sum) {
+#pragma unroll
+  for (int r = 0; r < kIlpRows; ++r) {
+    f32x2 pair = mul(h[r][0], c.x[0]);
+#pragma unroll
+    for (int i = 1; i < kPairs; ++i) pair = fma(h[r][i], c.x[i], pair);
+    sum[r] = pair.x + pair.y;
+  }
+}
+
+__device__ __forceinline__ void store_out(In* out, const float* sum) {
+  uint32 words[(kIlpRows + 1) / 2];
+#pragma unroll
+  for (int r = 0; r < kIlpRows; r += 2) words[r / 2] = to_pair<In>(sum[r], sum[kIlpRows > 1 ? r + 1 : r]);
+  st_halves<kIlpRows>(out, words);
+}
+
+// All tokens of a lane's rows. `offset` is theirs in a state, `row` in the item; `out` is at the first of them.
+__device__ __forceinline__ void walk(
+    Block& block, const Shared& s, const Operands& p, In* out, int64 offset, int row, int lane) {
+  const int64 out_stride = p.value_heads * kHeadDim;
+  Rows& h = block.h;
+  Columns k = load_columns(s.kq[0][0], lane);
+  float sum[2 * kIlpRows] = {};  // h k of this token and h q of the last one: they travel through the lanes together
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) {
+    const Token<kStoreSteps> token = s.tokens[t];
+    float value[kIlpRows];
+    block.v.get(s, t, row, value);
+    scale_rows(h, token.decay);
+    dot_rows(h, k, sum);
+    group_sum<kLanes>(sum);
+    if (lane == 0 && t > 0) store_out(out + (t - 1) * out_stride, sum + kIlpRows);
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+      const float u = (value[r] - sum[r]) * token.beta;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) h[r][i] = fma({u, u}, k.x[i], h[r][i]);
+    }
+    if (token.step >= 0) store_rows<true>(h, p.steps + token.step + offset);
+    const Columns q = load_columns(s.kq[1][t], lane);
+    if (t + 1 < p.tokens) k = load_columns(s.kq[0][t + 1], lane);
+    dot_rows(h, q, sum + kIlpRows);
+  }
+  group_sum<kLanes>(sum);
+  if (lane == 0) store_out(out + (p.tokens - 1) * out_stride, sum + kIlpRows);
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_delta_rule(
+    const In* __restrict__ q,              // [batch, tokens, heads, K]
+    const In* __restrict__ k,              // [batch, tokens, heads, K]
+    const In* __restrict__ v,              // [batch, tokens, value_heads, V]
+    const In* __restrict__ a,              // [batch, tokens, value_heads]
+    const In* __restrict__ b,              // [batch, tokens, value_heads]
+    const float* __restrict__ a_log,       // [value_heads]
+    const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
+    State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
+    const void* __restrict__ slots,        // [batch], integers of slot_bytes; negative: no state, output zero
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; negative: not written
+    State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; negative: not written
+    In* __restrict__ out,                  // [batch, tokens, value_heads, V]
+    float scale,                           // of q
+    int64 batch,
+    int64 tokens,                          // <= kMaxTokens
+    int64 heads,
+    int64 value_heads,                     // a multiple of heads
+    int64 q_batch_stride,                  // elements, as all strides
+    int64 q_token_stride,
+    int64 k_batch_stride,
+    int64 k_token_stride,
+    int64 v_batch_stride,
+    int64 v_token_stride,
+    int64 a_batch_stride,
+    int64 a_token_stride,
+    int64 b_batch_stride,
+    int64 b_token_stride,
+    int64 state_stride,
+    int64 steps_batch_stride,
+    int64 steps_token_stride,              // of a slot with step_slots
+    int64 dt_bias_type,                    // 0 float, 1 bf16, 2 f16
+    int64 step_slot_bytes,                 // 0: steps has its own strides
+    int64 slot_bytes,                      // 0, 4 or 8; 0: request n uses slot n
+    int64 write_slot_bytes,                // likewise
+    int64 update_state,                    // 0: write_slots is not used
+    int64 l2norm                           // 0: q and k as they are
+
+) {
+  extern __shared__ __align__(16) uint8 dynamic[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {
+      q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
+      int(value_heads) / int(heads), value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
+      v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
+      steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
+      int(write_slot_bytes), update_state != 0, l2norm != 0};
+  const int  x    = blockIdx.x;
+  const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+  if (item.n >= batch) return;
+  const int lane      = threadIdx.x % kLanes;
+  const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
+  out += item.outputs(p);
+
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int slot = int(slot_at(slots, p.slot_bytes, item.n));
+  Inputs inputs;
+  inputs.load(p, item);
+  if (slot < 0) {
+    for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
+      out[i / kTileV * value_heads * kHeadDim + i % kTileV].bits = 0;
+    }
+    return;
+  }
+  Block block;
+  block.load(p, item, slot, first_row, lane);
+  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
+  if constexpr (kHasPdl) ptx::griddep_launch();
+  inputs.store(s, p, item);
+  __syncthreads();
+
+#pragma unroll 1
+  for (int row = first_row; row < kTileV; row += kPassRows) {
+    if (row != first_row) block.load(p, item, slot, row, lane);
+    walk(block, s, p, out + row, item.rows(row, lane), row, lane);
+    if (write_slot >= 0) store_rows<!kKeepState>(block.h, state + write_slot * state_stride + item.rows(row, lane));
+  }
+}

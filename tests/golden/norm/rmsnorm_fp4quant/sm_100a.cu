@@ -1,0 +1,888 @@
+// norm_rmsnorm_fp4quant, generated from templates/norm/rmsnorm_fp4quant.cu.j2
+// spec: {"add":false,"block":16,"clustered":false,"in_dtype":"bf16","scale":"e4m3","stream":false,"units":1,"warps":1}
+//
+// Persistent groups of threads take row after row: part of a warp or a warp (kWarps is 1), up to kWarps warps of a CTA,
+// or such a CTA in each place of a cluster. A thread owns kUnits units of a row and keeps them as floats between the
+// sum of squares and the quantization, while its next row is on its way to shared memory. A row that is too long for
+// that (kStream) is read twice.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_100a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction.
+namespace ptx {
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/async_copy ---------------------------------------------------
+// Shared memory by address, 16 bytes at a time, and copies into it that run beside the thread that starts them.
+namespace ptx {
+__device__ __forceinline__ uint32 address_of_shared(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// Of what does not change: may move to where it suits, but not past a change of p.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// From global memory, not through L1.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// To the place in the CTA `rank` that `p` has in this one.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(uint32(__cvta_generic_to_shared(p))), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: no line of L1 is spent on it.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: the first to leave L2.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/units --------------------------------------------------------
+// A unit is 16 neighbouring elements: what a thread normalises and quantizes at once. 32 units are a turn of a warp.
+constexpr int kUnit = 16, kTurn = kUnit * kWarp;
+
+using Unit = uint32[kUnit / 2];  // pairs
+
+// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies take them in order, lanes side by side; a
+// thread takes the two vectors of its unit. They lie so that eight lanes meet no bank conflict either way: those of a
+// unit in bytes p and p ^ 16, and vector i + 32 behind vector i by half a turn.
+constexpr int kTurnBytes = kTurn * 2;
+__device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
+
+__device__ __forceinline__ void load_unit(Unit& u, uint32 p) {
+  const uint4 lo = ptx::ld_shared(p), hi = ptx::ld_shared(p ^ 16);
+  u[0] = lo.x, u[1] = lo.y, u[2] = lo.z, u[3] = lo.w, u[4] = hi.x, u[5] = hi.y, u[6] = hi.z, u[7] = hi.w;
+}
+__device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
+  ptx::st_shared(p, {u[0], u[1], u[2], u[3]}), ptx::st_shared(p ^ 16, {u[4], u[5], u[6], u[7]});
+}
+
+namespace ptx {
+// Volatile, so that it stays behind griddep_wait; coherent, because the thread may write the unit later.
+__device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4 + 16];"
+               : "=r"(u[4]), "=r"(u[5]), "=r"(u[6]), "=r"(u[7]) : "l"(p));
+}
+__device__ __forceinline__ void st_16(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w));
+}
+__device__ __forceinline__ void st_8(void* p, uint2 v) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y));
+}
+__device__ __forceinline__ void st_1(void* p, uint8 v) {
+  asm volatile("st.global.b8 [%0], %1;" ::"l"(p), "r"(uint32(v)));
+}
+}  // namespace ptx
+
+__device__ __forceinline__ void write_unit(void* p, const Unit& u) {
+  ptx::st_16(p, {u[0], u[1], u[2], u[3]}), ptx::st_16(static_cast<uint8*>(p) + 16, {u[4], u[5], u[6], u[7]});
+}
+
+template <typename T> __device__ __forceinline__ void widen(float (&to)[kUnit], const Unit& x) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[2 * i] = low<T>(x[i]), to[2 * i + 1] = high<T>(x[i]);
+}
+// round(x + y), the sums in float32.
+template <typename T> __device__ __forceinline__ void add(Unit& x, const Unit& y) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) x[i] = to_pair<T>(low<T>(x[i]) + low<T>(y[i]), high<T>(x[i]) + high<T>(y[i]));
+}
+// The even and the odd elements are two chains of fused multiply-adds.
+__device__ __forceinline__ float sum_of_squares(const float (&x)[kUnit]) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kUnit; i += 2) even = fmaf(x[i], x[i], even), odd = fmaf(x[i + 1], x[i + 1], odd);
+  return even + odd;
+}
+// round((x * s) * w)
+template <typename T>
+__device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
+}
+
+// The weights of a thread's unit in shared memory, which it reads back in every row: as they came, or widened once.
+// place() is where a lane's weights begin in those of a turn; p is that address.
+template <typename T, bool kPacked> struct Weights {
+  static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
+  static __device__ __forceinline__ uint32 place(uint32 lane) { return kPacked ? vector_offset(2 * lane) : lane * 16; }
+  static __device__ __forceinline__ void store(uint32 p, const Unit& u) {
+    if constexpr (kPacked) {
+      store_unit(p, u);
+    } else {
+      float w[kUnit];
+      widen<T>(w, u);
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4)
+        ptx::st_shared(p + i / 4 * (kWarp * 16), {__float_as_uint(w[i]), __float_as_uint(w[i + 1]),
+                                                  __float_as_uint(w[i + 2]), __float_as_uint(w[i + 3])});
+    }
+  }
+  static __device__ __forceinline__ void load(float (&w)[kUnit], uint32 p) {
+    if constexpr (kPacked) {
+      const uint4 lo = ptx::ld_shared_constant(p), hi = ptx::ld_shared_constant(p ^ 16);
+      const Unit  u  = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+      widen<T>(w, u);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 4) {
+        const uint4 v = ptx::ld_shared_constant(p + i / 4 * (kWarp * 16));
+        w[i] = __uint_as_float(v.x), w[i + 1] = __uint_as_float(v.y);
+        w[i + 2] = __uint_as_float(v.z), w[i + 3] = __uint_as_float(v.w);
+      }
+    }
+  }
+};
+
+// ---- partials/row_sum ------------------------------------------------------
+// The sum of a row of units, whatever threads they are spread over. Unit j belongs to lane j % 32 and turn j / 32. A
+// lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same way. A thread may hold
+// any 2^n turns that follow each other and a CTA any 2^n such warps: the bits of the sum do not depend on n.
+constexpr int kMaxCtas = 8;  // of a cluster
+
+template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    float pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) pairs[i] = x[2 * i] + x[2 * i + 1];
+    return tree_sum(pairs);
+  }
+}
+
+// Partial sums of a row, one of each lane: of up to kWarps warps of this CTA, then of the CTAs of its cluster. Two sets
+// of them are used in turn, so that one barrier a row is enough.
+template <int kWarps, bool kClustered> struct RowSum {
+  float warps[2][kWarps][kWarp];
+  float ctas[2][kClustered ? kMaxCtas : 1][kWarp];
+
+  // mine: the sum of a lane's turns. All threads of a row call this; `lanes` of a warp share it.
+  __device__ __forceinline__ float operator()(float mine, uint32 use, uint32 lanes) {
+    const uint32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if constexpr (kWarps > 1) {
+      warps[use][warp][lane] = mine;
+      __syncthreads();
+      float sums[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sums[w] = w * kWarp < blockDim.x ? warps[use][w][lane] : 0.0f;
+      mine = tree_sum(sums);
+    }
+    if constexpr (kClustered) {
+      const uint32 count = ptx::cluster_ctas();
+      const float* place = &ctas[use][ptx::cluster_rank()][lane];
+      for (uint32 c = warp; c < count; c += kWarps) ptx::st_cluster(place, c, mine);
+      ptx::cluster_sync();
+      float sums[kMaxCtas];
+#pragma unroll
+      for (int c = 0; c < kMaxCtas; ++c) sums[c] = c < count ? ctas[use][c][lane] : 0.0f;
+      mine = tree_sum(sums);
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2)
+      if (distance < lanes) mine += __shfl_xor_sync(~0u, mine, distance);
+    return mine;
+  }
+};
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Callers pass v * kE2m1Unit, so that the software path's factor is folded into their scale.
+constexpr float kE2m1Unit = kHasE2m1Cvt ? 1.0f : 0x1p-23f;
+
+// With rn() the nearest integer, ties to even, the magnitude of v is
+//   min(rn(2v), rn(bend(v)) + 2, 7),  bend(v) = v up to 4, v/2 + 2 from 4 to 8.
+// A float16 subnormal is an integer times 2^-24, so that one conversion rounds two values. Rounding bend(v) up hurts
+// nothing: between 4 and 8, only 5 is a boundary, and 5 itself belongs below it.
+__device__ __forceinline__ float bend(float v) {  // v * 2^-24
+  return __fmaf_ru(__saturatef(fmaf(v, 0x1p22f, -1.0f)), -0x1p-23f, v);
+}
+
+// The codes of two values, one in each half: magnitude in bits 0 to 2, sign in bit 15.
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 twice = ptx::cvt_f16x2(lo, hi);
+  const uint32 once  = ptx::cvt_f16x2(bend(fabsf(lo) * 0.5f), bend(fabsf(hi) * 0.5f));
+  const uint32 upper = __viaddmin_u16x2(once, 0x00020002u, 0x00070007u);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(twice, upper);
+  return __vminu2(twice & ~kPairSigns, upper) | (twice & kPairSigns);
+}
+
+// Codes of eight values, v[i] in nibble i. The halves of pair i hold elements i and i + 4, whose nibbles lie 16 bits
+// apart as well. Shifting pairs by nibbles moves their signs onto sign bits only, so the sum does not carry.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) {
+    return ptx::cvt_e2m1x8(v);
+  } else {
+    uint32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = e2m1_pair(v[i], v[i + 4]);
+    const uint32 magnitudes = ((pair[3] * 16 + pair[2]) * 16 + pair[1]) * 16 + pair[0];
+    const uint32 odd_signs  = __byte_perm(pair[1], pair[3], 0x7351);  // the high byte of each half: elements 1, 3, 5, 7
+    const uint32 even_signs = __byte_perm(pair[0], pair[2], 0x7351);
+    return (magnitudes & 0x77777777u) | (odd_signs + (even_signs >> 4));
+  }
+}
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/ue8m0 --------------------------------------------------------
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
+// 0 up to 2^-127.
+__device__ __forceinline__ uint8 encode_ue8m0(float v) {
+  const uint32 bits = __float_as_uint(v);
+  return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
+}
+// 2^(127 - b), exact.
+__device__ __forceinline__ float ue8m0_multiplier(uint8 b) {
+  return __uint_as_float(b == 254 ? 0x00400000u : (254u - b) << 23);
+}
+// Byte 255 is NaN.
+__device__ __forceinline__ float decode_ue8m0(uint8 b) {
+  return __uint_as_float(b == 255 ? 0x7FFFFFFFu : b == 0 ? 0x00400000u : uint32(b) << 23);
+}
+
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer for cols columns.
+template <SfLayout L> __device__ __forceinline__ int64 sf_offset(int64 row, int64 col, int64 cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  const int64 tile = row / kRows * ceil_div(cols, Tile::kCols) + col / Tile::kCols;
+  const int   r = int(row % kRows), c = int(col % Tile::kCols);
+  return ((tile * Tile::kInner + r % Tile::kInner) * Tile::kOuter + r / Tile::kInner) * Tile::kCols + c;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
+// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/nvfp4 --------------------------------------------------------
+// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
+//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
+// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
+// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
+constexpr int kNvfp4Block = 16;
+
+__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
+__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
+  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
+}
+
+// x: 16 elements in 8 pairs.
+template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
+  uint32 most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
+  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
+  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
+}
+
+// Codes of x * o, element i in nibble i. o * kE2m1Unit must not underflow: a bf16 block near 2^127 hands 2^64 from x
+// to o; of fp16 only blocks with Inf have so small an o, and any positive one does for them.
+template <typename In> __device__ __forceinline__ uint2 encode_block(uint32 (&x)[8], float o) {
+  if constexpr (kE2m1Unit != 1.0f) {
+    if (!kIsBf16<In>) o = fmaxf(o, 0x1p-100f);
+    if (kIsBf16<In> && o < 0x1p-100f) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(x[i], 0x1F801F80u);
+      o *= 0x1p64f;
+    }
+    o *= kE2m1Unit;
+  }
+  uint32 codes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i]     = low<In>(x[4 * half + i]) * o;
+      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
+    }
+    codes[half] = e2m1x8(y);
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
+// ---- spec ------------------------------------------------------------------
+enum class Scale { kE4m3, kUe8m0 };
+
+using In = bf16;
+constexpr int   kBlock     = 16;
+constexpr Scale kScale     = Scale::kE4m3;
+constexpr bool  kAdd       = false;
+constexpr int   kUnits     = 1;
+constexpr int   kWarps     = 1;
+constexpr bool  kClustered = false;
+constexpr bool  kStream    = false;
+constexpr int   kThreads   = 128;  // of a CTA, at most
+constexpr int   kMinCtas   = 8;  // of kThreads, that an SM must have registers for
+
+// ---- shared memory ---------------------------------------------------------
+struct Shared {
+  RowSum<kWarps, kClustered> row_sum;
+  float multiplier[256];  // by scale byte
+};
+// Behind it lies what each warp keeps: its next row, on its way, and the weights, widened once, not in every row, where
+// the inputs leave room for it.
+using Weight = Weights<In, kAdd>;
+constexpr int kInputBytes = kUnits * kTurnBytes;
+constexpr int kSlotBytes  = (kAdd ? 2 : 1) * kInputBytes + kUnits * Weight::kBytes;
+static_assert(sizeof(Shared) == 1536 && kSlotBytes == 96 * kWarp, "host's count");
+
+// ---- kernel ----------------------------------------------------------------
+constexpr int  kUnitsPerBlock = kBlock / kUnit;
+constexpr int  kSfTurn        = kWarp / kUnitsPerBlock;    // scales of a turn
+constexpr bool kWholeWarps    = kUnits > 1 || kWarps > 1;  // no two rows share a warp
+
+using Tile = SfTile<SfLayout::k128x4>;
+constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+
+// Turns from unit `first` on, in steps of a warp.
+__device__ __forceinline__ int turns_from(uint32 first, uint32 units) {
+  return first < units ? int((units - first + kWarp - 1) / kWarp) : 0;
+}
+
+// Which rows and units a thread works on.
+struct Place {
+  uint32 lane, thread, threads;  // lane of a warp; thread of those that share a row
+  uint32 row0, row, row_step;    // the first rows of the warp and of the thread
+  uint32 turn, unit;             // the first of the warp and of the thread
+  int    shift;                  // 2^shift lanes of a warp share a row
+  __device__ __forceinline__ explicit Place(uint32 row_threads) {
+    const uint32 warp = threadIdx.x / kWarp, rank = kClustered ? ptx::cluster_rank() : 0;
+    const uint32 cta  = kClustered ? ptx::cluster_id() : blockIdx.x;
+    const uint32 ctas = kClustered ? ptx::clusters() : gridDim.x;
+    lane     = threadIdx.x % kWarp;
+    shift    = !kWholeWarps ? 31 - __clz(row_threads) : 5;
+    thread   = kWarps > 1 ? rank * blockDim.x + threadIdx.x : in_row(lane);
+    threads  = kClustered ? ptx::cluster_ctas() * blockDim.x : row_threads;
+    row0     = kWarps > 1 ? cta : (cta * blockDim.x + warp * kWarp) >> shift;
+    row      = row0 + (lane >> shift);
+    row_step = kWarps > 1 ? ctas : ctas * blockDim.x >> shift;
+    turn     = kWarps > 1 ? (rank * kWarps + warp) * kUnits : 0;
+    unit     = turn * kWarp + in_row(lane);
+  }
+  __device__ __forceinline__ uint32 in_row(uint32 of_warp) const { return of_warp & ((1u << shift) - 1); }
+};
+
+// A lane copies vectors lane and lane + 32 of each turn of its warp: the second is of a later row where rows share the
+// warp.
+struct Vectors {
+  uint32 row, later_rows;  // of the first vector; of the second, after it
+  int64  at, second;       // element offset of the first; of the second, after it
+  uint32 to;               // address of the first in the slots
+  int    turns[2];
+  __device__ __forceinline__ Vectors(const Place& place, int64 h, uint32 units, uint32 slots) {
+    const uint32 unit = place.turn * kWarp + place.in_row(place.lane / 2);
+    row        = place.row0 + (place.lane / 2 >> place.shift);
+    later_rows = !kWholeWarps ? 16 >> place.shift : 0;
+    at         = int64(row) * h + unit * kUnit + place.lane % 2 * (kUnit / 2);
+    second     = later_rows ? later_rows * h : kTurn / 2;
+    to         = slots + vector_offset(place.lane);
+    turns[0]   = turns_from(unit, units);
+    turns[1]   = turns_from(unit + (later_rows ? 0 : kWarp / 2), units);
+  }
+  // f(elements, bytes) for every vector that exists: from the first one in the row, and in the slots.
+  template <typename F> __device__ __forceinline__ void each(uint32 rows, F f) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int exists = kWholeWarps || row + i * later_rows < rows ? turns[i] : 0;
+#pragma unroll
+      for (int v = 0; v < kUnits; ++v)
+        if (v < exists) f(i * (kWholeWarps ? kTurn / 2 : second) + v * kTurn, i * (kTurnBytes / 2) + v * kTurnBytes);
+    }
+  }
+};
+
+// Where a scale lies in the 128x4 layout of padded_cols columns.
+__device__ __forceinline__ uint64 scale_offset(uint32 row, uint32 col, uint32 padded_cols) {
+  return uint64(row / kTileRows) * padded_cols * kTileRows + col / Tile::kCols * (kTileRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kTileRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
+}
+
+// Codes and scale byte of a unit.
+__device__ __forceinline__ uint2 quantize(Unit& u, uint8& b, float g, const float* multiplier) {
+  float amax = block_amax<In>(u);
+  if constexpr (kUnitsPerBlock == 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+  b = kScale == Scale::kE4m3 ? encode_e4m3(amax * nvfp4_sixth(g)) : encode_ue8m0(amax * nvfp4_sixth(1.0f));
+  return encode_block<In>(u, kScale == Scale::kE4m3 ? multiplier[b] : ue8m0_multiplier(b));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp4quant(
+    const In* __restrict__ x,                // [m, h]
+    In* __restrict__ residual,               // [m, h], updated in place; null without an addition
+    const In* __restrict__ weight,           // [h]
+    const float* __restrict__ global_scale,  // [1], encode; null means 1
+    uint8* __restrict__ q,                   // [m, h/2], low nibble first
+    uint8* __restrict__ sf_128x4,            // scales in the 128x4 layout, or null
+    uint8* __restrict__ sf_linear,           // [m, h/kBlock], or null
+    In* __restrict__ y,                      // [m, h], what is quantized, or null
+    int64 m,
+    int64 h,
+    int64 row_threads,
+    float eps) {
+  extern __shared__ uint4 dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+
+  const uint32 rows = uint32(m), units = uint32(h) / kUnit, cols = uint32(h) / kBlock;
+  const uint32 sf_rows = sf_128x4 ? (rows + kTileRows - 1) & ~(kTileRows - 1u) : rows;
+  const uint32 sf_cols = (cols + Tile::kCols - 1) & ~(Tile::kCols - 1u);
+  const Place  place(row_threads);
+  const int    turns = turns_from(place.unit, units), warp_turns = turns_from(place.turn * kWarp, units);
+
+  const uint32 slots = ptx::address_of_shared(&shared + 1) + threadIdx.x / kWarp * kSlotBytes;
+  uint32 input_at  = slots + vector_offset(2 * place.lane);
+  uint32 weight_at = slots + (kAdd ? 2 : 1) * kInputBytes + Weight::place(place.lane);
+
+  Vectors      vectors(place, h, units, slots);
+  const int64  step          = int64(place.row_step) * h;
+  const In*    copy_x        = x + vectors.at;
+  In*          copy_residual = residual + vectors.at;
+  auto fetch = [&] {
+    asm volatile("" : "+l"(copy_x), "+l"(copy_residual), "+r"(vectors.to));  // else computed for every vector
+    vectors.each(rows, [&](int64 elements, int bytes) {
+      ptx::copy_async(vectors.to + bytes, copy_x + elements);
+      if constexpr (kAdd) ptx::copy_async(vectors.to + kInputBytes + bytes, copy_residual + elements);
+    });
+  };
+
+  if constexpr (kClustered) ptx::cluster_sync();  // all have started: their shared memory may be written
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  if constexpr (!kStream) {
+    if (place.row0 < rows) fetch();
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v) {
+      Unit w = {};
+      if (v < turns) ptx::ld_unit(w, weight + place.unit * kUnit + v * kTurn);
+      Weight::store(weight_at + v * Weight::kBytes, w);
+      if (v >= turns || place.row >= rows) {  // nothing is copied here, or not at once
+        store_unit(input_at + v * kTurnBytes, w);
+        if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, w);
+      }
+    }
+  }
+  const float g = kScale == Scale::kE4m3 && global_scale ? __uint_as_float(ptx::ld<uint32>(global_scale)) : 1.0f;
+  if constexpr (kScale == Scale::kE4m3) {
+    for (uint32 b = threadIdx.x; b < 256; b += blockDim.x) shared.multiplier[b] = nvfp4_multiplier(b, g);
+    __syncthreads();
+  }
+
+  // Of the two lanes of a block of 32, the first writes its scale; those behind the last column write padding.
+  const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
+  const uint32 col          = place.unit / kUnitsPerBlock;
+  const int    linear_turns = sf_linear && has_scale ? turns : 0;
+  const int    padded_turns = sf_128x4 && has_scale ? turns_from(place.unit, sf_cols * kUnitsPerBlock) : 0;
+  int64  at        = int64(place.row) * h + place.unit * kUnit;
+  uint8* to_linear = sf_linear + int64(place.row) * cols + col;
+  uint32 row = place.row, use = 0;
+  for (uint32 row0 = place.row0; row0 < sf_rows; row0 += place.row_step, row += place.row_step) {
+    const bool here   = kWholeWarps || row < rows;
+    const int  exists = here ? turns : 0;
+    if (row0 < rows) {
+      float f[kStream ? 1 : kUnits][kUnit], sums[kUnits];
+      if constexpr (!kStream) {
+        ptx::copy_async_wait();
+        __syncwarp();
+      }
+#pragma unroll
+      for (int v = 0; v < kUnits; ++v) {
+        Unit u = {}, r = {};
+        if constexpr (kStream) {
+          if (v < exists) ptx::ld_unit(u, x + at + v * kTurn);
+          if (kAdd && v < exists) ptx::ld_unit(r, residual + at + v * kTurn);
+        } else {
+          load_unit(u, input_at + v * kTurnBytes);
+          if constexpr (kAdd) load_unit(r, input_at + kInputBytes + v * kTurnBytes);
+        }
+        if constexpr (kAdd) {
+          add<In>(u, r);
+          if constexpr (!kStream) store_unit(input_at + kInputBytes + v * kTurnBytes, u);
+          if (kStream && v < exists) write_unit(residual + at + v * kTurn, u);
+        }
+        widen<In>(f[kStream ? 0 : v], u);
+        sums[v] = sum_of_squares(f[kStream ? 0 : v]);
+      }
+      if constexpr (!kStream) {
+        __syncwarp();
+        if constexpr (kAdd) {
+          asm volatile("" : "+l"(copy_residual), "+r"(vectors.to));
+          vectors.each(rows, [&](int64 elements, int bytes) {
+            ptx::st_16(copy_residual + elements, ptx::ld_shared(vectors.to + kInputBytes + bytes));
+          });
+          __syncwarp();
+        }
+        vectors.row += place.row_step, copy_x += step, copy_residual += step;
+        if (row0 + place.row_step < rows) fetch();
+      }
+      const float ssq  = shared.row_sum(tree_sum(sums), use, kWholeWarps ? kWarp : uint32(row_threads));
+      const float rstd = 1.0f / sqrtf(ssq / float(uint32(h)) + eps);
+      use ^= 1;
+
+      uint8* to_q       = q + (uint64(at) >> 1);
+      uint8* to_swizzle = sf_128x4 + scale_offset(row, col, sf_cols);
+      // Else these are computed again for every unit.
+      asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
+#pragma unroll
+      for (int v = 0; v < kUnits; ++v) {
+        if (v < warp_turns) {
+          Unit  u = {};
+          float w[kUnit];
+          if constexpr (kStream) {
+            if (v < exists) ptx::ld_unit(u, (kAdd ? residual : x) + at + v * kTurn);
+            widen<In>(f[0], u);
+            if (v < exists) ptx::ld_unit(u, weight + place.unit * kUnit + v * kTurn);
+            widen<In>(w, u);
+          } else {
+            Weight::load(w, weight_at + v * Weight::kBytes);
+          }
+          scale<In>(u, f[kStream ? 0 : v], rstd, w);
+          if (kAdd && y && v < exists) write_unit(y + at + v * kTurn, u);
+          uint8 b;
+          const uint2 codes = quantize(u, b, g, shared.multiplier);
+          if (v < exists) ptx::st_8(to_q + v * (kTurn / 2), codes);
+          if (here && v < linear_turns) ptx::st_1(to_linear + v * kSfTurn, b);
+          if (here && v < padded_turns) ptx::st_1(to_swizzle + v * kSfTurn * kTileRows, v < turns ? b : uint8(0));
+        }
+      }
+    }
+    if (row >= rows && row < sf_rows) {
+      for (uint32 c = place.thread * Tile::kCols; c < sf_cols; c += place.threads * Tile::kCols)
+        *reinterpret_cast<uint32*>(sf_128x4 + scale_offset(row, c, sf_cols)) = 0;
+    }
+    at += step, to_linear += int64(place.row_step) * cols;
+  }
+  if constexpr (kHasPdl) ptx::griddep_launch();
+}

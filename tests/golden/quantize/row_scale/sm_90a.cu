@@ -1,0 +1,423 @@
+// quantize_row_scale, generated from templates/quantize/row_scale.cu.j2
+// spec: {"in_dtype":"bf16"}
+//
+// A CTA finds the largest magnitude of a row, and from it the row's encode scale and its inverse:
+//   encode = min((1 / inverse_base) / amax, FLT_MAX), 1 where that is 0;  decode = 1 / encode, 0 for a row of zeros
+// NaN is ignored unless the whole row is NaN; then encode = FLT_MAX.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction.
+namespace ptx {
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: no line of L1 is spent on it.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: the first to leave L2.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Callers pass v * kE2m1Unit, so that the software path's factor is folded into their scale.
+constexpr float kE2m1Unit = kHasE2m1Cvt ? 1.0f : 0x1p-23f;
+
+// With rn() the nearest integer, ties to even, the magnitude of v is
+//   min(rn(2v), rn(bend(v)) + 2, 7),  bend(v) = v up to 4, v/2 + 2 from 4 to 8.
+// A float16 subnormal is an integer times 2^-24, so that one conversion rounds two values. Rounding bend(v) up hurts
+// nothing: between 4 and 8, only 5 is a boundary, and 5 itself belongs below it.
+__device__ __forceinline__ float bend(float v) {  // v * 2^-24
+  return __fmaf_ru(__saturatef(fmaf(v, 0x1p22f, -1.0f)), -0x1p-23f, v);
+}
+
+// The codes of two values, one in each half: magnitude in bits 0 to 2, sign in bit 15.
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 twice = ptx::cvt_f16x2(lo, hi);
+  const uint32 once  = ptx::cvt_f16x2(bend(fabsf(lo) * 0.5f), bend(fabsf(hi) * 0.5f));
+  const uint32 upper = __viaddmin_u16x2(once, 0x00020002u, 0x00070007u);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(twice, upper);
+  return __vminu2(twice & ~kPairSigns, upper) | (twice & kPairSigns);
+}
+
+// Codes of eight values, v[i] in nibble i. The halves of pair i hold elements i and i + 4, whose nibbles lie 16 bits
+// apart as well. Shifting pairs by nibbles moves their signs onto sign bits only, so the sum does not carry.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) {
+    return ptx::cvt_e2m1x8(v);
+  } else {
+    uint32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = e2m1_pair(v[i], v[i + 4]);
+    const uint32 magnitudes = ((pair[3] * 16 + pair[2]) * 16 + pair[1]) * 16 + pair[0];
+    const uint32 odd_signs  = __byte_perm(pair[1], pair[3], 0x7351);  // the high byte of each half: elements 1, 3, 5, 7
+    const uint32 even_signs = __byte_perm(pair[0], pair[2], 0x7351);
+    return (magnitudes & 0x77777777u) | (odd_signs + (even_signs >> 4));
+  }
+}
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/nvfp4 --------------------------------------------------------
+// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
+//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
+// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
+// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
+constexpr int kNvfp4Block = 16;
+
+__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
+__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
+  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
+}
+
+// x: 16 elements in 8 pairs.
+template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
+  uint32 most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
+  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
+  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
+}
+
+// Codes of x * o, element i in nibble i. o * kE2m1Unit must not underflow: a bf16 block near 2^127 hands 2^64 from x
+// to o; of fp16 only blocks with Inf have so small an o, and any positive one does for them.
+template <typename In> __device__ __forceinline__ uint2 encode_block(uint32 (&x)[8], float o) {
+  if constexpr (kE2m1Unit != 1.0f) {
+    if (!kIsBf16<In>) o = fmaxf(o, 0x1p-100f);
+    if (kIsBf16<In> && o < 0x1p-100f) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(x[i], 0x1F801F80u);
+      o *= 0x1p64f;
+    }
+    o *= kE2m1Unit;
+  }
+  uint32 codes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i]     = low<In>(x[4 * half + i]) * o;
+      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
+    }
+    codes[half] = e2m1x8(y);
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
+// ---- partials/inputs -------------------------------------------------------
+// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
+template <typename In> struct Widened { using type = In; };
+template <> struct Widened<e4m3> { using type = f16; };
+template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
+
+// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
+  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
+}
+template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
+  if constexpr (kHasLd256 && sizeof(In) == 2) {
+    if (wide) return ptx::ld_global_nc_32(raw, p);
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * sizeof(In); i += 4) {
+    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
+    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
+  }
+}
+
+// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
+__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
+  const float p = 1.0f / g * 6.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
+    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
+  }
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+
+// ---- kernel ----------------------------------------------------------------
+constexpr int kThreads = 256;
+
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_row_scale(
+    const In* __restrict__ x,                // [m, k], rows x_stride elements apart
+    const float* __restrict__ inverse_base,  // [1], 1 / (448 * 6)
+    float* __restrict__ encode_scale,        // [m]
+    float* __restrict__ decode_scale,        // [m]
+    int64 k,
+    int64 x_stride) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const float base = 1.0f / ptx::ld_f32(inverse_base);
+  __shared__ float warp_amax[kThreads / kWarp];
+  float amax = __uint_as_float(0x7FFFFFFFu);  // NaN: fmaxf takes the other operand
+  for (int64 col = threadIdx.x * 16; col < k; col += kThreads * 16) {
+    RawUnit<In> unit;
+    load_unit<In>(unit, x + blockIdx.x * x_stride + col, is_wide(x, x_stride));
+    amax = fmaxf(amax, block_amax<In>(unit));
+  }
+  if constexpr (kHasPdl) ptx::griddep_launch();
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
+  if (threadIdx.x % kWarp == 0) warp_amax[threadIdx.x / kWarp] = amax;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+#pragma unroll
+  for (int w = 1; w < kThreads / kWarp; ++w) amax = fmaxf(amax, warp_amax[w]);
+  const float encode = fminf(base / amax, kFltMax);
+  encode_scale[blockIdx.x] = encode == 0.0f ? 1.0f : encode;
+  decode_scale[blockIdx.x] = amax == 0.0f ? 0.0f : 1.0f / (encode == 0.0f ? 1.0f : encode);
+}

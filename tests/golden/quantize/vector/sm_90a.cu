@@ -1,0 +1,608 @@
+// quantize_vector, generated from templates/quantize/vector.cu.j2
+// spec: {"block_format":"nvfp4","blocks_per_thread":1,"in_dtype":"bf16","sf_layout":"layout_128x4","silu":false}
+//
+// Threads (32 * w, h): a CTA is w warps along K by h sectors of block scales down the matrix.
+// Grid: x along K, y and z down.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction.
+namespace ptx {
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: no line of L1 is spent on it.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: the first to leave L2.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Callers pass v * kE2m1Unit, so that the software path's factor is folded into their scale.
+constexpr float kE2m1Unit = kHasE2m1Cvt ? 1.0f : 0x1p-23f;
+
+// With rn() the nearest integer, ties to even, the magnitude of v is
+//   min(rn(2v), rn(bend(v)) + 2, 7),  bend(v) = v up to 4, v/2 + 2 from 4 to 8.
+// A float16 subnormal is an integer times 2^-24, so that one conversion rounds two values. Rounding bend(v) up hurts
+// nothing: between 4 and 8, only 5 is a boundary, and 5 itself belongs below it.
+__device__ __forceinline__ float bend(float v) {  // v * 2^-24
+  return __fmaf_ru(__saturatef(fmaf(v, 0x1p22f, -1.0f)), -0x1p-23f, v);
+}
+
+// The codes of two values, one in each half: magnitude in bits 0 to 2, sign in bit 15.
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 twice = ptx::cvt_f16x2(lo, hi);
+  const uint32 once  = ptx::cvt_f16x2(bend(fabsf(lo) * 0.5f), bend(fabsf(hi) * 0.5f));
+  const uint32 upper = __viaddmin_u16x2(once, 0x00020002u, 0x00070007u);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(twice, upper);
+  return __vminu2(twice & ~kPairSigns, upper) | (twice & kPairSigns);
+}
+
+// Codes of eight values, v[i] in nibble i. The halves of pair i hold elements i and i + 4, whose nibbles lie 16 bits
+// apart as well. Shifting pairs by nibbles moves their signs onto sign bits only, so the sum does not carry.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) {
+    return ptx::cvt_e2m1x8(v);
+  } else {
+    uint32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = e2m1_pair(v[i], v[i + 4]);
+    const uint32 magnitudes = ((pair[3] * 16 + pair[2]) * 16 + pair[1]) * 16 + pair[0];
+    const uint32 odd_signs  = __byte_perm(pair[1], pair[3], 0x7351);  // the high byte of each half: elements 1, 3, 5, 7
+    const uint32 even_signs = __byte_perm(pair[0], pair[2], 0x7351);
+    return (magnitudes & 0x77777777u) | (odd_signs + (even_signs >> 4));
+  }
+}
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/ue8m0 --------------------------------------------------------
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
+// 0 up to 2^-127.
+__device__ __forceinline__ uint8 encode_ue8m0(float v) {
+  const uint32 bits = __float_as_uint(v);
+  return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
+}
+// 2^(127 - b), exact.
+__device__ __forceinline__ float ue8m0_multiplier(uint8 b) {
+  return __uint_as_float(b == 254 ? 0x00400000u : (254u - b) << 23);
+}
+// Byte 255 is NaN.
+__device__ __forceinline__ float decode_ue8m0(uint8 b) {
+  return __uint_as_float(b == 255 ? 0x7FFFFFFFu : b == 0 ? 0x00400000u : uint32(b) << 23);
+}
+
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer for cols columns.
+template <SfLayout L> __device__ __forceinline__ int64 sf_offset(int64 row, int64 col, int64 cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  const int64 tile = row / kRows * ceil_div(cols, Tile::kCols) + col / Tile::kCols;
+  const int   r = int(row % kRows), c = int(col % Tile::kCols);
+  return ((tile * Tile::kInner + r % Tile::kInner) * Tile::kOuter + r / Tile::kInner) * Tile::kCols + c;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
+// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/nvfp4 --------------------------------------------------------
+// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
+//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
+// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
+// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
+constexpr int kNvfp4Block = 16;
+
+__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
+__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
+  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
+}
+
+// x: 16 elements in 8 pairs.
+template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
+  uint32 most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
+  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
+  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
+}
+
+// Codes of x * o, element i in nibble i. o * kE2m1Unit must not underflow: a bf16 block near 2^127 hands 2^64 from x
+// to o; of fp16 only blocks with Inf have so small an o, and any positive one does for them.
+template <typename In> __device__ __forceinline__ uint2 encode_block(uint32 (&x)[8], float o) {
+  if constexpr (kE2m1Unit != 1.0f) {
+    if (!kIsBf16<In>) o = fmaxf(o, 0x1p-100f);
+    if (kIsBf16<In> && o < 0x1p-100f) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(x[i], 0x1F801F80u);
+      o *= 0x1p64f;
+    }
+    o *= kE2m1Unit;
+  }
+  uint32 codes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i]     = low<In>(x[4 * half + i]) * o;
+      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
+    }
+    codes[half] = e2m1x8(y);
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
+// ---- partials/formats ------------------------------------------------------
+// The block formats under one interface: the scale byte of a block, what its elements are multiplied by before they are
+// rounded, and what the codes stand for. g is the encode scale, in dequantize() the decode scale.
+enum class Format { kNvfp4, kMxfp4 };
+template <Format> struct Recipe;
+template <> struct Recipe<Format::kNvfp4> {
+  static constexpr int  kBlock          = kNvfp4Block;
+  static constexpr bool kHasGlobalScale = true;
+  float g;
+  __device__ __forceinline__ uint8 scale(float amax) const { return encode_e4m3(amax * nvfp4_sixth(g)); }
+  __device__ __forceinline__ float multiplier(uint8 b) const { return nvfp4_multiplier(b, g); }
+  __device__ __forceinline__ float value(uint8 b) const { return decode_e4m3(b) * g; }
+};
+template <> struct Recipe<Format::kMxfp4> {
+  static constexpr int  kBlock          = 32;
+  static constexpr bool kHasGlobalScale = false;
+  float g;
+  __device__ __forceinline__ uint8 scale(float amax) const { return encode_ue8m0(amax * nvfp4_sixth(1.0f)); }
+  __device__ __forceinline__ float multiplier(uint8 b) const { return ue8m0_multiplier(b); }
+  __device__ __forceinline__ float value(uint8 b) const { return decode_ue8m0(b); }
+};
+
+// ---- partials/inputs -------------------------------------------------------
+// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
+template <typename In> struct Widened { using type = In; };
+template <> struct Widened<e4m3> { using type = f16; };
+template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
+
+// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
+  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
+}
+template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
+  if constexpr (kHasLd256 && sizeof(In) == 2) {
+    if (wide) return ptx::ld_global_nc_32(raw, p);
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * sizeof(In); i += 4) {
+    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
+    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
+  }
+}
+
+// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
+__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
+  const float p = 1.0f / g * 6.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
+    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
+  }
+}
+
+// ---- partials/silu ---------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein).
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), seed = ptx::rcp_approx(d);
+  const float r = fmaf(seed, fmaf(-d, seed, 1.0f), seed), q = v * r;
+  return fmaf(fmaf(-d, q, v), r, q);
+}
+// Beyond it, 1 + exp(-v) is 1 or exp(-v).
+__device__ __forceinline__ float silu_outside(float v) { return v > 0.0f ? v : v * ptx::ex2_approx(v * kLog2E); }
+
+// round(silu(gate) * up)
+template <typename In>
+__device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[2 * i] = silu_inside(low<In>(gate[i])), v[2 * i + 1] = silu_inside(high<In>(gate[i]));
+  if (block_amax<In>(gate) > kSiluRange) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float lo = low<In>(gate[i]), hi = high<In>(gate[i]);
+      if (fabsf(lo) > kSiluRange) v[2 * i] = silu_outside(lo);
+      if (fabsf(hi) > kSiluRange) v[2 * i + 1] = silu_outside(hi);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_pair<In>(v[2 * i] * low<In>(up[i]), v[2 * i + 1] * high<In>(up[i]));
+}
+
+// ---- partials/quantize_task ------------------------------------------------
+// What a warp does: kBlocks sectors of block scales side by side, a lane one block of elements in each of them.
+template <typename In> struct Matrix {
+  const In*    x;        // [rows, k], of silu_and_mul [rows, 2k] gate and up; rows lie x_stride apart
+  const float* scale;    // of row r at r * scale_stride
+  uint8*       q;        // [rows, k/2]
+  uint8*       sf;
+  int64        k, x_stride, scale_stride;
+  uint32       rows;     // sf is padded from here on
+  uint32       filled;   // rows between filled and rows are left alone
+};
+
+// sector, task: the warp's place down the matrix and along K. Columns count blocks.
+template <Format F, SfLayout L, bool kSilu, int kBlocks, typename In>
+__device__ __forceinline__ void quantize_task(const Matrix<In>& a, uint32 sector, uint32 task) {
+  using Sf   = Sector<L>;
+  using Wide = typename Widened<In>::type;
+  constexpr int kBlock = Recipe<F>::kBlock, kUnits = kBlock / 16;
+  constexpr int kStep  = Sf::kCols * kBlock;  // elements from a thread's block to its next
+
+  const uint32 lane      = threadIdx.x % kWarp;
+  const uint32 row       = Sf::row(sector, lane);
+  const uint32 first_col = task * (Sf::kCols * kBlocks), col = first_col + lane % Sf::kCols;
+  const uint32 cols      = uint32(uint64(a.k) / kBlock), sf_cols = sf_padded_cols<L>(cols);
+  if (row >= sf_padded_rows<L>(a.rows) || col >= sf_cols) return;
+
+  const In* x  = a.x + row * a.x_stride + int64(col) * kBlock;
+  uint8*    q  = a.q + (int64(row) * cols + col) * (kBlock / 2);
+  uint8*    sf = a.sf + Sf::offset(sector, first_col, sf_cols) + lane;
+  const uint32 data_left  = row < a.filled && col < cols ? cols - col : 0;
+  const uint32 scale_left = row < a.filled || row >= a.rows ? sf_cols - col : 0;
+
+  const bool wide = is_wide(a.x, a.x_stride);
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  RawUnit<In> raw[kBlocks][kUnits] = {}, up[kSilu ? kBlocks : 1][kUnits] = {};
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (i * Sf::kCols < data_left) {
+        load_unit<In>(raw[i][u], x + i * kStep + u * 16, wide);
+        if constexpr (kSilu) load_unit<In>(up[i][u], x + a.k + i * kStep + u * 16, wide);
+      }
+    }
+  }
+  if constexpr (kHasPdl) ptx::griddep_launch();
+  float g = 1.0f;
+  if (Recipe<F>::kHasGlobalScale && row < a.filled) g = ptx::ld_f32(a.scale + row * a.scale_stride);
+  const Recipe<F> recipe{g};
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    uint32 block[kUnits][8];
+    float amax = 0.0f;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if constexpr (kSilu) {
+        silu_and_mul<In>(raw[i][u], up[i][u], block[u]);
+      } else if constexpr (sizeof(In) == 1) {
+        widen_unit(raw[i][u], recipe.g, block[u]);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) block[u][j] = raw[i][u][j];
+      }
+      const float unit_amax = block_amax<Wide>(block[u]);
+      amax = u == 0 ? unit_amax : fmaxf(amax, unit_amax);
+    }
+    const bool  has_data = i * Sf::kCols < data_left;
+    const uint8 b        = recipe.scale(amax);
+    const float o        = recipe.multiplier(b);
+    uint2 codes[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) codes[u] = encode_block<Wide>(block[u], o);
+    if (has_data) {
+      if constexpr (kUnits == 1) *reinterpret_cast<uint2*>(q + i * kStep / 2) = codes[0];
+      if constexpr (kUnits == 2)
+        ptx::st(q + i * kStep / 2, make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y));
+    }
+    if (i * Sf::kCols < scale_left) sf[i * Sf::kStride] = has_data ? b : uint8(0);
+  }
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+constexpr Format   kFormat          = Format::kNvfp4;
+constexpr SfLayout kSfLayout        = SfLayout::k128x4;
+constexpr bool     kSilu            = false;
+constexpr int      kBlocksPerThread = 1;
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(256) quantize_vector(
+    const In* __restrict__ x,                // [m, k], of silu_and_mul [m, 2k]; rows x_stride elements apart
+    const float* __restrict__ global_scale,  // encode scale of row r at r * scale_stride; null for MXFP4
+    uint8* __restrict__ q,                   // [m, k/2], low nibble first
+    uint8* __restrict__ sf,                  // block scales in kSfLayout
+    int64 m,
+    int64 k,
+    int64 x_stride,
+    int64 scale_stride) {
+  const Matrix<In> a{x, global_scale, q, sf, k, x_stride, scale_stride, uint32(m), uint32(m)};
+  const uint32 sector = (blockIdx.z * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
+  const uint32 task   = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
+  quantize_task<kFormat, kSfLayout, kSilu, kBlocksPerThread>(a, sector, task);
+}
