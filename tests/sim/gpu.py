@@ -67,7 +67,7 @@ def _parameter(arg: Any, on_device: Any) -> Any:
 
 
 def _encoded(tensor_map: sim.TensorMap, address: int) -> Any:
-    """The driver's 128 bytes for a tensor map, which it wants at a multiple of 64: cuda.bindings does not align them."""
+    """The driver's 128 bytes for a tensor map, which wants a multiple of 64: cuda.bindings does not align."""
     from cuda.bindings import driver as cuda
 
     memory = ctypes.create_string_buffer(128 + 63)

@@ -9,8 +9,8 @@ import pytest
 import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4.arch import ARCHS
 from jitfp4.errors import ArgumentError
-from jitfp4.spec import Ptr
 from jitfp4.registry import Family, families, lookup, register
+from jitfp4.spec import Ptr
 
 ALL = families()
 
