@@ -9,7 +9,7 @@ import torch
 
 import jitfp4
 from jitfp4 import ArgumentError, ArgumentTypeError, SfLayout, nvfp4_dequantize, nvfp4_quantize
-from jitfp4.formats import E2M1_VALUES
+from jitfp4.formats import E2M1_VALUES, NVFP4
 from jitfp4.reference import quantize as reference
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
@@ -261,3 +261,38 @@ class TestOnGpu:
         side.synchronize()
         assert_same_bytes("codes", q, want_q)
         assert_same_bytes("scales", sf, want_sf)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [None, True, False])
+def test_dependent_kernels_see_each_other_s_results_on_gpu(pdl: bool | None) -> None:
+    """Each kernel of a chain reads what the one before has just written; with PDL it is resident before that ends."""
+    a = random_matrix(2048, 2048, torch.bfloat16).cuda()
+    scale, inverse = torch.tensor([4.0], device="cuda"), torch.tensor([0.25], device="cuda")
+    want = a
+    for _ in range(20):
+        q, sf = reference.nvfp4_quantize(want, scale, SfLayout.layout_128x4)
+        want = reference.dequantize(q, sf, NVFP4, inverse, SfLayout.layout_128x4).bfloat16()
+        if torch.equal(want, a):
+            break
+    got = a.clone()
+    out = torch.empty_like(q)
+    out_sf = torch.empty_like(sf)
+    for _ in range(20):
+        nvfp4_quantize(got, scale, enable_pdl=pdl, out=out, out_sf=out_sf)
+        nvfp4_dequantize(out, out_sf, inverse, out_dtype=torch.bfloat16, enable_pdl=pdl, out=got)
+    assert_same_bytes("after 20 round trips", got, want)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements_on_gpu() -> None:
+    m, k = (1 << 18) + 200, 8208
+    assert m * k > 1 << 31
+    a = torch.empty(m, k, dtype=torch.bfloat16, device="cuda").normal_()
+    scale = torch.tensor([300.0], device="cuda")
+    q, sf = nvfp4_quantize(a, scale)
+    for start in (0, (1 << 17) - 128, 1 << 18):  # whole tiles of scales: a slice is quantized as the whole is
+        stop = min(start + 256, m)
+        want_q, want_sf = reference.nvfp4_quantize(a[start:stop], scale, SfLayout.layout_128x4)
+        assert_same_bytes("codes", q[start:stop], want_q)
+        assert_same_bytes("scales", sf[start : start + want_sf.shape[0]], want_sf)

@@ -51,24 +51,27 @@ def gates(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 # As many elements as select() needs to choose each specialisation.
-SMALL, MEDIUM, LARGE = (37, 720), (2049, 4096), (16385, 4096)
+SMALL, MEDIUM, LARGE = (37, 720), (2049, 4096), (32769, 4096)
 
 
 def vector_calls() -> Iterator[Call]:
     for layout, (m, k) in product(SfLayout, (SMALL, MEDIUM, LARGE)):
-        for dtype in (*HALVES, torch.float8_e4m3fn):
-            yield "nvfp4_quantize", {"a": matrix(m, k, dtype), "a_global_sf": torch.tensor([0.7]), "sfLayout": layout}
+        flags = {
+            "is_sf_swizzled_layout": layout is not SfLayout.layout_linear,
+            "is_sf_8x4_layout": layout is SfLayout.layout_8x4,
+        }
+        scale, row_scales = torch.tensor([0.7]), torch.linspace(0.1, 3, m)
         for dtype in HALVES:
+            yield "nvfp4_quantize", {"a": matrix(m, k, dtype), "a_global_sf": scale, "sfLayout": layout}
             yield "mxfp4_quantize", {"a": matrix(m, k // 32 * 32, dtype), "sfLayout": layout}
-            yield (
-                "silu_and_mul_nvfp4_quantize",
-                {
-                    "input": gates(m, k, dtype),
-                    "global_scale": torch.tensor([0.7]),
-                    "is_sf_swizzled_layout": layout is not SfLayout.layout_linear,
-                    "is_sf_8x4_layout": layout is SfLayout.layout_8x4,
-                },
-            )
+            yield "silu_and_mul_nvfp4_quantize", flags | {"input": gates(m, k, dtype), "global_scale": scale}
+        yield "fp4_quantize", flags | {"input": matrix(m, k, torch.float8_e4m3fn), "global_scale": row_scales}
+
+
+def e4m3_calls() -> Iterator[Call]:
+    for layout, (m, k) in product(SfLayout, (SMALL, MEDIUM)):
+        a = matrix(m, k, torch.float8_e4m3fn)
+        yield "nvfp4_quantize", {"a": a, "a_global_sf": torch.tensor([0.7]), "sfLayout": layout}
 
 
 def row_scale_calls() -> Iterator[Call]:
@@ -103,9 +106,10 @@ def dequantize_calls() -> Iterator[Call]:
 
 def norm_calls() -> Iterator[Call]:
     recipes = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
-    for dtype, (block, scale), (m, h) in product(HALVES, recipes, ((5, 256), (3, 8192), (2, 16384))):
-        x, residual = random_matrix(m, h, dtype), random_matrix(m, h, dtype, seed=1)
-        x[0, :64] = hard_blocks(dtype)[16:20].flatten()
+    few = ((5, 256), (3, 4096), (2, 16384), (2, 32768), (1, 65536))
+    many = ((2700, 2048), (2700, 4096), (700, 8192))
+    for dtype, (block, scale), (m, h) in product(HALVES, recipes, (*few, *many)):
+        x, residual = matrix(m, h, dtype), random_matrix(1, h, dtype, seed=1).repeat(m, 1)
         common = {
             "weight": random_matrix(1, h, dtype, seed=2)[0],
             "global_scale": None if scale == "ue8m0" else torch.tensor([3.0]),
@@ -160,6 +164,7 @@ CALLS: dict[str, Callable[[], Iterator[Call]]] = {
     "gdn/delta_rule": gdn_calls,
     "norm/rmsnorm_fp4quant": norm_calls,
     "quantize/dequantize": dequantize_calls,
+    "quantize/e4m3": e4m3_calls,
     "quantize/grouped": grouped_calls,
     "quantize/row_scale": row_scale_calls,
     "quantize/vector": vector_calls,
