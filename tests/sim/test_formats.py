@@ -147,7 +147,9 @@ def test_tf32_nearest_away_equals_the_integer_definition() -> None:
     expected = ((bits.astype(np.int64) + 0x1000) & ~0x1FFF).astype(np.uint32)
     np.testing.assert_array_equal(formats.f32_to_tf32(x), expected)
     np.testing.assert_array_equal(formats.f32_to_tf32(x, "rz"), bits & np.uint32(0xFFFFE000))
-    assert formats.f32_to_tf32(np.float32([np.nan])).tolist() == [0x7FFFE000]
+    nan = np.array([0xFFC00001], np.uint32).view(np.float32)
+    assert formats.f32_to_tf32(nan).tolist() == [0xFFC00000]
+    assert formats.f32_to_tf32(nan, "rn").tolist() == [0x7FFFE000]
 
 
 def test_tf32_nearest_even_differs_from_away_on_ties_only() -> None:
