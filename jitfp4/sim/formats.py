@@ -213,7 +213,9 @@ def f32_to_bf16(x: Array, rounding: str = "rn", *, relu: bool = False, satfinite
 
 
 def f32_to_tf32(x: Array, rounding: str = "rna", *, relu: bool = False, satfinite: bool = False) -> Array:
-    """uint32 register bits whose low 13 bits are zero, of float32 NaN as well: its own with rna, else canonical ones."""
+    """uint32 register bits whose low 13 bits are zero, of float32 NaN as well: its own with rna, else canonical
+    ones.
+    """
     bits = encode(TF32, x, rounding, satfinite=satfinite, relu=relu) << np.uint32(13)
     nan = np.ascontiguousarray(x, np.float32).view(np.uint32) if rounding == "rna" else np.uint32(F32_NAN)
     return np.where(np.isnan(x), nan & np.uint32(0xFFFFE000), bits)
