@@ -26,11 +26,13 @@ from jitfp4.arch import ARCHS
 from jitfp4.engine import Launch, target_of
 from jitfp4.families.quantize import kernels, ops
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.nvrtc import compile_cubin
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1
 from jitfp4.spec import TileMap
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
+from tests.support.sass import disassemble
 
 HALVES = [torch.bfloat16, torch.float16]
 LAYOUTS = list(SfLayout)
@@ -251,6 +253,24 @@ def test_impossible_specs_are_refused() -> None:
                    {"in_dtype": DType.E4M3, "silu": True}):  # fmt: skip
         with pytest.raises(ArgumentError, match="spec"):
             replace(good, **change)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_machine_code_converts_and_loads_as_the_architecture_can(arch: str) -> None:
+    """Blackwell converts to E2M1 with one instruction; loads are 16 bytes wide, 32 there."""
+    for spec in kernels.vector_specs(ARCHS[arch]):
+        if spec.in_dtype is not DType.BF16 or spec.sf_layout is not SfLayout.layout_128x4:
+            continue
+        source = kernels.VECTOR.render(spec, ARCHS[arch])
+        opcodes = [
+            line.split()[0] for line in disassemble(compile_cubin(source, ARCHS[arch], symbol="quantize_vector"))
+        ]
+        assert any(".E2M1." in opcode for opcode in opcodes) == ARCHS[arch].has_e2m1_cvt, spec
+        loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+        wide = [opcode for opcode in loads if ".128" in opcode or ".256" in opcode]
+        assert len(loads) - len(wide) <= 2, (spec, loads)  # the global scale, once or in both branches
+        assert not any(opcode.startswith(("LDL", "STL")) for opcode in opcodes), spec
 
 
 # ---- the TMA kernel --------------------------------------------------------------------------------------------------

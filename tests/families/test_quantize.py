@@ -296,3 +296,15 @@ def test_more_than_2_to_the_31_elements_on_gpu() -> None:
         want_q, want_sf = reference.nvfp4_quantize(a[start:stop], scale, SfLayout.layout_128x4)
         assert_same_bytes("codes", q[start:stop], want_q)
         assert_same_bytes("scales", sf[start : start + want_sf.shape[0]], want_sf)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_the_second_gpu_runs_its_own_kernel() -> None:
+    a, scale = random_matrix(130, 256, torch.bfloat16), torch.tensor([5.0])
+    want = reference.nvfp4_quantize(a, scale, SfLayout.layout_128x4)
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        for got, expected in zip(nvfp4_quantize(a.to(device), scale.to(device)), want, strict=True):
+            assert got.device == torch.device(device)
+            assert_same_bytes(device, got, expected)
+    assert torch.cuda.current_device() == 0
