@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from jitfp4 import sim
@@ -15,6 +16,12 @@ from jitfp4.tensors import device_arch
 from tests.sim.cuda import compiled
 
 Array = np.ndarray[Any, Any]
+
+
+def hopper() -> None:
+    """Skip a test of sm_90a instructions elsewhere."""
+    if device_arch(torch.cuda.current_device()).name != "sm_90a":
+        pytest.skip("sm_90a instructions")
 
 
 def both(source: str, args: list[Any], *, grid: int = 1, block: int = 32, shared: int = 0) -> list[tuple[Array, Array]]:
@@ -67,7 +74,7 @@ def _parameter(arg: Any, on_device: Any) -> Any:
 
 
 def _encoded(tensor_map: sim.TensorMap, address: int) -> Any:
-    """The driver's 128 bytes for a tensor map, which wants a multiple of 64: cuda.bindings does not align."""
+    """The driver's 128 bytes for a tensor map. It wants them at a multiple of 64, where cuda.bindings has none."""
     from cuda.bindings import driver as cuda
 
     memory = ctypes.create_string_buffer(128 + 63)

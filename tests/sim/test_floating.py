@@ -185,6 +185,22 @@ def test_absolute_value_and_negation_touch_the_sign_and_make_nan_canonical() -> 
     assert evaluate("neg.ftz.f16x2 %d, %a;", halves, out=np.uint32).tolist() == [0x7FFF0000, 0xBC007C00]
 
 
+def test_a_number_wins_over_a_signalling_nan_even_alone() -> None:
+    a, b = np.array([0xC0200000], np.uint32), np.array([0x7F800001], np.uint32)
+    assert evaluate("min.ftz.f32 %d, %a, %b;", a, b, out=np.uint32).tolist() == [0xC0200000]
+
+
+def test_xorsign_takes_the_sign_of_a_nan() -> None:
+    a, b = np.array([0xA1DA3B1B], np.uint32), np.array([0xFF80AEFA], np.uint32)
+    assert evaluate("max.xorsign.abs.f16x2 %d, %a, %b;", a, b, out=np.uint32).tolist() == [0x21DABB1B]
+
+
+def test_slct_compares_a_flushed_selector() -> None:
+    a, b, c = (np.array([bits], np.uint32) for bits in (1, 2, 0x80000001))
+    assert evaluate("slct.f32.f32 %d, %a, %b, %c;", a, b, c, out=np.uint32).tolist() == [2]
+    assert evaluate("slct.ftz.f32.f32 %d, %a, %b, %c;", a, b, c, out=np.uint32).tolist() == [1]
+
+
 def test_f64_hands_nan_operands_on() -> None:
     nan, bits = 0x7FF0000000000001, np.uint64
     a = np.array([nan, 0x7FF0000000000000, 0x3FF0000000000000], bits)

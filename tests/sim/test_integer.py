@@ -167,3 +167,9 @@ def test_simd_sums_comparisons_and_averages() -> None:
     assert (got.view(np.uint8).reshape(-1, 4) == (x > y)).all()
     got = evaluate("vavrg4.u32.u32.u32 %d, %a, %b, %c;", a, b, c, out=np.uint32)
     assert (got.view(np.uint8).reshape(-1, 4) == (x + y + 1) // 2).all()
+
+
+def test_division_by_zero_sets_every_bit() -> None:
+    a, zero = np.array([5, 0x80000000, 0], np.uint32), np.zeros(3, np.uint32)
+    for op in ("div.u32", "div.s32", "rem.u32", "rem.s32"):
+        assert evaluate(f"{op} %d, %a, %b;", a, zero, out=np.uint32).tolist() == [0xFFFFFFFF] * 3

@@ -25,7 +25,7 @@ from jitfp4.tensors import device_arch
 from tests.support.compare import POISON
 from tests.support.inputs import hard_blocks, random_matrix
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile]
+pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile, pytest.mark.slow]
 
 DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
