@@ -27,7 +27,6 @@ class Arch:
     has_tma: bool = False  # cp.async.bulk.tensor, mbarrier transactions, clusters
     has_ld256: bool = False  # ld.global.v8.b32
     has_f32x2: bool = False  # fma.rn.f32x2
-    has_tcgen05: bool = False
 
     @property
     def ptx_target(self) -> str:
@@ -60,8 +59,8 @@ ARCHS = {
         Arch("sm_80", shared_bytes=166912, num_sms=108),
         Arch("sm_89", shared_bytes=101376, num_sms=128, has_e4m3_cvt=True),
         Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
-        Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, has_tcgen05=True, **_BLACKWELL),
-        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, has_tcgen05=True, **_BLACKWELL),
+        Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
+        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
         Arch("sm_120a", shared_bytes=101376, num_sms=188, **_BLACKWELL),
         Arch("sm_121a", shared_bytes=101376, num_sms=48, **_BLACKWELL),
     )

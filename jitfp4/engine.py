@@ -91,19 +91,6 @@ class Launch:
             kernel.launch(self.geometry, args, stream=stream, pdl=arch.has_pdl and pdl is not False)
 
 
-def launch(
-    family: Family,
-    spec: KernelSpec,
-    geometry: Geometry,
-    args: Sequence[Any],
-    *,
-    target: Target,
-    pdl: bool | None = None,
-) -> None:
-    """Run one kernel once; see Launch.run()."""
-    Launch(family, spec, geometry).run(args, target, pdl=pdl)
-
-
 def _load(family: Family, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:
     from jitfp4.driver import LoadedKernel  # cuda.core costs 0.2 s to import: only a process that launches pays it
 

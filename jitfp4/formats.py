@@ -1,4 +1,4 @@
-"""FP4 and block-scale number formats, and the two recipes that combine them.
+"""FP4 and block-scale number formats, and the two formats that combine them.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for E2M1, E4M3 and UE8M0; PTX ISA ``cvt`` for saturation and NaN.
 """
@@ -10,12 +10,7 @@ from enum import StrEnum
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of codes 0 to 7; bit 3 of a code is the sign. There is no Inf and no NaN."""
 
-E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-E4M3_NAN = 0x7F
-UE8M0_BIAS = 127
-UE8M0_MAX_BYTE = 254
-"""The largest finite UE8M0 byte; 255 is NaN."""
 
 INV_6_BITS = 0x3E2AAAAB
 """float32 nearest to 1/6."""
