@@ -69,7 +69,7 @@ def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) 
 def _is_plain_cuda(tensor: Any) -> bool:
     """Whether the dispatcher would go straight to the CUDA implementation: nobody traces, fakes or wraps.
 
-    It costs 3 us of Python and C++ to ask it (bench/results/h200/launch.csv has both).
+    It costs 2 us of Python and C++ to ask it (bench/results/h200/launch.csv has both).
     """
     return (
         not torch.compiler.is_compiling()

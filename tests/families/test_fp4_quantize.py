@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -42,17 +42,6 @@ TMA_DEVICES = [
     pytest.param("sm_100a", marks=SIM),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
-DEVICES = ["cpu", *TMA_DEVICES]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a test runs: the reference, a simulated GPU on CPU tensors, or a real one."""
-    if request.param.startswith("sm_"):
-        with sim.device(request.param):
-            yield "cpu"
-    else:
-        yield request.param
 
 
 # ---- MXFP4 -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from jitfp4 import (
     nvfp4_batched_quantize,
     scaled_fp4_grouped_quantize,
     silu_and_mul_scaled_nvfp4_experts_quantize,
-    sim,
 )
 from jitfp4.families.quantize import ops
 from jitfp4.formats import NVFP4
@@ -24,18 +21,6 @@ from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import random_matrix
 
 L = SfLayout.layout_128x4
-SIM = [pytest.mark.sim, pytest.mark.compile]
-DEVICES = ["cpu", pytest.param("sm_90a", marks=SIM), pytest.param("sm_100a", marks=SIM),
-           pytest.param("cuda", marks=pytest.mark.gpu)]  # fmt: skip
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param.startswith("sm_"):
-        with sim.device(request.param):
-            yield "cpu"
-    else:
-        yield request.param
 
 
 def batch(b: int, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
