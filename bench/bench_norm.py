@@ -1,9 +1,9 @@
 """rmsnorm_fp4quant and add_rmsnorm_fp4quant against a copy of the same bytes, and against separate kernels.
 
 Run on a GPU: ``python -m bench.bench_norm [--out DIR]``. float16, NVFP4, linear scales; the grid is that of
-FlashInfer's benchmark of these functions. ``us`` is the kernel that select() takes; ``unitsN_us`` are the ones it
-chooses from.
-``unfused_us`` is the better of a Triton kernel and torch.compile for the norm, each followed by nvfp4_quantize().
+FlashInfer's benchmark of these functions.
+``separate_us`` is an addition in place, where there is one, then the better of a Triton kernel and torch.compile for
+the norm, then nvfp4_quantize(). ``fused_add_us`` lets the norm's kernel do the addition as well.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,6 @@ import triton.language as tl
 from bench.harness import calls_per_graph, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import SfLayout, add_rmsnorm_fp4quant, nvfp4_quantize, rmsnorm_fp4quant
-from jitfp4.arch import Arch
-from jitfp4.engine import Launch, target_of
-from jitfp4.families.norm import kernel
-from jitfp4.formats import DType
 
 BATCHES = (1000, 1024, 2048, 3000, 4096, 5000, 8192, 10000, 15000, 16384, 25000, 32768, 60000, 65536)
 HIDDEN = (1536, 2048, 4096, 8192, 16384, 32768)
@@ -68,22 +64,6 @@ def fused(t: Tensors) -> None:
         add_rmsnorm_fp4quant(t.x, t.residual, t.weight, t.q, t.sf, t.scale, EPS)
 
 
-def variant(t: Tensors, units: int, arch: Arch) -> Callable[[], None] | None:
-    """The smallest kernel that holds the row with ``units`` units in a thread, or None where there is none."""
-    m, h = t.x.shape
-    one = kernel.select(
-        in_dtype=DType.F16, block=BLOCK, scale=kernel.Scale.E4M3, add=t.residual is not None, m=m, h=h, arch=arch
-    )
-    shapes = [replace(one, units=u, warps=w, clustered=c) for u, w, c in kernel.SHAPES if u == units]
-    spec = next((spec for spec in shapes if h <= spec.capacity(arch)), None)
-    if spec is None:
-        return None
-    geometry, row_threads = kernel.geometry(spec, m=m, h=h, padded=False, arch=arch)
-    launch = Launch(kernel.RMSNORM, spec, geometry)
-    args = (t.x, t.residual, t.weight, t.scale, t.q, None, t.sf, None, m, h, row_threads, EPS)
-    return lambda: launch.run(args, target_of(t.x))
-
-
 @triton.jit
 def _triton_rmsnorm(x, residual, weight, y, h, eps, ADD: tl.constexpr, SIZE: tl.constexpr):  # noqa: N803
     columns = tl.arange(0, SIZE)
@@ -98,12 +78,11 @@ def _triton_rmsnorm(x, residual, weight, y, h, eps, ADD: tl.constexpr, SIZE: tl.
     tl.store(y + at, value * rstd * tl.load(weight + columns, mask=keep, other=0.0).to(tl.float32), mask=keep)
 
 
-def triton_norm(t: Tensors, y: torch.Tensor) -> torch.Tensor:
-    m, h = t.x.shape
-    size = triton.next_power_of_2(h)
-    warps = min(max(size // 512, 4), 32)
-    residual = t.x if t.residual is None else t.residual
-    _triton_rmsnorm[(m,)](t.x, residual, t.weight, y, h, EPS, ADD=t.residual is not None, SIZE=size, num_warps=warps)
+def triton_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    m, h = x.shape
+    y, size = torch.empty_like(x), triton.next_power_of_2(h)
+    add, warps = residual is not None, min(max(size // 512, 4), 32)
+    _triton_rmsnorm[(m,)](x, residual if add else x, weight, y, h, EPS, ADD=add, SIZE=size, num_warps=warps)
     return y
 
 
@@ -113,40 +92,39 @@ def eager_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Ten
     return torch.nn.functional.rms_norm(x, weight.shape, weight, EPS)
 
 
-def unfused(t: Tensors, normed: Callable[[Tensors], torch.Tensor]) -> None:
-    nvfp4_quantize(normed(t), t.scale, SfLayout.layout_linear, out=t.q, out_sf=t.sf)
+Norm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+def unfused(t: Tensors, norm: Norm, *, fuse_add: bool) -> None:
+    if t.residual is None or fuse_add:
+        y = norm(t.x, t.residual, t.weight)
+    else:
+        y = norm(t.residual.add_(t.x), None, t.weight)
+    nvfp4_quantize(y, t.scale, SfLayout.layout_linear, out=t.q, out_sf=t.sf)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def measure(add: bool, m: int, h: int, compiled: Callable[..., torch.Tensor], arch: Arch) -> dict[str, object]:
+def measure(add: bool, m: int, h: int, compiled: Norm) -> dict[str, object]:
     one = make_tensors(add, m, h)
     moved = moved_bytes(one)
     held = [one] + [make_tensors(add, m, h) for _ in range(calls_per_graph(moved) - 1)]
-    y = torch.empty_like(one.x)
 
-    def timed(bind: Callable[[Tensors], Callable[[], object]]) -> float:
-        calls = iter([bind(t) for t in held])
+    def timed(call: Callable[[Tensors], object]) -> float:
+        calls = iter([partial(call, t) for t in held])
         return time_us(lambda: next(calls), moved)
 
-    def variant_us(units: int) -> float | None:
-        fits = variant(one, units, arch) is not None
-        return timed(lambda t: variant(t, units, arch)) if fits else None  # type: ignore[arg-type, return-value]
+    def best(*, fuse_add: bool) -> float:
+        return min(timed(partial(unfused, norm=norm, fuse_add=fuse_add)) for norm in (compiled, triton_norm))
 
-    def after(normed: Callable[[Tensors], torch.Tensor]) -> float:
-        return timed(lambda t: lambda: unfused(t, normed))
-
-    separate = {  # first: while torch.compile works, the GPU's clocks fall
-        "compile_us": after(lambda t: compiled(t.x, t.residual, t.weight)),
-        "triton_us": after(lambda t: triton_norm(t, y)),
-    }
-    us, copy = timed(lambda t: lambda: fused(t)), copy_us(moved)
-    best = min(separate.values())
-    variants = {f"units{n}_us": variant_us(n) for n in (1, 2, 4)}
+    separate = best(fuse_add=False)  # first: while torch.compile works, the GPU's clocks fall
+    fused_add = best(fuse_add=True) if add else None
+    us, copy = timed(fused), copy_us(moved)
     row = {"op": "add_rmsnorm" if add else "rmsnorm", "rows": m, "hidden": h, "mib": moved / 2**20}
     row |= {"us": us, "copy_us": copy, "ratio": copy / us, "tb_per_s": moved / us / 1e6}
-    row |= {"unfused_us": best, "speedup": best / us, **separate, **variants}
+    row |= {"separate_us": separate, "speedup": separate / us, "fused_add_us": fused_add}
+    row |= {"speedup_over_fused_add": fused_add / us if fused_add else None}
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 
@@ -156,6 +134,8 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
         ratio, speedup = geomean(r["ratio"] for r in mine), geomean(r["speedup"] for r in mine)
         worst = min((r for r in mine if r["mib"] >= 64), key=lambda r: r["ratio"])
         yield f"{op}: geomean ratio {ratio:.3f}, speed-up {speedup:.3f}; worst from 64 MiB on: {worst}"
+    fused = geomean(r["speedup_over_fused_add"] for r in rows if r["speedup_over_fused_add"])
+    yield f"add_rmsnorm over a norm that adds: {fused:.3f}"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -182,13 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     out = parser.parse_args().out
-    arch = target_of(torch.empty(1, device="cuda")).arch
     for name, batches, hidden in (("norm", BATCHES, HIDDEN), ("norm_small", SMALL_BATCHES, SMALL_HIDDEN)):
         rows = []
         for add, h in itertools.product((False, True), hidden):
             torch.compiler.reset()
             compiled = torch.compile(eager_norm, dynamic=True)
-            rows += [measure(add, m, h, compiled, arch) for m in batches]
+            rows += [measure(add, m, h, compiled) for m in batches]
         write_results(out / name, rows, stamp())
         if name == "norm":
             print(*summary(rows), sep="\n")

@@ -23,7 +23,7 @@ MIN_HIDDEN, MAX_HIDDEN = 64, 65536
 _UNIT = 16  # elements that a thread takes at once
 _WARP = 32
 _TURN = _UNIT * _WARP
-_MANY_ROWS, _MANY_ELEMENTS = 20, 40000  # for each SM
+_FEW, _MANY = 8192, 76000  # elements for each SM
 _MAX_CTAS = 8  # of a cluster
 
 
@@ -58,13 +58,19 @@ class Spec(KernelSpec):
 
     @property
     def min_ctas(self) -> int:
-        """CTAs that an SM must have registers for: 64, 80, 128 of a thread keep 1, 2, 4 units out of local memory."""
-        return {1: 1024, 2: 768}.get(self.units, 512) // self.max_threads
+        """CTAs that an SM must have registers for: 64, 80, 96 or 128 of a thread keep its units out of local memory."""
+        threads = {1: 1024, 2: 768, 3: 512 if self.add else 640}.get(self.units, 512)
+        return threads // self.max_threads
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory of a thread: two inputs and a packed weight, or one input and a float32 weight."""
-        return 6 * _UNIT * self.units
+        """Shared memory of a thread for its inputs."""
+        return 2 * _UNIT * self.units * (2 if self.add else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Shared memory of a thread for its weights: as they come, beside two inputs, or float32."""
+        return (2 if self.add else 4) * _UNIT * self.units
 
     @property
     def common_bytes(self) -> int:
@@ -72,7 +78,8 @@ class Spec(KernelSpec):
         return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
 
     def shared_bytes(self, threads: int) -> int:
-        return self.common_bytes + (0 if self.stream else threads * self.slot_bytes)
+        weights = self.weight_bytes * (threads if self.warps > 1 else _WARP)
+        return self.common_bytes + (0 if self.stream else weights + self.slot_bytes * threads)
 
     def capacity(self, arch: Arch) -> int:
         """Elements of the longest row that this kernel can take on ``arch``."""
@@ -104,28 +111,33 @@ def geometry(spec: Spec, *, m: int, h: int, padded: bool, arch: Arch) -> tuple[G
     return Geometry(grid, block=(threads, 1, 1), cluster=(ctas, 1, 1), shared_bytes=shared_bytes), row_threads
 
 
-# (units, warps, clustered): what one launch can be, apart from streaming.
+# (units, warps, clustered): what one launch can be, apart from streaming. The first that holds a row is taken.
+# Measured: bench/results/h200/norm_shapes.csv
 Shapes = tuple[tuple[int, int, bool], ...]
-_SHORT: Shapes = ((1, 1, False),)
-_ONE: Shapes = ((1, 8, False),)
-_TWO: Shapes = ((2, 8, False),)
-_FOUR: Shapes = ((4, 1, False), (4, 4, False), (4, 8, False), (4, 16, False), (4, 16, True), (4, 4, True))
-SHAPES = (*_SHORT, *_ONE, *_TWO, *_FOUR)
+_LONG: Shapes = ((4, 16, False), (4, 16, True))
+_FEW_ROWS: Shapes = ((2, 8, False), (2, 16, False), (2, 16, True))
+_PLAIN: Shapes = ((1, 1, False), (2, 1, False), (3, 1, False), (2, 8, False), (4, 4, False), (4, 8, False), *_LONG)
+_ADD: Shapes = ((1, 1, False), (1, 8, False), (2, 8, False), (2, 16, False), *_LONG)
+_ADD_MANY: Shapes = ((1, 1, False), (2, 1, False), (3, 1, False), *_ADD[2:])
+SHAPES: Shapes = tuple(dict.fromkeys((*_PLAIN, *_ADD, *_FEW_ROWS)))
+_BEST_UP_TO = {(2, 8): 6144}  # of what a shape holds
 
 
 def select(*, in_dtype: DType, block: int, scale: Scale, add: bool, m: int, h: int, arch: Arch) -> Spec:
     """The kernel for m rows of h elements; streaming where no other holds a row.
 
-    Four units a thread cost the fewest instructions, which bound a plain norm; with fewer, more threads share a row and
-    are done sooner, which few rows gain by, and any number where two inputs are read. Thresholds:
-    bench/results/h200/norm.csv, columns units1_us to units4_us.
+    Few rows are spread over many threads, which are done sooner. A plain norm is bound by instructions, of which more
+    units in a thread cost fewer; with an addition, memory is the bound, and warps that wait are what helps.
     """
+    few = m * h <= _FEW * arch.num_sms or 2 * m <= arch.num_sms
     if h <= _TURN:
-        shapes = _SHORT
+        shapes = _PLAIN[:1]
+    elif few:
+        shapes = _FEW_ROWS
     elif add:
-        shapes = (*_ONE, *_TWO, *_FOUR) if m >= _MANY_ROWS * arch.num_sms else (*_TWO, *_FOUR)
+        shapes = _ADD if m * h <= _MANY * arch.num_sms else _ADD_MANY
     else:
-        shapes = _FOUR if m * h >= _MANY_ELEMENTS * arch.num_sms else (*_TWO, *_FOUR)
+        shapes = _PLAIN
     for units, warps, clustered in shapes:
         spec = Spec(
             in_dtype=in_dtype,
@@ -137,7 +149,7 @@ def select(*, in_dtype: DType, block: int, scale: Scale, add: bool, m: int, h: i
             clustered=clustered,
             stream=False,
         )
-        if h <= spec.capacity(arch):
+        if h <= spec.capacity(arch) and (few or h <= _BEST_UP_TO.get((units, warps), h)):
             return spec
     return replace(spec, units=8, warps=16, clustered=False, stream=True)
 
@@ -146,10 +158,11 @@ def specs(arch: Arch) -> Iterator[Spec]:
     """What select() returns for any problem."""
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
     hidden = range(_TURN, MAX_HIDDEN + 1, _TURN)
+    loads = (0, _MANY // 2, 2 * _MANY)  # elements for each SM
     for in_dtype, (block, scale), add in product(IN_DTYPES.values(), formats, (False, True)):
         yield from dict.fromkeys(
-            select(in_dtype=in_dtype, block=block, scale=scale, add=add, m=m, h=h, arch=arch)
-            for h, m in product(hidden, (1, _MANY_ELEMENTS * arch.num_sms))
+            select(in_dtype=in_dtype, block=block, scale=scale, add=add, m=load * arch.num_sms // h, h=h, arch=arch)
+            for h, load in product(hidden, loads)
         )
 
 

@@ -66,6 +66,11 @@ __device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 __device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -81,9 +86,16 @@ __device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
   uint32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
   return d;
 }
 
@@ -98,6 +110,13 @@ __device__ __forceinline__ float ex2_approx(float v) {
 __device__ __forceinline__ float rcp_approx(float v) {
   float d;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
 }
 
@@ -416,16 +435,17 @@ template <typename T, bool kPacked> struct Weights {
 // ---- partials/row_sum ------------------------------------------------------
 // The sum of a row of units, whatever threads they are spread over. Unit j belongs to lane j % 32 and turn j / 32. A
 // lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same way. A thread may hold
-// any 2^n turns that follow each other and a CTA any 2^n such warps: the bits of the sum do not depend on n.
+// any 2^n turns that follow each other, or all of them, and a CTA any 2^n such warps: the bits of the sum do not depend
+// on n.
 constexpr int kMaxCtas = 8;  // of a cluster
 
 template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
   if constexpr (N == 1) {
     return x[0];
   } else {
-    float pairs[N / 2];
+    float pairs[(N + 1) / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) pairs[i] = x[2 * i] + x[2 * i + 1];
+    for (int i = 0; i < N; i += 2) pairs[i / 2] = i + 1 < N ? x[i] + x[i + 1] : x[i];
     return tree_sum(pairs);
   }
 }
@@ -466,42 +486,32 @@ template <int kWarps, bool kClustered> struct RowSum {
 
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-// Callers pass v * kE2m1Unit, so that the software path's factor is folded into their scale.
-constexpr float kE2m1Unit = kHasE2m1Cvt ? 1.0f : 0x1p-23f;
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not lose
+// on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the even one
+// is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper of the two becomes the tie itself, and the lower
+// one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
-// With rn() the nearest integer, ties to even, the magnitude of v is
-//   min(rn(2v), rn(bend(v)) + 2, 7),  bend(v) = v up to 4, v/2 + 2 from 4 to 8.
-// A float16 subnormal is an integer times 2^-24, so that one conversion rounds two values. Rounding bend(v) up hurts
-// nothing: between 4 and 8, only 5 is a boundary, and 5 itself belongs below it.
-__device__ __forceinline__ float bend(float v) {  // v * 2^-24
-  return __fmaf_ru(__saturatef(fmaf(v, 0x1p22f, -1.0f)), -0x1p-23f, v);
-}
-
-// The codes of two values, one in each half: magnitude in bits 0 to 2, sign in bit 15.
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
 __device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 twice = ptx::cvt_f16x2(lo, hi);
-  const uint32 once  = ptx::cvt_f16x2(bend(fabsf(lo) * 0.5f), bend(fabsf(hi) * 0.5f));
-  const uint32 upper = __viaddmin_u16x2(once, 0x00020002u, 0x00070007u);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(twice, upper);
-  return __vminu2(twice & ~kPairSigns, upper) | (twice & kPairSigns);
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
 }
 
-// Codes of eight values, v[i] in nibble i. The halves of pair i hold elements i and i + 4, whose nibbles lie 16 bits
-// apart as well. Shifting pairs by nibbles moves their signs onto sign bits only, so the sum does not carry.
+// Codes of eight values, v[i] in nibble i.
 __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) {
-    return ptx::cvt_e2m1x8(v);
-  } else {
-    uint32 pair[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = e2m1_pair(v[i], v[i + 4]);
-    const uint32 magnitudes = ((pair[3] * 16 + pair[2]) * 16 + pair[1]) * 16 + pair[0];
-    const uint32 odd_signs  = __byte_perm(pair[1], pair[3], 0x7351);  // the high byte of each half: elements 1, 3, 5, 7
-    const uint32 even_signs = __byte_perm(pair[0], pair[2], 0x7351);
-    return (magnitudes & 0x77777777u) | (odd_signs + (even_signs >> 4));
-  }
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
-
 // ---- partials/e4m3 ---------------------------------------------------------
 // E4M3: nearest even, saturating at 448; NaN is 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -600,6 +610,22 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
+// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein), without a case of its
+// own for b = 0, whose remainder is NaN.
+struct Nvfp4Multiplier {
+  float decode;
+  bool  in_range;
+  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
+    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
+  }
+  __device__ __forceinline__ float operator()(uint8 b) const {
+    const float v = decode_e4m3(b) * decode;
+    if (!in_range) return fminf(1.0f / v, kFltMax);
+    const float seed = ptx::rcp_approx(v);
+    return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
+  }
+};
+
 // x: 16 elements in 8 pairs.
 template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
   uint32 most[4];
@@ -609,18 +635,8 @@ template <typename In> __device__ __forceinline__ float block_amax(const uint32 
   return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
 }
 
-// Codes of x * o, element i in nibble i. o * kE2m1Unit must not underflow: a bf16 block near 2^127 hands 2^64 from x
-// to o; of fp16 only blocks with Inf have so small an o, and any positive one does for them.
-template <typename In> __device__ __forceinline__ uint2 encode_block(uint32 (&x)[8], float o) {
-  if constexpr (kE2m1Unit != 1.0f) {
-    if (!kIsBf16<In>) o = fmaxf(o, 0x1p-100f);
-    if (kIsBf16<In> && o < 0x1p-100f) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(x[i], 0x1F801F80u);
-      o *= 0x1p64f;
-    }
-    o *= kE2m1Unit;
-  }
+// Codes of x * o, element i in nibble i.
+template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
   uint32 codes[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -654,12 +670,16 @@ struct Shared {
   RowSum<kWarps, kClustered> row_sum;
   float multiplier[256];  // by scale byte
 };
-// Behind it lies what each warp keeps: its next row, on its way, and the weights, widened once, not in every row, where
-// the inputs leave room for it.
+// Behind it lie the weights, widened once, not in every row, where the inputs leave room for it; then the next row of
+// each warp, on its way. Warps that take a row each share the weights.
 using Weight = Weights<In, kAdd>;
-constexpr int kInputBytes = kUnits * kTurnBytes;
-constexpr int kSlotBytes  = (kAdd ? 2 : 1) * kInputBytes + kUnits * Weight::kBytes;
-static_assert(sizeof(Shared) == 1536 && kSlotBytes == 96 * kWarp, "host's count");
+constexpr int kWeightBytes = kUnits * Weight::kBytes;  // of a warp
+constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp brings there
+static_assert(kWarps > 1 || kUnits <= kThreads / kWarp, "each turn has a warp");
+constexpr int kInputBytes  = kUnits * kTurnBytes;
+constexpr int kSlotBytes   = (kAdd ? 2 : 1) * kInputBytes;
+static_assert(sizeof(Shared) == 1536 && kWeightBytes == 64 * kWarp &&
+              kSlotBytes == 32 * kWarp, "host's count");
 
 // ---- kernel ----------------------------------------------------------------
 constexpr int  kUnitsPerBlock = kBlock / kUnit;
@@ -697,32 +717,69 @@ struct Place {
   __device__ __forceinline__ uint32 in_row(uint32 of_warp) const { return of_warp & ((1u << shift) - 1); }
 };
 
-// A lane copies vectors lane and lane + 32 of each turn of its warp: the second is of a later row where rows share the
-// warp.
+struct Operands {
+  const In* x;
+  In*       residual;
+  const In* weight;
+  uint8 *   q, *sf_128x4, *sf_linear;
+  In*       y;
+  int64     h;
+  uint32    rows, units;  // units of a row
+};
+
+// What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. The second is of a later row
+// where rows share the warp.
 struct Vectors {
-  uint32 row, later_rows;  // of the first vector; of the second, after it
-  int64  at, second;       // element offset of the first; of the second, after it
-  uint32 to;               // address of the first in the slots
-  int    turns[2];
-  __device__ __forceinline__ Vectors(const Place& place, int64 h, uint32 units, uint32 slots) {
+  static constexpr int kMiddle = kUnits / 2 * kTurn;  // offsets that a copy takes for free reach 2 KiB either way
+  const In* x;
+  In*       residual;      // both at the middle of the first
+  int64     step, second;  // elements to the next row; from the first to the second
+  uint32    to;            // address of the first in the slots
+  uint32    row, rows, row_step, later_rows;  // row of the first; from the first to the second
+  int       turns[2];
+
+  __device__ __forceinline__ Vectors(const Operands& p, const Place& place, uint32 slots) {
     const uint32 unit = place.turn * kWarp + place.in_row(place.lane / 2);
     row        = place.row0 + (place.lane / 2 >> place.shift);
+    rows       = p.rows;
+    row_step   = place.row_step;
     later_rows = !kWholeWarps ? 16 >> place.shift : 0;
-    at         = int64(row) * h + unit * kUnit + place.lane % 2 * (kUnit / 2);
-    second     = later_rows ? later_rows * h : kTurn / 2;
-    to         = slots + vector_offset(place.lane);
-    turns[0]   = turns_from(unit, units);
-    turns[1]   = turns_from(unit + (later_rows ? 0 : kWarp / 2), units);
+    const int64 at = int64(row) * p.h + unit * kUnit + place.lane % 2 * (kUnit / 2) + kMiddle;
+    x        = p.x + at;
+    residual = p.residual + at;
+    step     = int64(row_step) * p.h;
+    second   = later_rows ? later_rows * p.h : kTurn / 2;
+    to       = slots + vector_offset(place.lane);
+    turns[0] = turns_from(unit, p.units);
+    turns[1] = turns_from(unit + (later_rows ? 0 : kWarp / 2), p.units);
   }
-  // f(elements, bytes) for every vector that exists: from the first one in the row, and in the slots.
-  template <typename F> __device__ __forceinline__ void each(uint32 rows, F f) const {
+  // f(elements, bytes) for every vector, or every one that exists: from the middle, and from the first in the slots.
+  template <bool kAll, typename F> __device__ __forceinline__ void each(F f) {
+    asm volatile("" : "+l"(x), "+r"(to));  // else computed for every vector
+    if constexpr (kAdd) asm volatile("" : "+l"(residual));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int exists = kWholeWarps || row + i * later_rows < rows ? turns[i] : 0;
+      const int   exists = kWholeWarps || row + i * later_rows < rows ? turns[i] : 0;
+      const int64 from   = i * (kWholeWarps ? kTurn / 2 : second) - kMiddle;
 #pragma unroll
       for (int v = 0; v < kUnits; ++v)
-        if (v < exists) f(i * (kWholeWarps ? kTurn / 2 : second) + v * kTurn, i * (kTurnBytes / 2) + v * kTurnBytes);
+        if (kAll || v < exists) f(from + v * kTurn, i * (kTurnBytes / 2) + v * kTurnBytes);
     }
+  }
+  template <bool kAll> __device__ __forceinline__ void fetch() {
+    each<kAll>([&](int64 elements, int bytes) {
+      ptx::copy_async(to + bytes, x + elements);
+      if constexpr (kAdd) ptx::copy_async(to + kInputBytes + bytes, residual + elements);
+    });
+  }
+  template <bool kAll> __device__ __forceinline__ void write_residual() {
+    each<kAll>([&](int64 elements, int bytes) {
+      ptx::st_16(residual + elements, ptx::ld_shared(to + kInputBytes + bytes));
+    });
+  }
+  __device__ __forceinline__ void next_row() {
+    row += row_step, x += step;
+    if constexpr (kAdd) residual += step;
   }
 };
 
@@ -733,12 +790,124 @@ __device__ __forceinline__ uint64 scale_offset(uint32 row, uint32 col, uint32 pa
          col % Tile::kCols;
 }
 
+// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and reciprocal
+// are approximations corrected by their remainders (Markstein).
+struct Rstd {
+  float h, reciprocal, eps;
+  __device__ __forceinline__ float operator()(float sum) const {
+    float quotient = sum * reciprocal;
+    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
+    const float v = quotient + eps;
+    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
+    const float seed = ptx::rsqrt_approx(v), near = v * seed;
+    const float root = fmaf(fmaf(-near, near, v), 0.5f * seed, near), r = ptx::rcp_approx(root);
+    return fmaf(fmaf(-root, r, 1.0f), r, r);
+  }
+};
+
 // Codes and scale byte of a unit.
-__device__ __forceinline__ uint2 quantize(Unit& u, uint8& b, float g, const float* multiplier) {
+__device__ __forceinline__ uint2 quantize(const Unit& u, uint8& b, float sixth, const float* multiplier) {
   float amax = block_amax<In>(u);
   if constexpr (kUnitsPerBlock == 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-  b = kScale == Scale::kE4m3 ? encode_e4m3(amax * nvfp4_sixth(g)) : encode_ue8m0(amax * nvfp4_sixth(1.0f));
+  b = kScale == Scale::kE4m3 ? encode_e4m3(amax * sixth) : encode_ue8m0(amax * sixth);
   return encode_block<In>(u, kScale == Scale::kE4m3 ? multiplier[b] : ue8m0_multiplier(b));
+}
+
+// All rows of a thread. kFilled: every unit of its warp exists, none needs to be asked for.
+template <bool kFilled>
+__device__ __forceinline__ void walk(const Operands& p, const Place& place, Vectors& vectors, const Rstd& rstd_of,
+                                     float sixth, Shared& shared, uint32 input_at, uint32 weight_at, uint32 row_lanes) {
+  const uint32 cols    = p.units / kUnitsPerBlock;
+  const uint32 sf_rows = p.sf_128x4 ? (p.rows + kTileRows - 1) & ~(kTileRows - 1u) : p.rows;
+  const uint32 sf_cols = (cols + Tile::kCols - 1) & ~(Tile::kCols - 1u);
+  const int    turns   = kFilled ? kUnits : turns_from(place.unit, p.units);
+  const int    warp_turns = kFilled ? kUnits : turns_from(place.turn * kWarp, p.units);
+
+  // Of the two lanes of a block of 32, the first writes its scale; those behind the last column write padding.
+  const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
+  const uint32 col          = place.unit / kUnitsPerBlock;
+  const bool   has_linear   = p.sf_linear && has_scale;
+  const int    padded_turns = !p.sf_128x4 || !has_scale ? 0
+                              : kFilled                 ? kUnits
+                                                        : turns_from(place.unit, sf_cols * kUnitsPerBlock);
+  const In* weight = p.weight + place.unit * kUnit;
+  uint32    row = place.row, use = 0;
+  for (uint32 row0 = place.row0; row0 < sf_rows; row0 += place.row_step, row += place.row_step) {
+    const bool here   = kWholeWarps || row < p.rows;
+    const int  exists = here ? turns : 0;
+    const int64 at    = (uint64(row) * p.units + place.unit) * kUnit;
+    if (row0 < p.rows) {
+      float f[kStream ? 1 : kUnits][kUnit], sums[kUnits];
+      if constexpr (!kStream) {
+        ptx::copy_async_wait();
+        __syncwarp();
+        asm volatile("" : "+r"(input_at));  // else computed again
+      }
+#pragma unroll
+      for (int v = 0; v < kUnits; ++v) {
+        sums[v] = 0.0f;
+        if (v >= warp_turns) continue;
+        Unit u = {}, r = {};
+        if constexpr (kStream) {
+          if (v < exists) ptx::ld_unit(u, p.x + at + v * kTurn);
+          if (kAdd && v < exists) ptx::ld_unit(r, p.residual + at + v * kTurn);
+        } else {
+          load_unit(u, input_at + v * kTurnBytes);
+          if constexpr (kAdd) load_unit(r, input_at + kInputBytes + v * kTurnBytes);
+        }
+        if constexpr (kAdd) {
+          add<In>(u, r);
+          if constexpr (!kStream) store_unit(input_at + kInputBytes + v * kTurnBytes, u);
+          if (kStream && v < exists) write_unit(p.residual + at + v * kTurn, u);
+        }
+        widen<In>(f[kStream ? 0 : v], u);
+        sums[v] = sum_of_squares(f[kStream ? 0 : v]);
+      }
+      if constexpr (!kStream) {
+        __syncwarp();
+        if constexpr (kAdd) {
+          vectors.write_residual<kFilled>();
+          __syncwarp();
+        }
+        vectors.next_row();
+        if (row0 + place.row_step < p.rows) vectors.fetch<kFilled>();
+      }
+      const float rstd = rstd_of(shared.row_sum(tree_sum(sums), use, row_lanes));
+      use ^= 1;
+
+      uint8* to_q       = p.q + (uint64(at) >> 1);
+      uint8* to_linear  = p.sf_linear + (uint64(row) * cols + col);
+      uint8* to_swizzle = p.sf_128x4 + scale_offset(row, col, sf_cols);
+      // Else these are computed again for every unit.
+      asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
+#pragma unroll
+      for (int v = 0; v < kUnits; ++v) {
+        if (v < warp_turns) {
+          Unit  u = {};
+          float w[kUnit];
+          if constexpr (kStream) {
+            if (v < exists) ptx::ld_unit(u, (kAdd ? p.residual : p.x) + at + v * kTurn);
+            widen<In>(f[0], u);
+            if (v < exists) ptx::ld_unit(u, weight + v * kTurn);
+            widen<In>(w, u);
+          } else {
+            Weight::load(w, weight_at + v * Weight::kBytes);
+          }
+          scale<In>(u, f[kStream ? 0 : v], rstd, w);
+          if (kAdd && p.y && v < exists) write_unit(p.y + at + v * kTurn, u);
+          uint8 b;
+          const uint2 codes = quantize(u, b, sixth, shared.multiplier);
+          if (v < exists) ptx::st_8(to_q + v * (kTurn / 2), codes);
+          if (has_linear && v < exists) ptx::st_1(to_linear + v * kSfTurn, b);
+          if (here && v < padded_turns) ptx::st_1(to_swizzle + v * kSfTurn * kTileRows, v < turns ? b : uint8(0));
+        }
+      }
+    }
+    if (row >= p.rows && row < sf_rows) {
+      for (uint32 c = place.thread * Tile::kCols; c < sf_cols; c += place.threads * Tile::kCols)
+        *reinterpret_cast<uint32*>(p.sf_128x4 + scale_offset(row, c, sf_cols)) = 0;
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp4quant(
@@ -757,132 +926,47 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
   extern __shared__ uint4 dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
-  const uint32 rows = uint32(m), units = uint32(h) / kUnit, cols = uint32(h) / kBlock;
-  const uint32 sf_rows = sf_128x4 ? (rows + kTileRows - 1) & ~(kTileRows - 1u) : rows;
-  const uint32 sf_cols = (cols + Tile::kCols - 1) & ~(Tile::kCols - 1u);
-  const Place  place(row_threads);
-  const int    turns = turns_from(place.unit, units), warp_turns = turns_from(place.turn * kWarp, units);
-
-  const uint32 slots = ptx::address_of_shared(&shared + 1) + threadIdx.x / kWarp * kSlotBytes;
-  uint32 input_at  = slots + vector_offset(2 * place.lane);
-  uint32 weight_at = slots + (kAdd ? 2 : 1) * kInputBytes + Weight::place(place.lane);
-
-  Vectors      vectors(place, h, units, slots);
-  const int64  step          = int64(place.row_step) * h;
-  const In*    copy_x        = x + vectors.at;
-  In*          copy_residual = residual + vectors.at;
-  auto fetch = [&] {
-    asm volatile("" : "+l"(copy_x), "+l"(copy_residual), "+r"(vectors.to));  // else computed for every vector
-    vectors.each(rows, [&](int64 elements, int bytes) {
-      ptx::copy_async(vectors.to + bytes, copy_x + elements);
-      if constexpr (kAdd) ptx::copy_async(vectors.to + kInputBytes + bytes, copy_residual + elements);
-    });
-  };
+  const Operands p = {x, residual, weight, q, sf_128x4, sf_linear, y, h, uint32(m), uint32(h) / kUnit};
+  const Place    place(row_threads);
+  const uint32   warp      = threadIdx.x / kWarp, weights = ptx::address_of_shared(&shared + 1);
+  const uint32   slots     = weights + (kWarps > 1 ? blockDim.x / kWarp : 1) * kWeightBytes + warp * kSlotBytes;
+  const uint32   input_at  = slots + vector_offset(2 * place.lane);
+  const uint32   weight_at = weights + (kWarps > 1 ? warp * kWeightBytes : 0) + Weight::place(place.lane);
+  Vectors vectors(p, place, slots);
 
   if constexpr (kClustered) ptx::cluster_sync();  // all have started: their shared memory may be written
-  if constexpr (kHasPdl) ptx::griddep_wait();
+  if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();
+  // All that is read is on its way before the first of it is waited for.
+  if (!kStream && place.row0 < p.rows) vectors.fetch<false>();
+  const float g = kScale == Scale::kE4m3 && global_scale ? ptx::ld_f32(global_scale) : 1.0f;
   if constexpr (!kStream) {
-    if (place.row0 < rows) fetch();
+    const int turns = turns_from(place.unit, p.units), first = kWarps > 1 ? 0 : warp;
+    Unit w[kFills] = {};
+#pragma unroll
+    for (int i = 0; i < kFills; ++i)
+      if (first + i < turns) ptx::ld_unit(w[i], weight + place.unit * kUnit + (first + i) * kTurn);
+#pragma unroll
+    for (int i = 0; i < kFills; ++i)
+      if (first + i < kUnits) Weight::store(weight_at + (first + i) * Weight::kBytes, w[i]);
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
-      Unit w = {};
-      if (v < turns) ptx::ld_unit(w, weight + place.unit * kUnit + v * kTurn);
-      Weight::store(weight_at + v * Weight::kBytes, w);
-      if (v >= turns || place.row >= rows) {  // nothing is copied here, or not at once
-        store_unit(input_at + v * kTurnBytes, w);
-        if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, w);
-      }
+      if (v < turns && place.row < p.rows) continue;
+      store_unit(input_at + v * kTurnBytes, {});  // nothing is copied here, or not at once
+      if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, {});
     }
   }
-  const float g = kScale == Scale::kE4m3 && global_scale ? __uint_as_float(ptx::ld<uint32>(global_scale)) : 1.0f;
   if constexpr (kScale == Scale::kE4m3) {
-    for (uint32 b = threadIdx.x; b < 256; b += blockDim.x) shared.multiplier[b] = nvfp4_multiplier(b, g);
-    __syncthreads();
+    const Nvfp4Multiplier multiplier_of(g);
+    for (uint32 b = threadIdx.x; b < 256; b += blockDim.x) shared.multiplier[b] = multiplier_of(b);
   }
+  __syncthreads();
 
-  // Of the two lanes of a block of 32, the first writes its scale; those behind the last column write padding.
-  const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
-  const uint32 col          = place.unit / kUnitsPerBlock;
-  const int    linear_turns = sf_linear && has_scale ? turns : 0;
-  const int    padded_turns = sf_128x4 && has_scale ? turns_from(place.unit, sf_cols * kUnitsPerBlock) : 0;
-  int64  at        = int64(place.row) * h + place.unit * kUnit;
-  uint8* to_linear = sf_linear + int64(place.row) * cols + col;
-  uint32 row = place.row, use = 0;
-  for (uint32 row0 = place.row0; row0 < sf_rows; row0 += place.row_step, row += place.row_step) {
-    const bool here   = kWholeWarps || row < rows;
-    const int  exists = here ? turns : 0;
-    if (row0 < rows) {
-      float f[kStream ? 1 : kUnits][kUnit], sums[kUnits];
-      if constexpr (!kStream) {
-        ptx::copy_async_wait();
-        __syncwarp();
-      }
-#pragma unroll
-      for (int v = 0; v < kUnits; ++v) {
-        Unit u = {}, r = {};
-        if constexpr (kStream) {
-          if (v < exists) ptx::ld_unit(u, x + at + v * kTurn);
-          if (kAdd && v < exists) ptx::ld_unit(r, residual + at + v * kTurn);
-        } else {
-          load_unit(u, input_at + v * kTurnBytes);
-          if constexpr (kAdd) load_unit(r, input_at + kInputBytes + v * kTurnBytes);
-        }
-        if constexpr (kAdd) {
-          add<In>(u, r);
-          if constexpr (!kStream) store_unit(input_at + kInputBytes + v * kTurnBytes, u);
-          if (kStream && v < exists) write_unit(residual + at + v * kTurn, u);
-        }
-        widen<In>(f[kStream ? 0 : v], u);
-        sums[v] = sum_of_squares(f[kStream ? 0 : v]);
-      }
-      if constexpr (!kStream) {
-        __syncwarp();
-        if constexpr (kAdd) {
-          asm volatile("" : "+l"(copy_residual), "+r"(vectors.to));
-          vectors.each(rows, [&](int64 elements, int bytes) {
-            ptx::st_16(copy_residual + elements, ptx::ld_shared(vectors.to + kInputBytes + bytes));
-          });
-          __syncwarp();
-        }
-        vectors.row += place.row_step, copy_x += step, copy_residual += step;
-        if (row0 + place.row_step < rows) fetch();
-      }
-      const float ssq  = shared.row_sum(tree_sum(sums), use, kWholeWarps ? kWarp : uint32(row_threads));
-      const float rstd = 1.0f / sqrtf(ssq / float(uint32(h)) + eps);
-      use ^= 1;
-
-      uint8* to_q       = q + (uint64(at) >> 1);
-      uint8* to_swizzle = sf_128x4 + scale_offset(row, col, sf_cols);
-      // Else these are computed again for every unit.
-      asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
-#pragma unroll
-      for (int v = 0; v < kUnits; ++v) {
-        if (v < warp_turns) {
-          Unit  u = {};
-          float w[kUnit];
-          if constexpr (kStream) {
-            if (v < exists) ptx::ld_unit(u, (kAdd ? residual : x) + at + v * kTurn);
-            widen<In>(f[0], u);
-            if (v < exists) ptx::ld_unit(u, weight + place.unit * kUnit + v * kTurn);
-            widen<In>(w, u);
-          } else {
-            Weight::load(w, weight_at + v * Weight::kBytes);
-          }
-          scale<In>(u, f[kStream ? 0 : v], rstd, w);
-          if (kAdd && y && v < exists) write_unit(y + at + v * kTurn, u);
-          uint8 b;
-          const uint2 codes = quantize(u, b, g, shared.multiplier);
-          if (v < exists) ptx::st_8(to_q + v * (kTurn / 2), codes);
-          if (here && v < linear_turns) ptx::st_1(to_linear + v * kSfTurn, b);
-          if (here && v < padded_turns) ptx::st_1(to_swizzle + v * kSfTurn * kTileRows, v < turns ? b : uint8(0));
-        }
-      }
-    }
-    if (row >= rows && row < sf_rows) {
-      for (uint32 c = place.thread * Tile::kCols; c < sf_cols; c += place.threads * Tile::kCols)
-        *reinterpret_cast<uint32*>(sf_128x4 + scale_offset(row, c, sf_cols)) = 0;
-    }
-    at += step, to_linear += int64(place.row_step) * cols;
+  const float  elements = float(uint32(h)), sixth = nvfp4_sixth(g);
+  const Rstd   rstd_of{elements, 1.0f / elements, eps};
+  const uint32 row_lanes = kWholeWarps ? kWarp : uint32(row_threads);
+  if (!kStream && kWholeWarps && (place.turn + kUnits) * kWarp <= p.units) {
+    walk<true>(p, place, vectors, rstd_of, sixth, shared, input_at, weight_at, row_lanes);
+  } else {
+    walk<false>(p, place, vectors, rstd_of, sixth, shared, input_at, weight_at, row_lanes);
   }
-  if constexpr (kHasPdl) ptx::griddep_launch();
 }

@@ -64,6 +64,11 @@ __device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 __device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -79,9 +84,16 @@ __device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
   uint32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
   return d;
 }
 
@@ -96,6 +108,13 @@ __device__ __forceinline__ float ex2_approx(float v) {
 __device__ __forceinline__ float rcp_approx(float v) {
   float d;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
 }
 
@@ -248,42 +267,32 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-// Callers pass v * kE2m1Unit, so that the software path's factor is folded into their scale.
-constexpr float kE2m1Unit = kHasE2m1Cvt ? 1.0f : 0x1p-23f;
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not lose
+// on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the even one
+// is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper of the two becomes the tie itself, and the lower
+// one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
-// With rn() the nearest integer, ties to even, the magnitude of v is
-//   min(rn(2v), rn(bend(v)) + 2, 7),  bend(v) = v up to 4, v/2 + 2 from 4 to 8.
-// A float16 subnormal is an integer times 2^-24, so that one conversion rounds two values. Rounding bend(v) up hurts
-// nothing: between 4 and 8, only 5 is a boundary, and 5 itself belongs below it.
-__device__ __forceinline__ float bend(float v) {  // v * 2^-24
-  return __fmaf_ru(__saturatef(fmaf(v, 0x1p22f, -1.0f)), -0x1p-23f, v);
-}
-
-// The codes of two values, one in each half: magnitude in bits 0 to 2, sign in bit 15.
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
 __device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 twice = ptx::cvt_f16x2(lo, hi);
-  const uint32 once  = ptx::cvt_f16x2(bend(fabsf(lo) * 0.5f), bend(fabsf(hi) * 0.5f));
-  const uint32 upper = __viaddmin_u16x2(once, 0x00020002u, 0x00070007u);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(twice, upper);
-  return __vminu2(twice & ~kPairSigns, upper) | (twice & kPairSigns);
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
 }
 
-// Codes of eight values, v[i] in nibble i. The halves of pair i hold elements i and i + 4, whose nibbles lie 16 bits
-// apart as well. Shifting pairs by nibbles moves their signs onto sign bits only, so the sum does not carry.
+// Codes of eight values, v[i] in nibble i.
 __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) {
-    return ptx::cvt_e2m1x8(v);
-  } else {
-    uint32 pair[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = e2m1_pair(v[i], v[i + 4]);
-    const uint32 magnitudes = ((pair[3] * 16 + pair[2]) * 16 + pair[1]) * 16 + pair[0];
-    const uint32 odd_signs  = __byte_perm(pair[1], pair[3], 0x7351);  // the high byte of each half: elements 1, 3, 5, 7
-    const uint32 even_signs = __byte_perm(pair[0], pair[2], 0x7351);
-    return (magnitudes & 0x77777777u) | (odd_signs + (even_signs >> 4));
-  }
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
-
 // ---- partials/e4m3 ---------------------------------------------------------
 // E4M3: nearest even, saturating at 448; NaN is 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -382,6 +391,22 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
+// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein), without a case of its
+// own for b = 0, whose remainder is NaN.
+struct Nvfp4Multiplier {
+  float decode;
+  bool  in_range;
+  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
+    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
+  }
+  __device__ __forceinline__ float operator()(uint8 b) const {
+    const float v = decode_e4m3(b) * decode;
+    if (!in_range) return fminf(1.0f / v, kFltMax);
+    const float seed = ptx::rcp_approx(v);
+    return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
+  }
+};
+
 // x: 16 elements in 8 pairs.
 template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
   uint32 most[4];
@@ -391,18 +416,8 @@ template <typename In> __device__ __forceinline__ float block_amax(const uint32 
   return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
 }
 
-// Codes of x * o, element i in nibble i. o * kE2m1Unit must not underflow: a bf16 block near 2^127 hands 2^64 from x
-// to o; of fp16 only blocks with Inf have so small an o, and any positive one does for them.
-template <typename In> __device__ __forceinline__ uint2 encode_block(uint32 (&x)[8], float o) {
-  if constexpr (kE2m1Unit != 1.0f) {
-    if (!kIsBf16<In>) o = fmaxf(o, 0x1p-100f);
-    if (kIsBf16<In> && o < 0x1p-100f) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = ptx::mul_bf16x2(x[i], 0x1F801F80u);
-      o *= 0x1p64f;
-    }
-    o *= kE2m1Unit;
-  }
+// Codes of x * o, element i in nibble i.
+template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
   uint32 codes[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
