@@ -170,7 +170,8 @@ class TensorMap:
         """Global byte offsets of the box, ``[rows, bytes per row]``, and which of them lie inside the tensor."""
         _require(len(coords) == len(self.dims), f"{len(coords)} coordinates for a tensor of rank {len(self.dims)}")
         bits = self.dtype.bits
-        _require(coords[0] * bits % 8 == 0, f"coordinate {coords[0]} of {self.dtype} is not at a byte")
+        whole = 8 if self.dtype.value.startswith("16u") else 128  # of bits; an H200 stops at other coordinates
+        _require(coords[0] * bits % whole == 0, f"coordinate {coords[0]} of {self.dtype} is not at {whole // 8} bytes")
         first = coords[0] * bits // 8 + np.arange(self.box_shape[0] * bits // 8, dtype=np.int64)
         offsets, inside = first, (first >= 0) & (first < self.dims[0] * bits // 8)
         steps = self.element_strides or (1,) * len(self.dims)

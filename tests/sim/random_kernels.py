@@ -195,7 +195,7 @@ class _Writer:
             f"{TYPES[name[0]][0]} {name} = {TYPES[name[0]][2].replace('W', f'in[{n}]')};"
             for n, name in enumerate(self.inputs)
         ]
-        stores = [f"{text} {_store(n, _defined(text), '{' in text)}" for n, text in enumerate(self.statements)]
+        stores = [f"{text} {_store(n, _defined(text), _compound(text))}" for n, text in enumerate(self.statements)]
         body = "\n  ".join([*loads, *stores])
         source = f"""{PRELUDE}
 extern "C" __global__ void kernel(const uint64* in, uint64* out) {{
@@ -207,6 +207,10 @@ extern "C" __global__ void kernel(const uint64* in, uint64* out) {{
 }}
 """
         return Kernel(source, self.inputs, self.statements)
+
+
+def _compound(text: str) -> bool:
+    return "{" in text or "asm" not in text
 
 
 def _store(slot: int, name: str, compound: bool) -> str:

@@ -43,11 +43,11 @@ def loop_load(tensor: np.ndarray, coords: tuple[int, ...], box: tuple[int, ...],
     ("shape", "box", "coords", "steps"),
     [
         ((40,), (16,), (32,), (1,)),
-        ((7, 24), (8, 4), (20, 5), (1, 1)),
-        ((7, 24), (8, 4), (-4, -2), (1, 1)),
-        ((9, 24), (8, 7), (4, 1), (1, 3)),
+        ((7, 24), (8, 4), (16, 5), (1, 1)),
+        ((7, 24), (8, 4), (-8, -2), (1, 1)),
+        ((9, 24), (8, 7), (16, 1), (1, 3)),
         ((3, 5, 8), (8, 4, 2), (0, 3, 2), (1, 1, 1)),
-        ((2, 3, 5, 16), (8, 2, 3, 2), (12, -1, 1, 1), (1, 2, 1, 1)),
+        ((2, 3, 5, 16), (8, 2, 3, 2), (8, -1, 1, 1), (1, 2, 1, 1)),
         ((2, 2, 3, 3, 8), (8, 2, 2, 2, 2), (0, 2, 1, 1, 1), (1, 1, 1, 1, 1)),
     ],
 )
@@ -58,7 +58,7 @@ def test_load_equals_the_element_loop(shape: tuple[int, ...], box: Any, coords: 
     np.testing.assert_array_equal(loaded, loop_load(tensor, coords, box, steps))
 
 
-@pytest.mark.parametrize("coords", [(0, 0), (20, 5), (-8, -1), (100, 0)])
+@pytest.mark.parametrize("coords", [(0, 0), (16, 5), (-8, -1), (104, 0)])
 def test_store_writes_inside_only(coords: tuple[int, int]) -> None:
     tensor = RNG.integers(1, 60000, (7, 24)).astype(np.uint16)
     before = tensor.copy()
@@ -130,9 +130,9 @@ def test_load_and_store_through_a_swizzle_round_trip() -> None:
 
 def test_nan_fill_writes_the_canonical_nan() -> None:
     tensor = np.ones((2, 16), ml_dtypes.bfloat16)
-    loaded = tensor_map(tensor, (8, 2), nan_fill=True).load((12, 1)).view(np.uint16).reshape(2, 8)
-    assert loaded[0, :4].tolist() == [0x3F80] * 4
-    assert (loaded[0, 4:] == 0x7FFF).all() and (loaded[1] == 0x7FFF).all()
+    loaded = tensor_map(tensor, (16, 2), nan_fill=True).load((8, 1)).view(np.uint16).reshape(2, 16)
+    assert loaded[0, :8].tolist() == [0x3F80] * 8
+    assert (loaded[0, 8:] == 0x7FFF).all() and (loaded[1] == 0x7FFF).all()
 
 
 def test_box_bytes_count_what_is_out_of_bounds() -> None:
@@ -201,6 +201,12 @@ def test_a_map_larger_than_its_storage_is_refused() -> None:
 def test_misaligned_shared_addresses_are_refused() -> None:
     with pytest.raises(SimMemoryError, match="128"):
         tensor_map(np.zeros((4, 64), np.uint16), (8, 2)).shared_addresses(64)
+
+
+@pytest.mark.parametrize("column", [1, 4, -4])
+def test_a_box_that_begins_inside_sixteen_bytes_is_refused(column: int) -> None:
+    with pytest.raises(SimError, match="16 bytes"):
+        tensor_map(np.zeros((4, 64), np.uint16), (8, 2)).load((column, 0))
 
 
 def test_integer_reduction_of_floats_is_refused() -> None:
