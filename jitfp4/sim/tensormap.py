@@ -6,6 +6,9 @@ A machine resolves the address of a kernel parameter to a ``TensorMap``, then
   reduce:  ``tensor_map.reduce("add", coords, shared[tensor_map.shared_addresses(src)])``
 ``shared`` is one CTA's uint8 array and addresses are offsets in it; a multicast repeats the first line per CTA.
 Dimension 0 is the contiguous one everywhere, as in ``cuTensorMapEncodeTiled`` and in the instruction's coordinates.
+
+Where the manual is silent, this is what an H200 does: rows of a box begin at 16 bytes of memory and, under a swizzle,
+lie a span apart; NaN fill is 0x7FF7 in every 16 bits; stores and reductions take no negative coordinates.
 """
 
 from __future__ import annotations
@@ -58,13 +61,8 @@ class ElementType(StrEnum):
     @property
     def nan(self) -> bytes | None:
         """Bytes that the NaN fill writes per element; None for the integer types, which have no such fill."""
-        bits = {
-            ElementType.F16: 0x7FFF,
-            ElementType.BF16: 0x7FFF,
-            ElementType.F32: 0x7FFFFFFF,
-            ElementType.F64: (1 << 63) - 1,
-        }
-        return bits[self].to_bytes(self.storage.itemsize, "little") if self in bits else None
+        floats = (ElementType.F16, ElementType.BF16, ElementType.F32, ElementType.F64)
+        return b"\xf7\x7f" * (self.storage.itemsize // 2) if self in floats else None
 
 
 # Packed 16-element groups that TMA pads to 16 bytes in shared memory: bytes of a group in global memory.
@@ -128,11 +126,21 @@ class TensorMap:
         """Shared-memory bytes of one box: what an mbarrier counts, also for a box that is partly out of bounds."""
         return self.row_bytes * prod(self.box_shape[1:])
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory from the first row of a box to the end of the last: under a swizzle each takes a whole span."""
+        return self._row_pitch * prod(self.box_shape[1:])
+
+    @property
+    def _row_pitch(self) -> int:
+        return self.row_bytes if self.swizzle is Swizzle.NONE else self.swizzle.span
+
     def shared_addresses(self, address: int) -> NDArray[np.int64]:
         """Address of each byte of a box at shared ``address``, in box order: ``[box_bytes]``."""
         if address % 128:
             raise SimMemoryError(f"tensor copy at shared address {address:#x}: not a multiple of 128")
-        return swizzled(np.arange(address, address + self.box_bytes, dtype=np.int64), self.swizzle)
+        rows = np.arange(address, address + self.shared_bytes, self._row_pitch, dtype=np.int64)
+        return swizzled(np.add.outer(rows, np.arange(self.row_bytes)).reshape(-1), self.swizzle)
 
     def load(self, coords: tuple[int, ...]) -> Bytes:
         """The box at element ``coords``, ``[box_bytes]``, rows in order, filled where it leaves the tensor."""
@@ -144,12 +152,12 @@ class TensorMap:
 
     def store(self, coords: tuple[int, ...], data: Bytes) -> None:
         """Write box bytes ``data`` at element ``coords``; what lies outside the tensor is dropped."""
-        offsets, inside = self._row_bytes(coords)
+        offsets, inside = self._target(coords)
         self.base[offsets[inside]] = self._rows(data, offsets.shape)[inside]
 
     def reduce(self, op: str, coords: tuple[int, ...], data: Bytes) -> None:
         """Combine box bytes ``data`` into the tensor: add, min, max, inc, dec, and, or, xor of the element type."""
-        offsets, inside = self._row_bytes(coords)
+        offsets, inside = self._target(coords)
         size = self.dtype.storage.itemsize
         _require(self.dtype.bits >= 8 and self.dtype is not ElementType.U8, f"reduction of {self.dtype}")
         where = offsets[inside].reshape(-1, size)
@@ -166,11 +174,15 @@ class TensorMap:
         pattern = self.dtype.nan if self.nan_fill else None
         return np.resize(np.frombuffer(pattern or b"\0", np.uint8), row_bytes)
 
+    def _target(self, coords: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        _require(min(coords) >= 0, f"store at {coords}: below zero a GPU only loads")
+        return self._row_bytes(coords)
+
     def _row_bytes(self, coords: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Global byte offsets of the box, ``[rows, bytes per row]``, and which of them lie inside the tensor."""
         _require(len(coords) == len(self.dims), f"{len(coords)} coordinates for a tensor of rank {len(self.dims)}")
         bits = self.dtype.bits
-        whole = 8 if self.dtype.value.startswith("16u") else 128  # of bits; an H200 stops at other coordinates
+        whole = 8 if self.dtype.value.startswith("16u") else 128  # bits
         _require(coords[0] * bits % whole == 0, f"coordinate {coords[0]} of {self.dtype} is not at {whole // 8} bytes")
         first = coords[0] * bits // 8 + np.arange(self.box_shape[0] * bits // 8, dtype=np.int64)
         offsets, inside = first, (first >= 0) & (first < self.dims[0] * bits // 8)
