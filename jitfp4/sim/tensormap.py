@@ -208,6 +208,9 @@ def _combine(op: str, old: NDArray[Any], new: NDArray[Any], dtype: ElementType) 
     }
     if op in ("add", "min", "max"):
         function = {"add": np.add, "min": np.fmin, "max": np.fmax}[op]
+        if dtype is ElementType.F32:  # a NaN is the canonical one, as of other f32 arithmetic
+            result = function(old, new)
+            return np.where(np.isnan(result), np.uint32(0x7FFFFFFF).view(np.float32), result)
         if dtype not in floating:
             return np.asarray(function(old, new))
         widen, narrow = floating[dtype]

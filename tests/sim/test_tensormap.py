@@ -223,6 +223,12 @@ def test_rows_of_a_box_lie_a_span_of_the_swizzle_apart() -> None:
     assert (addresses // 128).tolist() == [8] * 16 + [9] * 16
 
 
+def test_a_sum_that_is_nan_is_the_canonical_one() -> None:
+    tensor = np.full((4, 8), 0x7FC00041, np.uint32).view(np.float32)
+    tensor_map(tensor, (8, 2)).reduce("add", (0, 0), np.zeros(64, np.uint8))
+    assert (tensor.view(np.uint32)[:2] == 0x7FFFFFFF).all() and (tensor.view(np.uint32)[2:] == 0x7FC00041).all()
+
+
 def test_integer_reduction_of_floats_is_refused() -> None:
     with pytest.raises(SimError, match="and"):
         tensor_map(np.zeros((4, 8), np.float32), (8, 2)).reduce("and", (0, 0), np.zeros(64, np.uint8))
