@@ -16,13 +16,17 @@ PACKAGES = ("torch", "triton", "cuda-bindings", "cuda-core", "numpy")
 
 
 def stamp() -> dict[str, object]:
-    """Time, machine, GPU, driver, toolchain, package versions, the commit, and whether the tree differed from it."""
+    """Time, machine, GPU, driver, toolchain, package versions, the commit, and whether the tree differed from it.
+
+    For an export of a commit, which has no .git of its own, ``BENCH_COMMIT`` says which.
+    """
+    exported = os.environ.get("BENCH_COMMIT")
     toolchain = nvrtc.toolchain()
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem", "--format=csv,noheader")
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": _output("git", "rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT"),  # for a tree without .git
-        "dirty": bool(_output("git", "status", "--porcelain", "--", ".", ":!bench/results")),
+        "commit": exported or _output("git", "rev-parse", "HEAD"),
+        "dirty": not exported and bool(_output("git", "status", "--porcelain", "--", ".", ":!bench/results")),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
