@@ -46,12 +46,12 @@ def target_of(tensor: Any) -> Target:
     """The target of calls on ``tensor``: its own device, or the simulated one for a CPU tensor under ``sim.device``."""
     if tensor.is_cuda:
         return _cuda_target(tensor.device.index)
-    arch = sim.active_arch()
-    if arch is None:
+    simulated = sim.active_device()
+    if simulated is None:
         raise ArgumentTypeError(
             "tensor", f"a tensor on {tensor.device}", "a CUDA tensor, or a CPU tensor under sim.device()"
         )
-    return Target(arch, None)
+    return Target(simulated.arch, None)
 
 
 @functools.cache
@@ -82,7 +82,9 @@ class Launch:
         """
         arch, device = target
         if device is None:
-            sim.run(_ptx(self.family, self.spec, arch), args, self.geometry, arch, entry=self.family.symbol)
+            simulated, ptx = sim.active_device(), _ptx(self.family, self.spec, arch)
+            races = simulated is not None and simulated.races
+            sim.run(ptx, args, self.geometry, arch, entry=self.family.symbol, races=races)
             return
         with on_device(device) as stream:
             kernel = self._on_device.get(device)

@@ -50,7 +50,7 @@ def operator(schema: str, *, reference: Implementation, aligned: Sequence[str]) 
 
         def on_cpu(*args: Any) -> None:
             check(args)
-            (reference if sim.active_arch() is None else kernel)(*args)
+            (reference if sim.active_device() is None else kernel)(*args)
 
         def call(*args: Any) -> None:
             if _is_plain_cuda(args[0]):

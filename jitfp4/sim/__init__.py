@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jitfp4.sim.device import active_arch, device
+from jitfp4.sim.device import active_device, device
 
 if TYPE_CHECKING:
     from jitfp4.sim.api import Stats, run
     from jitfp4.sim.tensormap import TensorMap
 
-__all__ = ["Stats", "TensorMap", "active_arch", "device", "run"]
+__all__ = ["Stats", "TensorMap", "active_device", "device", "run"]
 
 _HOME = {"Stats": "api", "run": "api", "TensorMap": "tensormap"}
 

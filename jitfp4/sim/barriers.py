@@ -132,8 +132,12 @@ class ClusterBarrier:
         self.arrived = np.zeros(machine.total, bool)
         self.waits_for = np.full(machine.total, -1, np.int64)  # the phase whose end a thread awaits
         self.blocked = np.zeros(machine.total, bool)
-        self.clock: dict[int, Array] = {}
+        self.clock: dict[int, Array] = {}  # of the phases that somebody may still wait for
         machine.on_exit.append(self.threads_left)
+
+    def keys(self, phase: Array, cluster: Array) -> Array:
+        """Of phases in ``clock``."""
+        return phase * len(self.phase) + cluster
 
     def arrive(self, lanes: Lanes) -> None:
         m = self.machine
@@ -143,7 +147,7 @@ class ClusterBarrier:
         self.arrived[lanes.sel] = True
         self.waits_for[lanes.sel] = self.phase[self.cluster[lanes.sel]]
         if m.races is not None:
-            m.races.publish(self.clock, lanes, self.cluster[lanes.sel])
+            m.races.publish(self.clock, lanes, self.keys(self.waits_for[lanes.sel], self.cluster[lanes.sel]))
         self.complete(np.unique(self.cluster[lanes.sel]))
 
     def complete(self, clusters: Array) -> None:
@@ -151,6 +155,7 @@ class ClusterBarrier:
         for cluster in clusters:
             members = self.cluster == cluster
             if (self.arrived | ~m.live)[members].all() and self.arrived[members].any():
+                self.clock.pop(int(self.keys(self.phase[cluster] - 1, cluster)), None)  # all came through long ago
                 self.phase[cluster] += 1
                 self.arrived[members] = False
                 waiting = np.flatnonzero(members & self.blocked)
@@ -166,11 +171,10 @@ class ClusterBarrier:
         done = self.phase[self.cluster[lanes.sel]] > self.waits_for[lanes.sel]
         through, stay = m.split(lanes, done)
         if through is not None:
-            self.waits_for[through.sel] = -1
             if m.races is not None:
-                m.races.acquire(
-                    self.clock, through.ids, self.cluster[through.sel], np.unique(self.cluster[through.sel])
-                )
+                keys = self.keys(self.waits_for[through.sel], self.cluster[through.sel])
+                m.races.acquire(self.clock, through.ids, keys)
+            self.waits_for[through.sel] = -1
         if stay is not None:
             self.blocked[stay.sel] = True
             m.suspend(stay)

@@ -105,14 +105,14 @@ def test_statistics_count_thread_instructions() -> None:
 
 
 def test_the_device_is_a_property_of_the_context() -> None:
-    assert sim.active_arch() is None
+    assert sim.active_device() is None
     seen = []
     with sim.device("sm_90a") as outer, sim.device(ARCHS["sm_100a"]):
-        thread = threading.Thread(target=lambda: seen.append(sim.active_arch()))
+        thread = threading.Thread(target=lambda: seen.append(sim.active_device()))
         thread.start()
         thread.join()
-        assert sim.active_arch() is ARCHS["sm_100a"] and outer.name == "sm_90a"
-    assert sim.active_arch() is None and seen == [None]
+        assert sim.active_device() == (ARCHS["sm_100a"], False) and outer.name == "sm_90a"
+    assert sim.active_device() is None and seen == [None]
     with pytest.raises(ArgumentError, match="sm_1"), sim.device("sm_1"):
         pass
 

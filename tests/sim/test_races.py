@@ -114,3 +114,37 @@ def test_refilling_a_buffer_that_others_still_read_is_a_race() -> None:
     assert (y.reshape(2, 64) == x.reshape(2, 64)[:, ::-1]).all()
     with pytest.raises(SimRaceError, match="write follows an unordered read by another warp"):
         launch(source.replace("RELEASE", ""), [x, y], block=64, races=True)
+
+
+@pytest.mark.parametrize(("sync", "ordered"), [("cluster_sync()", True), ("__syncthreads()", False)])
+def test_a_cluster_barrier_orders_warps_that_meet_it_at_different_places(sync: str, ordered: bool) -> None:
+    source = """
+    __device__ void put(int* p, int x) {
+      unsigned to;
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(p)), "r"(cluster_rank() ^ 1));
+      asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+    }
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(int* y) {
+      __shared__ int cells[64];
+      cluster_sync();
+      y += blockIdx.x * 64;
+      const int t = threadIdx.x;
+      if (t < 32) {
+        put(cells + t, t);
+        SYNC;
+        y[t] = cells[63 - t];
+      } else {
+        put(cells + t, 7);
+        put(cells + t, t);
+        SYNC;
+        y[t] = cells[63 - t] * 2;
+      }
+    }
+    """.replace("SYNC", sync)
+    y = np.zeros(128, np.int32)
+    if ordered:
+        launch(source, [y], grid=2, block=64, races=True)
+        assert (y[:64] == (63 - np.arange(64)) * np.repeat([1, 2], 32)).all() and (y[64:] == y[:64]).all()
+    else:
+        with pytest.raises(SimRaceError):
+            launch(source, [y], grid=2, block=64, races=True)
