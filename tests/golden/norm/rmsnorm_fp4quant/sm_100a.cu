@@ -489,7 +489,7 @@ template <int kWarps, bool kClustered> struct RowSum {
 //
 // As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
 // lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper of the two becomes the tie itself, and
+// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
 // the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
@@ -790,8 +790,8 @@ __device__ __forceinline__ uint64 scale_offset(uint32 row, uint32 col, uint32 pa
          col % Tile::kCols;
 }
 
-// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and reciprocal
-// are approximations corrected by their remainders (Markstein).
+// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
+// reciprocal are approximations corrected by their remainders (Markstein).
 struct Rstd {
   float h, reciprocal, eps;
   __device__ __forceinline__ float operator()(float sum) const {
