@@ -1,7 +1,9 @@
 """The gated delta rule: time, bandwidth, a copy of the same bytes and the peer, over batch and tokens.
 
-Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``. bf16 inputs, float32 states, 16 q and k
-heads of dimension 128. A case is a graph of ten calls on the same tensors, the median of 15 replays: the protocol of
+Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``: ``gdn.csv`` has a line for each case,
+``gdn_tables.csv`` and ``gdn.png`` show them as batch by tokens. ``--part compile`` times NVRTC on every specialisation
+instead, anywhere. bf16 inputs, 16 q and k heads of dimension 128, float32 states [V, K] unless a case says otherwise.
+A case is a graph of ten calls on the same tensors, the median of 15 replays: the protocol of
 FlashInfer's figures below. Bytes are those of states alone: read once, written after every token that is kept, and once
 at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H200, as measured with this protocol on
 2026-11-21; flash-linear-attention, in the same run, where it is installed.
@@ -10,10 +12,13 @@ at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H
 from __future__ import annotations
 
 import argparse
+import csv
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,18 @@ import torch
 
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
-from jitfp4.families.gdn import gated_delta_rule_mtp
+from jitfp4 import nvrtc
+from jitfp4.arch import Arch
+from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
+from jitfp4.families.gdn.kernel import DELTA_RULE
 
 CALLS, REPLAYS = 10, 15
 HEADS, HEAD_DIM = 16, 128
-STATE_BYTES = 4 * HEAD_DIM * HEAD_DIM
+K_MAJOR = "f32 [K, V]"
+STATES = {"f32": torch.float32, "bf16": torch.bfloat16, K_MAJOR: torch.float32}
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKENS = (1, 2, 4, 8)
+COMPILE_ARCHS = ("sm_90a", "sm_100a")
 COPY_CHUNK = 256 << 20  # one copy of more than this runs at two thirds of the speed
 
 # microseconds by (updates the state, tokens), one for each of BATCHES; states of every token kept; 32 value heads
@@ -42,34 +53,43 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """``update``: the final state is written back; ``steps``: the state after every token is kept."""
+    """``update``: the final state is written back; ``steps``: that after every token is kept; ``state``: of STATES."""
 
     batch: int
     tokens: int
     update: bool = True
     steps: bool = True
     value_heads: int = 32
+    state: str = "f32"
 
     @property
     def moved_bytes(self) -> int:
         """State bytes read and written."""
-        return self.batch * self.value_heads * STATE_BYTES * (1 + self.update + self.tokens * self.steps)
+        head = HEAD_DIM * HEAD_DIM * STATES[self.state].itemsize
+        return self.batch * self.value_heads * head * (1 + self.update + self.tokens * self.steps)
+
+    @property
+    def function(self) -> Callable[..., object]:
+        return gated_delta_rule_decode if self.state == K_MAJOR else gated_delta_rule_mtp
 
     @property
     def flashinfer_us(self) -> float | None:
-        row = FLASHINFER_US.get((self.update, self.tokens), ()) if self.steps and self.value_heads == 32 else ()
+        known = self.steps and self.value_heads == 32 and self.state == "f32"
+        row = FLASHINFER_US.get((self.update, self.tokens), ()) if known else ()
         return dict(zip(BATCHES, row, strict=False)).get(self.batch)
 
 
 def cases(value_heads: int) -> Iterator[Case]:
-    """The tables: kept states with and without the final write, then plain decoding."""
-    for update, steps, tokens in (
-        *((True, True, t) for t in (1, 2, 4, 8)),
-        (False, True, 8),
-        *((True, False, t) for t in (1, 2, 4, 8)),
+    """The tables: kept states with and without the final write, then plain decoding, then other states."""
+    for update, steps, tokens, state in (
+        *((True, True, t, "f32") for t in TOKENS),
+        (False, True, 8, "f32"),
+        *((True, False, t, "f32") for t in TOKENS),
+        *((True, steps, t, "bf16") for steps, t in ((True, 4), (False, 1), (False, 4)) if value_heads == 32),
+        *((True, False, 1, K_MAJOR) for _ in range(value_heads == 32)),
     ):
         for batch in BATCHES:
-            yield Case(batch=batch, tokens=tokens, update=update, steps=steps, value_heads=value_heads)
+            yield Case(batch=batch, tokens=tokens, update=update, steps=steps, value_heads=value_heads, state=state)
 
 
 def replay_us(call: Call, replays: int = REPLAYS) -> float:
@@ -95,26 +115,30 @@ def replay_us(call: Call, replays: int = REPLAYS) -> float:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """What gated_delta_rule_mtp() takes, filled with normal values."""
-    rows, heads = (case.batch, case.tokens), case.value_heads
+    """What gated_delta_rule_mtp() takes, filled with normal values; or gated_delta_rule_decode() for [K, V]."""
+    rows, heads, dtype = (case.batch, case.tokens), case.value_heads, STATES[case.state]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda")
 
-    steps = torch.empty(*rows, heads, HEAD_DIM, HEAD_DIM, device="cuda") if case.steps else None
+    states = normal(case.batch, heads, HEAD_DIM, HEAD_DIM).to(dtype)
+    steps = torch.empty(*rows, heads, HEAD_DIM, HEAD_DIM, dtype=dtype, device="cuda") if case.steps else None
+    pool = {
+        "initial_state": states,
+        "initial_state_indices": torch.arange(case.batch, dtype=torch.int32, device="cuda"),
+        "intermediate_states_buffer": steps,
+        "disable_state_update": not case.update,
+    }
     return {
         "q": normal(*rows, HEADS, HEAD_DIM).bfloat16(),
         "k": normal(*rows, HEADS, HEAD_DIM).bfloat16(),
         "v": normal(*rows, heads, HEAD_DIM).bfloat16(),
-        "initial_state": normal(case.batch, heads, HEAD_DIM, HEAD_DIM),
-        "initial_state_indices": torch.arange(case.batch, dtype=torch.int32, device="cuda"),
         "A_log": 0.1 * normal(heads),
         "a": normal(*rows, heads).bfloat16(),
         "dt_bias": normal(heads),
         "b": normal(*rows, heads).bfloat16(),
         "output": torch.empty(*rows, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda"),
-        "intermediate_states_buffer": steps,
-        "disable_state_update": not case.update,
+        **({"state": states} if case.state == K_MAJOR else pool),
     }
 
 
@@ -144,11 +168,12 @@ def fla_us(given: dict[str, Any]) -> float | None:
 
 def measure(case: Case) -> dict[str, object]:
     given = arguments(case)
-    us = replay_us(lambda: gated_delta_rule_mtp(**given))
-    peer_us = case.flashinfer_us if case.steps else fla_us(given) if case.update else None
+    us = replay_us(lambda: case.function(**given))
+    peer_us = case.flashinfer_us if case.steps else fla_us(given) if case.state == "f32" else None
     copied_us = copy_us(case.moved_bytes)
     return {
         "value_heads": case.value_heads,
+        "state": case.state,
         "update": case.update,
         "steps": case.steps,
         "tokens": case.tokens,
@@ -163,18 +188,105 @@ def measure(case: Case) -> dict[str, object]:
     }
 
 
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+Row = Mapping[str, Any]
+KINDS = {
+    (True, True): "states of every token kept, final state written",
+    (False, True): "states of every token kept",
+    (True, False): "final state written",
+}
+FIGURES = {"us": "time, us", "tb_per_s": "TB/s of states", "of_copy": "copy / ours", "speedup": "peer / ours"}
+
+
+def table(rows: Sequence[Row], figure: str) -> list[list[Any]]:
+    """Batches by tokens; None where nothing was measured."""
+    cells = {(row["batch"], row["tokens"]): row[figure] for row in rows}
+    return [[cells.get((batch, tokens)) for tokens in TOKENS] for batch in BATCHES]
+
+
+def kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """The cases of a table, and what they have in common."""
+    for (update, steps), kind in KINDS.items():
+        for value_heads, state in dict.fromkeys((row["value_heads"], row["state"]) for row in rows):
+            same = {"value_heads": value_heads, "state": state, "update": update, "steps": steps}
+            if chosen := [row for row in rows if same.items() <= row.items()]:
+                yield f"{kind}; {value_heads} value heads; {state}", chosen
+
+
+def write_tables(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        for title, chosen in kinds(rows):
+            for figure, unit in FIGURES.items():
+                if any(row[figure] is not None for row in chosen):
+                    writer.writerow([title, unit])
+                    writer.writerow(["batch", *(f"T={tokens}" for tokens in TOKENS)])
+                    writer.writerows(
+                        [batch, *cells] for batch, cells in zip(BATCHES, table(chosen, figure), strict=True)
+                    )
+                    writer.writerow([])
+
+
+def heatmap(rows: Sequence[Row], path: Path) -> None:
+    """The tables of float32 states [V, K] as a picture."""
+    from matplotlib.figure import Figure
+
+    shown = [(title, chosen) for title, chosen in kinds(rows) if chosen[0]["state"] == "f32"]
+    scales = {"us": None, "tb_per_s": (1.0, 4.8), "of_copy": (0.6, 1.2), "speedup": (0.8, 2.0)}
+    picture = Figure(figsize=(3.4 * len(FIGURES), 3.6 * len(shown)), layout="constrained")
+    axes = picture.subplots(len(shown), len(FIGURES), squeeze=False)
+    for line, (title, chosen) in zip(axes, shown, strict=True):
+        for axis, (figure, unit) in zip(line, FIGURES.items(), strict=True):
+            cells = [[float("nan") if cell is None else float(cell) for cell in row] for row in table(chosen, figure)]
+            low, high = scales[figure] or (None, None)
+            norm = "log" if figure == "us" else None
+            axis.imshow(cells, cmap="RdYlGn_r" if norm else "RdYlGn", vmin=low, vmax=high, norm=norm, aspect="auto")
+            axis.set_xticks(range(len(TOKENS)), [f"T={tokens}" for tokens in TOKENS])
+            axis.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
+            axis.set_title(f"{title.split(';')[0]}\n{title.split(';')[1]}: {unit}", fontsize=8)
+            for (i, row), j in product(enumerate(cells), range(len(TOKENS))):
+                if row[j] == row[j]:  # measured
+                    axis.text(j, i, f"{row[j]:.{0 if row[j] >= 100 else 2}f}", ha="center", va="center", fontsize=7)
+    picture.savefig(path, dpi=90)
+
+
+# ---- compile time ----------------------------------------------------------------------------------------------------
+
+
+def compile_times() -> Iterator[dict[str, object]]:
+    """Milliseconds of NVRTC for every specialisation, the best of three runs; one at a time."""
+    for arch in map(Arch.of, COMPILE_ARCHS):
+        for spec in DELTA_RULE.specs(arch):
+            source, took = DELTA_RULE.render(spec, arch), []
+            for _ in range(3):
+                start = time.perf_counter()
+                nvrtc.compile_cubin(source, arch, symbol=DELTA_RULE.symbol)
+                took.append(1e3 * (time.perf_counter() - start))
+            yield {"arch": arch.name, **spec.fields(), "ms": round(min(took), 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("speed", "compile"), default="speed")
     parser.add_argument("--value-heads", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--out", type=Path, help="bench/results/h200, or bench/results/cpu for compile")
     options = parser.parse_args()
+    out = options.out or Path("bench/results") / ("h200" if options.part == "speed" else "cpu")
+    if options.part == "compile":
+        rows = list(compile_times())
+        write_results(out / "gdn_compile", rows, stamp())
+        print(f"{len(rows)} specialisations, at most {max(float(str(row['ms'])) for row in rows):.0f} ms")
+        return
     rows = []
     for value_heads in options.value_heads:
         for case in cases(value_heads):
             if case.moved_bytes < 48 << 30:
                 rows.append(measure(case))
                 print(*rows[-1].values(), sep="\t", flush=True)
-    write_results(options.out / "gdn", rows, stamp())
+    write_results(out / "gdn", rows, stamp())
+    write_tables(rows, out / "gdn_tables.csv")
+    heatmap(rows, out / "gdn.png")
     for peer in ("flashinfer", "fla"):
         if gains := [float(str(row["speedup"])) for row in rows if row["peer"] == peer]:
             print(f"against {peer}: {min(gains):.2f} to {max(gains):.2f}, geometric mean {geomean(gains):.3f}")

@@ -48,35 +48,39 @@ PROBLEM = Problem(
 )
 
 
-def test_selection_and_warm_up_agree() -> None:
-    listed = set(kernel.specs(SM_90A))
-    met = {
-        kernel.select(
-            replace(
-                PROBLEM,
-                dtype=dtype,
-                state_dtype=state_dtype,
-                head_dim=head_dim,
-                tokens=tokens,
-                heads=heads,
-                store_steps=steps,
-            )
+@pytest.mark.parametrize("arch", [Arch.of(name) for name in ARCHS], ids=str)
+def test_selection_and_warm_up_agree(arch: Arch) -> None:
+    problems = [
+        replace(
+            PROBLEM,
+            dtype=dtype,
+            state_dtype=state_dtype,
+            head_dim=head_dim,
+            tokens=tokens,
+            heads=heads,
+            store_steps=steps,
+            step_slots=slots,
         )
         for dtype in kernel.DTYPES
         for state_dtype in kernel.STATE_DTYPES
         for head_dim in kernel.HEAD_DIMS
         for tokens in range(1, 17)
-        for steps in (True, False)
+        for steps, slots in ((True, False), (True, True), (False, False))
         for heads in (1, 32, 64, 65, 128, 256, 512, 1024, 4096, 65536)
-    }
-    met |= {
-        kernel.select(
-            replace(PROBLEM, state_layout=StateLayout.KV, dtype=dtype, head_dim=head_dim, tokens=1, store_steps=False)
-        )
-        for dtype in kernel.DTYPES
-        for head_dim in kernel.HEAD_DIMS
-    }
-    assert met == listed
+    ]
+    problems += [
+        replace(problem, state_layout=StateLayout.KV)
+        for problem in problems
+        if problem.state_dtype is DType.F32 and problem.tokens == 1 and not problem.store_steps
+    ]
+    assert {kernel.select(problem, arch) for problem in problems} == set(kernel.specs(arch))
+
+
+def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
+    many = replace(PROBLEM, heads=1 << 20)
+    assert kernel.select(many, SM_90A).bulk_stores
+    assert not kernel.select(many, Arch.of("sm_89")).bulk_stores
+    assert not kernel.select(replace(many, step_slots=True), SM_90A).bulk_stores
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,7 @@ def test_selection_and_warm_up_agree() -> None:
         {"head_dim": 64, "tile_v": 128},
         {"state_layout": StateLayout.KV, "ilp_rows": 2},
         {"state_layout": StateLayout.KV, "state_dtype": DType.BF16, "ilp_rows": 4, "warps": 2},
+        {"state_layout": StateLayout.KV, "ilp_rows": 4, "warps": 2, "bulk_stores": True},
     ],
     ids=str,
 )
@@ -99,12 +104,14 @@ def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None
 
 
 def shapes(head_dim: int) -> Iterator[Shape]:
-    """Every number of rows that a lane can hold, in tiles of every size, v in registers and in shared memory."""
+    """Every number of rows that a lane can hold, in tiles of every size, with each way to take v and store states."""
     for ilp_rows in (1, 2, 4, 8):
         for tile_v in (4, 16, 64, 128):
             warps = min(4, tile_v // (4 * ilp_rows))
             if warps and tile_v <= head_dim:
-                yield Shape(tile_v, ilp_rows, warps, use_smem_v=(tile_v == 16) == (ilp_rows < 4))
+                use_smem_v = (tile_v == 16) == (ilp_rows < 4)
+                yield Shape(tile_v, ilp_rows, warps, use_smem_v)
+                yield Shape(tile_v, ilp_rows, warps, not use_smem_v, keep_state=tile_v == 64, bulk_stores=True)
 
 
 @pytest.mark.compile
@@ -116,7 +123,7 @@ def test_compiles_everywhere_without_local_memory(arch: str) -> None:
         replace(PROBLEM, state_layout=StateLayout.KV, tokens=1, store_steps=False),
     ]
     for problem in problems:
-        spec = kernel.select(problem)
+        spec = kernel.select(problem, Arch.of(arch))
         code = disassemble(
             compile_cubin(DELTA_RULE.render(spec, Arch.of(arch)), Arch.of(arch), symbol=DELTA_RULE.symbol)
         )
@@ -132,8 +139,8 @@ def test_compiles_everywhere_without_local_memory(arch: str) -> None:
 def force(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     """Have every problem cut into ``shape``."""
     operator._plan.cache_clear()
-    monkeypatch.setattr(operator, "shape_of", lambda _: shape)
-    monkeypatch.setattr(operator, "select", lambda problem: kernel.specialise(problem, shape))
+    monkeypatch.setattr(operator, "shape_of", lambda *_: shape)
+    monkeypatch.setattr(operator, "select", lambda problem, _: kernel.specialise(problem, shape))
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +248,14 @@ class TestOnGpu:
         check_pool("cuda", torch.int64)
         check_other_writes("cuda")
         check_strides("cuda")
+
+    def test_a_slot_that_all_tokens_write_keeps_the_last(self) -> None:
+        arguments = moved(case(64, 4, 2, 16, 128), "cuda")
+        want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+        slots = torch.arange(64, device="cuda")[:, None].expand(64, 4).contiguous()
+        out, state = gated_delta_rule_mtp(**arguments, ssm_state_indices=slots)
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", state, want_state)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_k_major(self, head_dim: int) -> None:

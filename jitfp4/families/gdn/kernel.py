@@ -38,7 +38,8 @@ class Spec(KernelSpec):
 
     ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
     ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2,
-    from where the next call reads it, and has everything else leave first.
+    from where the next call reads it, and has everything else leave first; ``bulk_stores`` has the copy engine write
+    the states, a warp's rows at a time.
     """
 
     dtype: DType
@@ -52,6 +53,7 @@ class Spec(KernelSpec):
     use_smem_v: bool
     store_steps: bool
     keep_state: bool
+    bulk_stores: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -68,12 +70,15 @@ class Spec(KernelSpec):
             raise ArgumentError("tile_v", self.tile_v, f"a multiple of 4 * ilp_rows * warps = {pass_rows}")
         if self.state_layout is StateLayout.KV and (self.state_dtype is not DType.F32 or self.ilp_rows % 4):
             raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
+        if self.state_layout is StateLayout.KV and self.bulk_stores:
+            raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are no piece of memory")
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: k and q, gates and step offsets, and v where it is staged."""
+        """Shared memory that a CTA uses: k and q, gates and step offsets, v where it is staged, states that leave."""
         token = 2 * 4 * self.head_dim + (16 if self.store_steps else 8) + (4 * self.tile_v if self.use_smem_v else 0)
-        return round_up(self.max_tokens * token, 16)
+        warp_rows = _ROWS_OF_WARP * self.ilp_rows * self.head_dim * (4 if self.state_dtype is DType.F32 else 2)
+        return round_up(self.max_tokens * token, 16) + (2 * self.warps * warp_rows if self.bulk_stores else 0)
 
 
 class Shape(NamedTuple):
@@ -85,11 +90,16 @@ class Shape(NamedTuple):
     use_smem_v: bool = False
     keep_state: bool = False
     ctas_per_sm: int = 0
+    bulk_stores: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What selection depends on. ``heads`` counts value heads over the whole batch."""
+    """What selection depends on.
+
+    ``heads`` counts value heads over the whole batch. ``step_slots``: the states that are kept go to slots that the
+    caller chose, which may be one and the same.
+    """
 
     dtype: DType
     state_dtype: DType
@@ -98,33 +108,57 @@ class Problem:
     tokens: int
     heads: int
     store_steps: bool
+    step_slots: bool = False
 
 
-# (value heads of the whole batch up to, shape). 512 float32 states of 64 KiB stay in an L2 of 50 MB.
-# Measured: bench/results/h200/gdn_search.csv
+class Row(NamedTuple):
+    """A line of a table: up to so many tokens, and value heads in the whole batch."""
+
+    tokens: int
+    heads: int
+    shape: Shape
+
+
+# 512 float32 states of 64 KiB stay in an L2 of 50 MB. Measured: bench/results/h200/gdn_search.csv; gdn_ceiling.csv
+# beside it says what loads and stores without arithmetic reach.
 _WITH_STEPS = (
-    (256, Shape(32, 1, 8, keep_state=True)),
-    (512, Shape(128, 4, 8, keep_state=True)),
-    (_NO_LIMIT, Shape(32, 2, 4, ctas_per_sm=3)),
+    Row(16, 64, Shape(32, 1, 8)),
+    Row(16, 128, Shape(32, 1, 8, keep_state=True)),
+    Row(16, 256, Shape(128, 4, 8, keep_state=True)),
+    Row(16, 512, Shape(128, 8, 4, keep_state=True)),
+    Row(4, _NO_LIMIT, Shape(16, 1, 4, bulk_stores=True)),
+    Row(16, _NO_LIMIT, Shape(64, 2, 8, ctas_per_sm=1, bulk_stores=True)),
 )
-_WITHOUT_STEPS = ((64, Shape(32, 1, 8)), (512, Shape(128, 4, 8)), (_NO_LIMIT, Shape(64, 2, 8)))
-_OTHERS = Shape(32, 2, 4)  # bf16 states and head dimension 64
-_K_MAJOR = Shape(32, 4, 2)
+_WITHOUT_STEPS = (
+    Row(16, 64, Shape(32, 1, 8)),
+    Row(16, 512, Shape(128, 4, 8)),
+    Row(2, _NO_LIMIT, Shape(32, 1, 8)),
+    Row(4, _NO_LIMIT, Shape(64, 2, 8)),
+    Row(16, 1024, Shape(64, 2, 8)),
+    Row(16, _NO_LIMIT, Shape(128, 2, 4)),
+)
+_OTHERS = (  # bf16 states and head dimension 64
+    Row(16, 64, Shape(32, 1, 8)),
+    Row(16, 1024, Shape(64, 4, 4, keep_state=True)),
+    Row(16, _NO_LIMIT, Shape(64, 4, 4)),
+)
+_K_MAJOR = (Row(16, 64, Shape(32, 4, 2)), Row(16, _NO_LIMIT, Shape(64, 4, 4)))
 
 
-def shape_of(problem: Problem) -> Shape:
-    """How the kernel for a problem is cut."""
+def shape_of(problem: Problem, arch: Arch) -> Shape:
+    """How the kernel for a problem is cut. Bulk stores need a copy engine and, as they keep no order, unlike places."""
+    rows: tuple[Row, ...] = _WITH_STEPS if problem.store_steps else _WITHOUT_STEPS
     if problem.state_layout is StateLayout.KV:
-        return _K_MAJOR
-    if problem.state_dtype is not DType.F32 or problem.head_dim != HEAD_DIMS[0]:
-        return _OTHERS
-    rows = _WITH_STEPS if problem.store_steps else _WITHOUT_STEPS
-    return next(shape for limit, shape in rows if problem.heads <= limit)
+        rows = _K_MAJOR
+    elif problem.state_dtype is not DType.F32 or problem.head_dim != HEAD_DIMS[0]:
+        rows = _OTHERS
+    shape = next(row.shape for row in rows if problem.tokens <= row.tokens and problem.heads <= row.heads)
+    return shape._replace(bulk_stores=shape.bulk_stores and arch.has_tma and not problem.step_slots)
 
 
-def select(problem: Problem) -> Spec:
+def select(problem: Problem, arch: Arch) -> Spec:
     """The kernel for a problem. Pure: reads no device, no clock and no environment."""
-    return specialise(problem, shape_of(problem))
+    return specialise(problem, shape_of(problem, arch))
 
 
 def specialise(problem: Problem, shape: Shape) -> Spec:
@@ -141,15 +175,17 @@ def specialise(problem: Problem, shape: Shape) -> Spec:
         use_smem_v=shape.use_smem_v,
         store_steps=problem.store_steps,
         keep_state=shape.keep_state,
+        bulk_stores=shape.bulk_stores,
     )
 
 
-def specs(_: Arch) -> Iterator[Spec]:
-    """What select() can return, on every architecture."""
-    sizes = sorted({limit for limit, _shape in (*_WITH_STEPS, *_WITHOUT_STEPS)})
+def specs(arch: Arch) -> Iterator[Spec]:
+    """What select() can return."""
+    rows = (*_WITH_STEPS, *_WITHOUT_STEPS, *_OTHERS, *_K_MAJOR)
+    counts, sizes = sorted({row.tokens for row in rows}), sorted({row.heads for row in rows})
     found: dict[Spec, None] = {}
-    for dtype, state_dtype, head_dim, tokens, store_steps, heads in product(
-        DTYPES, STATE_DTYPES, HEAD_DIMS, MAX_TOKENS, (True, False), sizes
+    for dtype, state_dtype, head_dim, tokens, (store_steps, step_slots), heads in product(
+        DTYPES, STATE_DTYPES, HEAD_DIMS, counts, ((True, False), (True, True), (False, False)), sizes
     ):
         problem = Problem(
             dtype=dtype,
@@ -158,11 +194,12 @@ def specs(_: Arch) -> Iterator[Spec]:
             head_dim=head_dim,
             tokens=tokens,
             heads=heads,
-            store_steps=bool(store_steps),
+            store_steps=store_steps,
+            step_slots=step_slots,
         )
-        found[select(problem)] = None
+        found[select(problem, arch)] = None
         if state_dtype is DType.F32 and not store_steps:
-            found[select(replace(problem, state_layout=StateLayout.KV, tokens=1))] = None
+            found[select(replace(problem, state_layout=StateLayout.KV, tokens=1), arch)] = None
     yield from found
 
 

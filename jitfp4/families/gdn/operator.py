@@ -21,7 +21,7 @@ BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.lru_cache(maxsize=4096)
 def _plan(batch: int, value_heads: int, problem: Problem, arch: Arch) -> Launch:
-    spec, ctas_per_sm = select(problem), shape_of(problem).ctas_per_sm
+    spec, ctas_per_sm = select(problem, arch), shape_of(problem, arch).ctas_per_sm
     return Launch(
         DELTA_RULE,
         spec,
@@ -69,6 +69,7 @@ def gated_delta_rule(
         tokens=tokens,
         heads=batch * value_heads,
         store_steps=steps is not None or step_indices is not None,
+        step_slots=step_indices is not None,
     )
     write_indices = indices if output_indices is None else output_indices
     target = state if steps is None else steps  # of the intermediate states

@@ -1,5 +1,5 @@
 // gdn_delta_rule, generated from templates/gdn/delta_rule.cu.j2
-// spec: {"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":true,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
+// spec: {"bulk_stores":false,"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
 //
 // A CTA owns kTileV rows (V index) of one value head's state and walks the tokens of its request with them in
 // registers. Eight lanes share a row, so that a warp access moves whole 128-byte lines of four rows; every lane holds
@@ -68,6 +68,11 @@ __device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 __device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -83,9 +88,16 @@ __device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
   asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
   uint32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
   return d;
 }
 
@@ -100,6 +112,13 @@ __device__ __forceinline__ float ex2_approx(float v) {
 __device__ __forceinline__ float rcp_approx(float v) {
   float d;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
 }
 
@@ -301,6 +320,34 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- gdn/bulk_store --------------------------------------------------------
+// Copies from shared to global memory that run beside the thread that starts them.
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// kOnce: the first to leave L2.
+template <bool kOnce>
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
+  const uint32 source = uint32(__cvta_generic_to_shared(from));
+  if constexpr (kOnce) {
+    uint64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all but the last kAllowed copies of this thread have read their source.
+template <int kAllowed>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
 // ---- spec ------------------------------------------------------------------
 enum class StateLayout { kVk, kKv };  // [V, K] or [K, V]
 
@@ -314,7 +361,8 @@ constexpr int  kIlpRows    = 1;
 constexpr int  kWarps      = 8;
 constexpr bool kUseSmemV   = false;
 constexpr bool kStoreSteps = true;
-constexpr bool kKeepState  = true;  // in L2, for the next call
+constexpr bool kKeepState  = false;  // in L2, for the next call
+constexpr bool kBulkStores = false;  // states leave through shared memory
 
 // ---- work of a lane --------------------------------------------------------
 constexpr int kLanes    = 8;                             // of a row
@@ -350,7 +398,11 @@ template <> struct ValueTile<false> {};
 __device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
 __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 
-struct Shared : ValueTile<kUseSmemV> {
+// A warp's rows on their way to memory: those that leave, and those that come next.
+template <bool kUsed> struct Slices { alignas(16) State rows[kWarps][2][kWarpRows * kHeadDim]; };
+template <> struct Slices<false> {};
+
+struct Shared : Slices<kBulkStores>, ValueTile<kUseSmemV> {
   alignas(16) float kq[2][kMaxTokens][kHeadDim];  // k, then q, in the order of column_slot
   Token<kStoreSteps> tokens[kMaxTokens];
 };
@@ -427,9 +479,14 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
   }
 }
 
-template <bool kOnce>
+enum class To { kL2, kMemory, kShared };
+template <To kTo>
 __device__ __forceinline__ void store_rows(Rows& h, State* p) {
-  const auto store = [](State* at, const uint4& words) { kOnce ? ptx::st_once(at, words) : ptx::st(at, words); };
+  const auto store = [](State* at, const uint4& words) {
+    if constexpr (kTo == To::kL2) ptx::st(at, words);
+    if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
+    if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
+  };
   if constexpr (kStateLayout == StateLayout::kVk) {
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
@@ -452,6 +509,37 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
     }
   }
 }
+
+// Writes a lane's rows to a state. Either each lane stores its own; or the warp's rows, which are neighbours, are
+// gathered in shared memory and leave as one piece of some KiB, which DRAM rewards.
+template <bool kBulk> struct RowWriter {
+  Slices<kBulk>& slices;
+  int turn = 0;
+
+  // `p` is the lane's; the first lane's is where the warp's rows begin. kOnce: nobody reads them soon.
+  template <bool kOnce>
+  __device__ __forceinline__ void write(Rows& h, State* p) {
+    if constexpr (kBulk) {
+      const int thread = threadIdx.x % kWarp;
+      State* slice = slices.rows[threadIdx.x / kWarp][turn];
+      turn ^= 1;
+      if (thread == 0) ptx::bulk_wait_read<1>();  // what left from this slice
+      __syncwarp();
+      store_rows<To::kShared>(h, slice + lane_offset(thread / kLanes * kIlpRows, thread % kLanes));
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (thread == 0) ptx::bulk_store<kOnce>(p, slice, kWarpRows * kHeadDim * sizeof(State));
+    } else {
+      store_rows<kOnce ? To::kMemory : To::kL2>(h, p);
+    }
+  }
+
+  // Shared memory must outlive what is read from it.
+  __device__ __forceinline__ void finish() const {
+    if (kBulk && threadIdx.x % kWarp == 0) ptx::bulk_wait_read<0>();
+  }
+};
+using Writer = RowWriter<kBulkStores>;
 
 // ---- operands --------------------------------------------------------------
 struct Operands {
@@ -671,7 +759,7 @@ __device__ __forceinline__ void store_out(In* out, const float* sum) {
 
 // All tokens of a lane's rows. `offset` is theirs in a state, `row` in the item; `out` is at the first of them.
 __device__ __forceinline__ void walk(
-    Block& block, const Shared& s, const Operands& p, In* out, int64 offset, int row, int lane) {
+    Block& block, const Shared& s, const Operands& p, Writer& writer, In* out, int64 offset, int row, int lane) {
   const int64 out_stride = p.value_heads * kHeadDim;
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
@@ -691,7 +779,7 @@ __device__ __forceinline__ void walk(
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) h[r][i] = fma({u, u}, k.x[i], h[r][i]);
     }
-    if (token.step >= 0) store_rows<true>(h, p.steps + token.step + offset);
+    if (token.step >= 0) writer.write<true>(h, p.steps + token.step + offset);
     const Columns q = load_columns(s.kq[1][t], lane);
     if (t + 1 < p.tokens) k = load_columns(s.kq[0][t + 1], lane);
     dot_rows(h, q, sum + kIlpRows);
@@ -768,15 +856,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   }
   Block block;
   block.load(p, item, slot, first_row, lane);
-  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
   if constexpr (kHasPdl) ptx::griddep_launch();
   inputs.store(s, p, item);
+  // Not before: ptxas may wait for it on the spot, and nothing of the above should.
+  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
   __syncthreads();
 
+  Writer writer = {s};
 #pragma unroll 1
   for (int row = first_row; row < kTileV; row += kPassRows) {
     if (row != first_row) block.load(p, item, slot, row, lane);
-    walk(block, s, p, out + row, item.rows(row, lane), row, lane);
-    if (write_slot >= 0) store_rows<!kKeepState>(block.h, state + write_slot * state_stride + item.rows(row, lane));
+    const int64 offset = item.rows(row, lane);
+    walk(block, s, p, writer, out + row, offset, row, lane);
+    if (write_slot >= 0) writer.write<!kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
+  writer.finish();
 }
