@@ -375,8 +375,9 @@ constexpr int kVec      = 16 / sizeof(State);            // columns of a 16-byte
 constexpr int kAccesses = kHeadDim / (kLanes * kVec);    // of a row
 constexpr int kQuads    = kHeadDim / (kLanes * 4);       // a lane's columns, in fours
 constexpr int kPairs    = 2 * kQuads;
-// Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays.
-constexpr int kMinWarps = kIlpRows > 2 ? kWarps : sizeof(State) == 4 ? 24 : 20;
+// Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays. Packed
+// floats lie in pairs, which takes more.
+constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 constexpr float kNormEps = 1e-6f;
 
 static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
