@@ -49,7 +49,8 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     """float32 to E4M3 bytes: nearest even, saturating at 448, NaN to 0x7F."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.masked_fill(x.isnan(), 0x7F)  # of any sign
 
 
 def decode_e4m3(byte: torch.Tensor) -> torch.Tensor:

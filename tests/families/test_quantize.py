@@ -206,6 +206,11 @@ def test_meta_tensors_give_shapes() -> None:
     assert q.is_meta and q.shape == (4, 32) and sf.shape == (128, 4)
 
 
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e-38, 1e38, torch.inf, -torch.inf, torch.nan])
+def test_no_global_scale_tells_kernels_and_reference_apart(scale: float, device: str) -> None:
+    check_quantize(hard_blocks(torch.float16), torch.tensor([scale]), SfLayout.layout_128x4, device)
+
+
 # ---- simulator -------------------------------------------------------------------------------------------------------
 
 

@@ -330,8 +330,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein), without a case of its
-// own for b = 0, whose remainder is NaN.
+// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein).
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -340,7 +339,7 @@ struct Nvfp4Multiplier {
   }
   __device__ __forceinline__ float operator()(uint8 b) const {
     const float v = decode_e4m3(b) * decode;
-    if (!in_range) return fminf(1.0f / v, kFltMax);
+    if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
     const float seed = ptx::rcp_approx(v);
     return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
   }
