@@ -36,10 +36,14 @@ _log = logging.getLogger("jitfp4.engine")
 
 
 class Target(NamedTuple):
-    """Where a call runs: an architecture, and a CUDA device index or None for the simulator."""
+    """Where a call runs: an architecture, and a CUDA device index or None for the simulator.
+
+    ``races``: the simulator looks for shared-memory races.
+    """
 
     arch: Arch
     device: int | None
+    races: bool = False
 
 
 def target_of(tensor: Any) -> Target:
@@ -51,7 +55,7 @@ def target_of(tensor: Any) -> Target:
         raise ArgumentTypeError(
             "tensor", f"a tensor on {tensor.device}", "a CUDA tensor, or a CPU tensor under sim.device()"
         )
-    return Target(simulated.arch, None)
+    return Target(simulated.arch, None, simulated.races)
 
 
 @functools.cache
@@ -80,10 +84,9 @@ class Launch:
             args: in the order of ``family.params``: tensors for pointers, ints, floats, TileMaps for tensor maps.
             pdl: programmatic dependent launch; None means wherever the architecture has it.
         """
-        arch, device = target
+        arch, device, races = target
         if device is None:
-            simulated, ptx = sim.active_device(), _ptx(self.family, self.spec, arch)
-            races = simulated is not None and simulated.races
+            ptx = _ptx(self.family, self.spec, arch)
             sim.run(ptx, args, self.geometry, arch, entry=self.family.symbol, races=races)
             return
         with on_device(device) as stream:

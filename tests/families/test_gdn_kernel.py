@@ -140,7 +140,6 @@ def force(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
     """Have every problem cut into ``shape``."""
     operator._plan.cache_clear()
     monkeypatch.setattr(operator, "shape_of", lambda *_: shape)
-    monkeypatch.setattr(operator, "select", lambda problem, _: kernel.specialise(problem, shape))
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,10 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction.
+// One function per instruction, and what several need.
 namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -329,7 +331,7 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // kOnce: the first to leave L2.
 template <bool kOnce>
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
-  const uint32 source = uint32(__cvta_generic_to_shared(from));
+  const uint32 source = shared_address(from);
   if constexpr (kOnce) {
     uint64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

@@ -31,8 +31,10 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction.
+// One function per instruction, and what several need.
 namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -160,8 +162,6 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 // ---- partials/async_copy ---------------------------------------------------
 // Shared memory by address, 16 bytes at a time, and copies into it that run beside the thread that starts them.
 namespace ptx {
-__device__ __forceinline__ uint32 address_of_shared(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ uint4 ld_shared(uint32 p) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -219,7 +219,7 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
                "  .reg .b32 a;\n"
                "  mapa.shared::cluster.u32 a, %0, %1;\n"
                "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(uint32(__cvta_generic_to_shared(p))), "r"(rank), "f"(v) : "memory");
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -560,13 +560,13 @@ template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, 
 template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
 template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
 
-// Byte offset of scale (row, col) in a buffer for cols columns.
-template <SfLayout L> __device__ __forceinline__ int64 sf_offset(int64 row, int64 col, int64 cols) {
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
   using Tile = SfTile<L>;
   constexpr int kRows = Tile::kOuter * Tile::kInner;
-  const int64 tile = row / kRows * ceil_div(cols, Tile::kCols) + col / Tile::kCols;
-  const int   r = int(row % kRows), c = int(col % Tile::kCols);
-  return ((tile * Tile::kInner + r % Tile::kInner) * Tile::kOuter + r / Tile::kInner) * Tile::kCols + c;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
 }
 
 // A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
@@ -598,6 +598,14 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
 // ---- partials/nvfp4 --------------------------------------------------------
 // Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
 //   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
@@ -610,7 +618,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein).
+// The same for many blocks of one g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -620,8 +628,7 @@ struct Nvfp4Multiplier {
   __device__ __forceinline__ float operator()(uint8 b) const {
     const float v = decode_e4m3(b) * decode;
     if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
-    const float seed = ptx::rcp_approx(v);
-    return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
+    return fminf(reciprocal_inside(v), kFltMax);
   }
 };
 
@@ -782,13 +789,6 @@ struct Vectors {
   }
 };
 
-// Where a scale lies in the 128x4 layout of padded_cols columns.
-__device__ __forceinline__ uint64 scale_offset(uint32 row, uint32 col, uint32 padded_cols) {
-  return uint64(row / kTileRows) * padded_cols * kTileRows + col / Tile::kCols * (kTileRows * Tile::kCols) +
-         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kTileRows / Tile::kInner * Tile::kCols +
-         col % Tile::kCols;
-}
-
 // 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
 // reciprocal are approximations corrected by their remainders (Markstein).
 struct Rstd {
@@ -799,8 +799,7 @@ struct Rstd {
     const float v = quotient + eps;
     if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
     const float seed = ptx::rsqrt_approx(v), near = v * seed;
-    const float root = fmaf(fmaf(-near, near, v), 0.5f * seed, near), r = ptx::rcp_approx(root);
-    return fmaf(fmaf(-root, r, 1.0f), r, r);
+    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
   }
 };
 
@@ -817,8 +816,8 @@ template <bool kFilled>
 __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vectors& vectors, const Rstd& rstd_of,
                                      float sixth, Shared& shared, uint32 input_at, uint32 weight_at, uint32 row_lanes) {
   const uint32 cols    = p.units / kUnitsPerBlock;
-  const uint32 sf_rows = p.sf_128x4 ? (p.rows + kTileRows - 1) & ~(kTileRows - 1u) : p.rows;
-  const uint32 sf_cols = (cols + Tile::kCols - 1) & ~(Tile::kCols - 1u);
+  const uint32 sf_rows = p.sf_128x4 ? sf_padded_rows<SfLayout::k128x4>(p.rows) : p.rows;
+  const uint32 sf_cols = sf_padded_cols<SfLayout::k128x4>(cols);
   const int    turns   = kFilled ? kUnits : turns_from(place.unit, p.units);
   const int    warp_turns = kFilled ? kUnits : turns_from(place.turn * kWarp, p.units);
 
@@ -876,7 +875,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
 
       uint8* to_q       = p.q + (uint64(at) >> 1);
       uint8* to_linear  = p.sf_linear + (uint64(row) * cols + col);
-      uint8* to_swizzle = p.sf_128x4 + scale_offset(row, col, sf_cols);
+      uint8* to_swizzle = p.sf_128x4 + sf_offset<SfLayout::k128x4>(row, col, sf_cols);
       // Else these are computed again for every unit.
       asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
 #pragma unroll
@@ -904,7 +903,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
     }
     if (row >= p.rows && row < sf_rows) {
       for (uint32 c = place.thread * Tile::kCols; c < sf_cols; c += place.threads * Tile::kCols)
-        *reinterpret_cast<uint32*>(p.sf_128x4 + scale_offset(row, c, sf_cols)) = 0;
+        *reinterpret_cast<uint32*>(p.sf_128x4 + sf_offset<SfLayout::k128x4>(row, c, sf_cols)) = 0;
     }
   }
 }
@@ -927,7 +926,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
 
   const Operands p = {x, residual, weight, q, sf_128x4, sf_linear, y, h, uint32(m), uint32(h) / kUnit};
   const Place    place(row_threads);
-  const uint32   warp      = threadIdx.x / kWarp, weights = ptx::address_of_shared(&shared + 1);
+  const uint32   warp      = threadIdx.x / kWarp, weights = ptx::shared_address(&shared + 1);
   const uint32   slots     = weights + (kWarps > 1 ? blockDim.x / kWarp : 1) * kWeightBytes + warp * kSlotBytes;
   const uint32   input_at  = slots + vector_offset(2 * place.lane);
   const uint32   weight_at = weights + (kWarps > 1 ? warp * kWeightBytes : 0) + Weight::place(place.lane);

@@ -30,8 +30,10 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction.
+// One function per instruction, and what several need.
 namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -318,6 +320,14 @@ __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
   return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
 }
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
 // ---- partials/nvfp4 --------------------------------------------------------
 // Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
 //   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
@@ -330,7 +340,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein).
+// The same for many blocks of one g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -340,8 +350,7 @@ struct Nvfp4Multiplier {
   __device__ __forceinline__ float operator()(uint8 b) const {
     const float v = decode_e4m3(b) * decode;
     if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
-    const float seed = ptx::rcp_approx(v);
-    return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
+    return fminf(reciprocal_inside(v), kFltMax);
   }
 };
 

@@ -29,8 +29,10 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction.
+// One function per instruction, and what several need.
 namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -341,13 +343,13 @@ template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, 
 template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
 template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
 
-// Byte offset of scale (row, col) in a buffer for cols columns.
-template <SfLayout L> __device__ __forceinline__ int64 sf_offset(int64 row, int64 col, int64 cols) {
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
   using Tile = SfTile<L>;
   constexpr int kRows = Tile::kOuter * Tile::kInner;
-  const int64 tile = row / kRows * ceil_div(cols, Tile::kCols) + col / Tile::kCols;
-  const int   r = int(row % kRows), c = int(col % Tile::kCols);
-  return ((tile * Tile::kInner + r % Tile::kInner) * Tile::kOuter + r / Tile::kInner) * Tile::kCols + c;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
 }
 
 // A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
@@ -379,6 +381,14 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
 // ---- partials/nvfp4 --------------------------------------------------------
 // Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
 //   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
@@ -391,7 +401,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g: a reciprocal that is corrected by its remainder (Markstein).
+// The same for many blocks of one g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -401,8 +411,7 @@ struct Nvfp4Multiplier {
   __device__ __forceinline__ float operator()(uint8 b) const {
     const float v = decode_e4m3(b) * decode;
     if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
-    const float seed = ptx::rcp_approx(v);
-    return fminf(fmaf(fmaf(-v, seed, 1.0f), seed, seed), kFltMax);
+    return fminf(reciprocal_inside(v), kFltMax);
   }
 };
 
@@ -492,8 +501,7 @@ constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
 // For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
 // corrected by its remainder, is correctly rounded (Markstein).
 __device__ __forceinline__ float silu_inside(float v) {
-  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), seed = ptx::rcp_approx(d);
-  const float r = fmaf(seed, fmaf(-d, seed, 1.0f), seed), q = v * r;
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
   return fmaf(fmaf(-d, q, v), r, q);
 }
 // Beyond it, 1 + exp(-v) is 1 or exp(-v).
