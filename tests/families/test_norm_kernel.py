@@ -1,0 +1,205 @@
+"""The kernels of the norm family: selection, machine code, and every byte in the simulator and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+from jitfp4 import nvfp4_quantize
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.engine import build
+from jitfp4.families.norm import add_rmsnorm_fp4quant, kernel, rmsnorm_fp4quant
+from jitfp4.families.norm.kernel import RMSNORM, SHAPES, Scale, Spec, geometry, select, specs
+from jitfp4.formats import DType
+from jitfp4.reference import norm as reference
+from tests.support.compare import assert_same_bytes
+from tests.support.norm import DTYPES, FORMATS, LAYOUTS, LINEAR, check, rows_of_all_kinds
+from tests.support.sass import disassemble
+
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+PROBLEM: dict[str, Any] = {"in_dtype": DType.F16, "block": 16, "scale": Scale.E4M3}
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
+def test_every_hidden_size_has_a_kernel_that_warm_up_builds(arch: Arch) -> None:
+    prebuilt = set(specs(arch))
+    met = set()
+    for add, h, m in product((False, True), range(64, 65537, 16), (1, 1000, 1 << 17)):
+        spec = select(**PROBLEM, add=add, m=m, h=h, arch=arch)
+        met.add(spec)
+        launch, row_threads = geometry(spec, m=m, h=h, padded=False, arch=arch)
+        assert launch.block[0] <= spec.max_threads and launch.shared_bytes <= arch.shared_bytes
+        assert launch.cluster[0] == 1 or (arch.has_tma and launch.cluster[0] <= 8)
+        threads = row_threads if spec.warps > 1 else min(row_threads, 32)
+        assert threads * launch.cluster[0] * spec.units * 16 >= h
+    assert met == {s for s in prebuilt if (s.in_dtype, s.block, s.scale) == tuple(PROBLEM.values())}
+
+
+def test_a_row_that_does_not_fit_on_chip_is_streamed() -> None:
+    assert select(**PROBLEM, add=True, m=1, h=65536, arch=Arch.of("sm_80")).stream
+    assert select(**PROBLEM, add=True, m=1, h=65536, arch=Arch.of("sm_90a")).clustered
+    assert not any(spec.stream for spec in specs(Arch.of("sm_90a")))
+
+
+def test_specs_name_no_size_of_a_problem() -> None:
+    names = {field.name for field in dataclasses.fields(Spec)}
+    assert names == {"in_dtype", "block", "scale", "add", "units", "warps", "clustered", "stream"}
+
+
+# ---- generated code --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+def test_no_local_memory_and_wide_accesses(arch: str, add: bool) -> None:
+    target = Arch.of(arch)
+    for spec in specs(target):
+        if spec.add is add and (spec.in_dtype, spec.block) == (DType.BF16, 16):
+            code = disassemble(build(RMSNORM, spec, target).cubin)
+            assert not [line for line in code if line.startswith(("LDL", "STL"))], spec
+            loads = [line for line in code if line.startswith("LDG" if spec.stream else "LDGSTS")]
+            assert loads and all(".128" in line for line in loads if "LDGSTS" in line), spec
+
+
+# ---- simulator -------------------------------------------------------------------------------------------------------
+
+SIM_SHAPES = [(7, 64), (3, 80), (2, 1040), (131, 128), (2, 4160)]
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("block", "scale_format"), FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_format: str) -> None:
+    with jitfp4.sim.device(arch):
+        for layout, (m, h) in zip([*LAYOUTS, *LAYOUTS], SIM_SHAPES, strict=False):
+            if h % block == 0:
+                x = rows_of_all_kinds(m, h, dtype)
+                check(x, x.flip(0), layout, block, scale_format, "cpu")
+                check(x, None, "linear" if layout == "both" else layout, block, scale_format, "cpu", scale=None)
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Gives every problem one kind of kernel."""
+
+    def force(units: int, warps: int, clustered: bool, stream: bool = False) -> None:
+        def select(**problem: Any) -> Spec:
+            form = {name: problem[name] for name in ("in_dtype", "block", "scale", "add")}
+            return Spec(**form, units=units, warps=warps, clustered=clustered, stream=stream)
+
+        monkeypatch.setattr(kernel, "select", select)
+        kernel.plan.cache_clear()
+
+    yield force
+    kernel.plan.cache_clear()
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("units", "warps", "clustered", "stream", "h"),
+    [
+        (2, 1, False, False, 1024),  # rows that fill their threads, which are not asked for then
+        (3, 1, False, False, 1536),
+        (3, 1, False, False, 1104),
+        (1, 8, False, False, 1040),
+        (2, 8, False, False, 3088),
+        (4, 4, False, False, 6160),
+        (2, 16, True, False, 20496),
+        (8, 16, False, True, 9232),
+    ],
+)
+def test_every_kind_of_kernel_simulated(
+    forced: Callable[..., None], units: int, warps: int, clustered: bool, stream: bool, h: int
+) -> None:
+    forced(units, warps, clustered, stream)
+    x = rows_of_all_kinds(3, h, torch.float16)
+    with jitfp4.sim.device("sm_90a", races=True):
+        check(x, x.flip(0), "both", 16, "e4m3", "cpu")
+        check(x, None, "128x4", 16, "e4m3", "cpu")
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+GPU_SHAPES = [(1, 64), (130, 96), (300, 256), (129, 512), (33, 1024), (7, 1536), (70, 2080), (9, 4096), (5, 7168)]
+LONG_SHAPES = [(3, 12288), (2, 20480), (2, 32768), (2, 65504), (1, 65536)]
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize(("block", "scale_format"), FORMATS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_shapes(self, dtype: torch.dtype, block: int, scale_format: str, layout: str) -> None:
+        for m, h in GPU_SHAPES + LONG_SHAPES:
+            x = rows_of_all_kinds(m, h, dtype)
+            check(x, x.flip(0), layout, block, scale_format, "cuda")
+            if layout != "both":
+                check(x, None, layout, block, scale_format, "cuda", scale=None, eps=0.0)
+
+    @pytest.mark.parametrize(("units", "warps", "clustered"), SHAPES)
+    def test_every_kind_of_kernel(self, forced: Callable[..., None], units: int, warps: int, clustered: bool) -> None:
+        forced(units, warps, clustered)
+        for m, h in GPU_SHAPES + LONG_SHAPES:
+            if h <= 512 * units * warps * (8 if clustered else 1):
+                x = rows_of_all_kinds(m, h, torch.float16)
+                check(x, x.flip(0), "both", 16 if h % 32 else 32, "e4m3", "cuda")
+                check(x, None, "128x4", 16, "e4m3", "cuda")
+
+    def test_streaming(self, forced: Callable[..., None]) -> None:
+        forced(8, 16, False, True)
+        for m, h in GPU_SHAPES + LONG_SHAPES:
+            x = rows_of_all_kinds(m, h, torch.bfloat16)
+            check(x, x.flip(0), "both", 16, "e4m3", "cuda")
+            check(x, None, "linear", 16, "e4m3", "cuda")
+
+    @pytest.mark.parametrize("h", [4096, 32768])
+    def test_many_rows_against_the_reference_on_the_gpu(self, h: int) -> None:
+        x, residual = (torch.randn(4096, h, device="cuda").half() for _ in range(2))
+        weight, y = torch.randn(h, device="cuda").half(), torch.empty_like(x)
+        hidden = reference.add(x, residual)
+        q, sf = add_rmsnorm_fp4quant(x, residual, weight, global_scale=7.0, y_out=y)[:2]
+        assert torch.equal(residual, hidden)
+        assert torch.equal(y, reference.rmsnorm(hidden, weight, 1e-6))
+        want_q, want_sf = nvfp4_quantize(y, 7.0, LINEAR)
+        assert torch.equal(q.view(torch.uint8), want_q)
+        assert torch.equal(sf.view(torch.uint8), want_sf)
+
+    def test_calls_that_each_need_the_one_before(self) -> None:
+        x, weight = torch.randn(300, 4096, device="cuda").half(), torch.randn(4096, device="cuda").half()
+        results = []
+        for enable_pdl in (True, False):
+            residual = torch.zeros_like(x)
+            for _ in range(20):
+                q, sf = add_rmsnorm_fp4quant(x, residual, weight, enable_pdl=enable_pdl)[:2]
+            results.append((residual, q.view(torch.uint8), sf.view(torch.uint8)))
+        for name, got, want in zip(("residual", "codes", "scales"), *results, strict=True):
+            assert_same_bytes(name, got.view(torch.uint8), want.view(torch.uint8))
+
+    def test_graph_replay_and_streams(self) -> None:
+        first, second = (torch.randn(70, 1536, device="cuda").half() for _ in range(2))
+        x, weight = first.clone(), torch.randn(1536, device="cuda").half()
+        rmsnorm_fp4quant(x, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q, sf = rmsnorm_fp4quant(x, weight)
+        x.copy_(second)
+        graph.replay()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            want_q, want_sf = rmsnorm_fp4quant(second, weight, enable_pdl=False)
+        side.synchronize()
+        assert_same_bytes("codes", q.view(torch.uint8), want_q.view(torch.uint8))
+        assert_same_bytes("scales", sf.view(torch.uint8), want_sf.view(torch.uint8))
