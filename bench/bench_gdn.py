@@ -29,7 +29,7 @@ from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
-from jitfp4.families.gdn.kernel import DELTA_RULE
+from jitfp4.families.gdn.selection import CHUNK, DELTA_RULE
 
 CALLS, REPLAYS = 10, 15
 WARM_UP_S = 0.03  # after a pause, what runs first is up to a tenth slower
@@ -262,13 +262,14 @@ def heatmap(rows: Sequence[Row], path: Path) -> None:
 def compile_times() -> Iterator[dict[str, object]]:
     """Milliseconds of NVRTC for every specialisation, the best of three runs; one at a time."""
     for arch in map(Arch.of, COMPILE_ARCHS):
-        for spec in DELTA_RULE.specs(arch):
-            source, took = DELTA_RULE.render(spec, arch), []
-            for _ in range(3):
-                start = time.perf_counter()
-                nvrtc.compile_cubin(source, arch, symbol=DELTA_RULE.symbol)
-                took.append(1e3 * (time.perf_counter() - start))
-            yield {"arch": arch.name, **spec.fields(), "ms": round(min(took), 1)}
+        for family in (DELTA_RULE, CHUNK):
+            for spec in family.specs(arch):
+                source, took = family.render(spec, arch), []
+                for _ in range(3):
+                    start = time.perf_counter()
+                    nvrtc.compile_cubin(source, arch, symbol=family.symbol)
+                    took.append(1e3 * (time.perf_counter() - start))
+                yield {"arch": arch.name, "kernel": family.name, "spec": str(spec), "ms": round(min(took), 1)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Every shape of the gated delta rule's kernel on every size: what kernel.py's tables were read from.
+"""Many shapes of the gated delta rule's kernels on every size: what the tables of selection.py were read from.
 
 Run on a GPU: ``python -m bench.search_gdn [--out DIR]``. One row for each case and shape; ``of_best`` is its time
 over the best one's.
@@ -10,9 +10,8 @@ import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from bench.bench_gdn import K_MAJOR, Case, arguments, replay_us
@@ -20,10 +19,10 @@ from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import engine
 from jitfp4.arch import Arch
-from jitfp4.engine import Launch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn import operator
-from jitfp4.families.gdn.kernel import DELTA_RULE, Problem, Shape, StateLayout, geometry, specialise
+from jitfp4.families.gdn.kernel import StateLayout
+from jitfp4.families.gdn.selection import ChunkShape, Problem, Shape, plan, specialise
 from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")
@@ -33,37 +32,41 @@ KINDS = (  # update, steps, tokens, state
     *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
     (False, True, 8, "f32"),
     *((True, False, tokens, "f32") for tokens in (1, 2, 4, 8, 16)),
-    *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4))),
+    *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4), (False, 8))),
     (True, False, 1, K_MAJOR),
 )
-# Rows of a tile and of a lane, warps: one pass over the tile, and the few cuts with two that were ever the best.
-CUTS = (
-    *((8, 1, 2), (16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8), (64, 2, 4), (128, 2, 4)),
-    *((16, 4, 1), (32, 4, 2), (64, 4, 4), (128, 4, 4), (128, 4, 8), (64, 8, 2), (128, 8, 4)),
-)
+# Rows of a tile and of a lane, warps. Small batches live in L2; large ones are bound by memory.
+SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
+LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
+DECODE_CUTS = ((16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8), (32, 4, 2), (64, 4, 4), (128, 4, 8))
+CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 3, 4, 5, 6), 8: (0, 2, 3)}  # by warps
+LARGE = 32  # batch from which states do not stay in L2
 
 
-def shapes(case: Case) -> Iterator[Shape]:
+def shapes(case: Case) -> Iterator[Shape | ChunkShape]:
     """Every cut that the case admits, with what can matter for it."""
-    for cut in CUTS:
-        for changes in _changes(case, Shape(*cut)):
-            shape = Shape(*cut)._replace(**changes)
-            with suppress(ArgumentError):
-                if specialise(problem_of(case), shape).shared_bytes <= ARCH.shared_bytes:
-                    yield shape
+    for shape in _candidates(case):
+        with suppress(ArgumentError):
+            if specialise(problem_of(case), shape).shared_bytes <= ARCH.shared_bytes:
+                yield shape
 
 
-def _changes(case: Case, cut: Shape) -> Iterator[dict[str, Any]]:
-    """Where v is staged, how states are stored, and how many CTAs share an SM, in place of the defaults."""
-    if not case.steps:
-        yield {}
-        if cut.warps == 4 and case.batch >= 16:
-            yield {"use_smem_v": True}
-    for bulk_stores in (False, True) if case.steps else ():
-        for keep_state in (False, True) if 4 <= case.batch <= 16 else (False,):
-            for ctas_per_sm in (0, 1, 2, 3, 4) if case.batch >= 32 else (0,):
-                if ctas_per_sm != 1 or cut.tile_v >= 64:
-                    yield {"bulk_stores": bulk_stores, "keep_state": keep_state, "ctas_per_sm": ctas_per_sm}
+def _candidates(case: Case) -> Iterator[Shape | ChunkShape]:
+    if case.steps and case.batch >= LARGE:
+        for cut in LARGE_CUTS:
+            for ctas_per_sm, ahead in product(CTAS_PER_SM[cut[2]], (0, 48, 96)):
+                yield Shape(*cut, ctas_per_sm=ctas_per_sm, bulk_stores=True, ahead=ahead)
+    elif case.steps:
+        for cut, bulk_stores, keep_state in product(SMALL_CUTS, (False, True), (False, True)):
+            yield Shape(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
+    else:
+        for ahead in (0, 32, 96) if case.batch >= LARGE else (0,):
+            for cut in DECODE_CUTS:
+                yield Shape(*cut, ahead=ahead)
+            if case.state != K_MAJOR:
+                yield Shape(64, 4, 4, use_smem_v=True, ahead=ahead)
+                for warps in (2, 4, 8):
+                    yield ChunkShape(warps, ahead=ahead)
 
 
 def problem_of(case: Case) -> Problem:
@@ -78,30 +81,34 @@ def problem_of(case: Case) -> Problem:
     )
 
 
-def planned(case: Case, shape: Shape) -> Launch:
-    spec = specialise(problem_of(case), shape)
-    cut = geometry(spec, batch=case.batch, value_heads=case.value_heads, arch=ARCH, ctas_per_sm=shape.ctas_per_sm)
-    return Launch(DELTA_RULE, spec, cut)
-
-
 def search(case: Case) -> list[dict[str, object]]:
     given, times = arguments(case), {}
     for shape in shapes(case):
-        launch = planned(case, shape)
+        launch = plan(problem_of(case), shape, ARCH, batch=case.batch, value_heads=case.value_heads)
         with mock.patch.object(operator, "_plan", lambda *_, launch=launch: launch):
             times[shape] = replay_us(lambda: case.function(**given), REPLAYS)
     best = min(times.values())
     head = {"state": case.state, "update": case.update, "steps": case.steps, "tokens": case.tokens, "batch": case.batch}
     return [
-        head | shape._asdict() | {"us": round(us, 2), "of_best": round(us / best, 3)}
+        head | _row(shape) | {"us": round(us, 2), "of_best": round(us / best, 3)}
         for shape, us in sorted(times.items(), key=lambda item: item[1])
     ]
 
 
+def _row(shape: Shape | ChunkShape) -> dict[str, object]:
+    kernel = {"kernel": "delta_rule" if isinstance(shape, Shape) else "chunk"}
+    return kernel | dict.fromkeys(Shape._fields) | shape._asdict()
+
+
 def build_all(all_cases: list[Case]) -> None:
-    wanted = {specialise(problem_of(case), shape) for case in all_cases for shape in shapes(case)}
+    plans = (
+        plan(problem_of(case), shape, ARCH, batch=case.batch, value_heads=case.value_heads)
+        for case in all_cases
+        for shape in shapes(case)
+    )
+    wanted = {(launch.family, launch.spec) for launch in plans}
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: engine.build(DELTA_RULE, spec, ARCH), wanted))
+        list(pool.map(lambda kernel: engine.build(*kernel, ARCH), wanted))
 
 
 def main() -> None:
@@ -129,8 +136,9 @@ def report(rows: list[dict[str, object]]) -> None:
 
 
 def _brief(row: dict[str, object]) -> str:
-    changed = [f"{name}={row[name]}" for name, usual in Shape._field_defaults.items() if row[name] != usual]
-    return "/".join([f"{row['tile_v']},{row['ilp_rows']},{row['warps']}", *changed])
+    usual = Shape._field_defaults
+    changed = [f"{name}={row[name]}" for name in usual if row[name] is not None and row[name] != usual[name]]
+    return "/".join([f"{row['kernel']} {row['tile_v']},{row['ilp_rows']},{row['warps']}", *changed])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The gated delta rule in float32, in the kernels' order of operations: equal bits wherever exp and log agree.
+"""The gated delta rule in float32, in the order of operations of the kernel that walks the tokens one by one.
 
-``fma`` is one rounding; every other operation rounds for itself.
+Equal bits wherever exp and log agree. ``fma`` is one rounding; every other operation rounds for itself. The chunkwise
+kernel, which takes many tokens at once, differs from it by rounding errors.
 """
 
 from __future__ import annotations

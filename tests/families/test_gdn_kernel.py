@@ -17,8 +17,10 @@ from jitfp4.families.gdn import (
     gated_delta_rule_mtp,
     kernel,
     operator,
+    selection,
 )
-from jitfp4.families.gdn.kernel import DELTA_RULE, Problem, Shape, StateLayout
+from jitfp4.families.gdn.kernel import StateLayout
+from jitfp4.families.gdn.selection import DELTA_RULE, Problem, Shape
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from tests.support.compare import assert_same_bytes, poisoned
@@ -73,14 +75,14 @@ def test_selection_and_warm_up_agree(arch: Arch) -> None:
         for problem in problems
         if problem.state_dtype is DType.F32 and problem.tokens == 1 and not problem.store_steps
     ]
-    assert {kernel.select(problem, arch) for problem in problems} == set(kernel.specs(arch))
+    assert {selection.select(problem, arch) for problem in problems} == set(selection.specs(arch))
 
 
 def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
     many = replace(PROBLEM, heads=1 << 20)
-    assert kernel.select(many, SM_90A).bulk_stores
-    assert not kernel.select(many, Arch.of("sm_89")).bulk_stores
-    assert not kernel.select(replace(many, step_slots=True), SM_90A).bulk_stores
+    assert selection.select(many, SM_90A).bulk_stores
+    assert not selection.select(many, Arch.of("sm_89")).bulk_stores
+    assert not selection.select(replace(many, step_slots=True), SM_90A).bulk_stores
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
 )
 def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
-        replace(kernel.specialise(PROBLEM, Shape(32, 2, 4)), **change)
+        replace(selection.specialise(PROBLEM, Shape(32, 2, 4)), **change)
 
 
 def shapes(head_dim: int) -> Iterator[Shape]:
@@ -123,7 +125,7 @@ def test_compiles_everywhere_without_local_memory(arch: str) -> None:
         replace(PROBLEM, state_layout=StateLayout.KV, tokens=1, store_steps=False),
     ]
     for problem in problems:
-        spec = kernel.select(problem, Arch.of(arch))
+        spec = selection.select(problem, Arch.of(arch))
         code = disassemble(
             compile_cubin(DELTA_RULE.render(spec, Arch.of(arch)), Arch.of(arch), symbol=DELTA_RULE.symbol)
         )

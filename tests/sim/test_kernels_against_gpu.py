@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 import jitfp4
 import jitfp4.families
 from jitfp4 import SfLayout, engine, sim
+from jitfp4.families.gdn.kernel import ChunkSpec, Spec, StateLayout
+from jitfp4.families.gdn.operator import DTYPES, STATE_DTYPES
+from jitfp4.families.gdn.selection import Problem, select
 from jitfp4.registry import families, lookup
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
@@ -123,19 +127,40 @@ def norm_calls() -> Iterator[Call]:
         )
 
 
-def gdn_calls() -> Iterator[Call]:
-    """Gates at which exp and log do not matter: decay 1, beta 1/2."""
-    for dtype, state, dim, tokens, steps, heads in product(
-        HALVES, (torch.float32, torch.bfloat16), (128, 64), (3, 6, 11), (False, True), (2, 65, 300, 513)
+def gdn_calls(kind: type[KernelSpec]) -> Iterator[Call]:
+    """A call for each specialisation. Gates at which exp and log do not matter: decay 1, beta 1/2."""
+    arch, found = device_arch(torch.cuda.current_device()), set()
+    for dtype, state, dim, tokens, heads, (steps, slots) in product(
+        HALVES,
+        (torch.float32, torch.bfloat16),
+        (128, 64),
+        (1, 2, 3, 6, 11),
+        (2, 65, 300, 513, 1025),
+        ((False, False), (True, False), (True, True)),
     ):
-        if heads > 2 and (state, dim) != (torch.float32, 128):
-            continue  # only this kernel is cut differently for many heads
-        calls = delta_rule_arguments(dtype, state, dim, tokens, heads)
-        pool = calls["initial_state"]
-        if steps:
-            calls["intermediate_states_buffer"] = torch.zeros(1, calls["q"].shape[1], *pool.shape[1:], dtype=state)
-        yield "gated_delta_rule_mtp", calls
-        if heads == 2 and tokens == 3 and not steps and state is torch.float32:
+        problem = Problem(
+            dtype=DTYPES[dtype],
+            state_dtype=STATE_DTYPES[state],
+            state_layout=StateLayout.VK,
+            head_dim=dim,
+            tokens=tokens,
+            heads=heads,
+            store_steps=steps,
+            step_slots=slots,
+        )
+        spec = select(problem, arch)
+        if isinstance(spec, kind) and spec not in found:
+            found.add(spec)
+            arguments = delta_rule_arguments(dtype, state, dim, tokens, heads)
+            if slots:
+                arguments["initial_state"] = arguments["initial_state"].repeat(tokens, 1, 1, 1)
+                arguments["ssm_state_indices"] = torch.arange(tokens).view(1, tokens)
+            elif steps:
+                pool = arguments["initial_state"]
+                arguments["intermediate_states_buffer"] = torch.zeros(1, tokens, *pool.shape[1:], dtype=state)
+            # the chunkwise kernel has an approximate 1 / sqrt
+            yield "gated_delta_rule_mtp", arguments | {"use_qk_l2norm": isinstance(spec, Spec)}
+        if tokens == 1 and state is torch.float32 and not steps and kind is Spec:
             one = delta_rule_arguments(dtype, state, dim, 1, heads)
             del one["initial_state_indices"]
             yield "gated_delta_rule_decode", one | {"state": one.pop("initial_state")}
@@ -161,7 +186,8 @@ def delta_rule_arguments(dtype: torch.dtype, state: torch.dtype, dim: int, token
 
 
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
-    "gdn/delta_rule": gdn_calls,
+    "gdn/chunk": partial(gdn_calls, ChunkSpec),
+    "gdn/delta_rule": partial(gdn_calls, Spec),
     "norm/rmsnorm_fp4quant": norm_calls,
     "quantize/dequantize": dequantize_calls,
     "quantize/e4m3": e4m3_calls,

@@ -63,8 +63,11 @@ def gated_delta_rule_mtp(
             q, k  = q * (1 / sqrt(sum(q * q) + 1e-6)), likewise k;   q = q * scale
             h     = decay * h;   u = (v - h k) * beta;   h = fma(u, k, h);   output = h q
 
-        Sums are formed in one order (see reference/gdn.py), whatever the batch and the architecture. exp and log are
-        within 2 ulp of the exact value; everything else is correctly rounded.
+        Where the tokens are walked one by one, sums are formed in one order (see reference/gdn.py) on every
+        architecture, exp and log are within 2 ulp of the exact value, and everything else is correctly rounded. From 3
+        tokens on, calls that keep no states in between may take all tokens at once (the chunkwise form: Yang et al.,
+        Gated Delta Networks, 2024): the same up to rounding, about 1e-6 of the largest element of a state's row. Which
+        form a call takes depends on its shapes, not on its values (families/gdn/selection.py).
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

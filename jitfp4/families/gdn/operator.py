@@ -9,7 +9,8 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.kernel import DELTA_RULE, Problem, StateLayout, geometry, shape_of, specialise
+from jitfp4.families.gdn.kernel import StateLayout
+from jitfp4.families.gdn.selection import Problem, plan, shape_of
 from jitfp4.formats import DType
 from jitfp4.ops import operator
 from jitfp4.reference import gdn as reference
@@ -21,13 +22,7 @@ BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @functools.lru_cache(maxsize=4096)
 def _plan(batch: int, value_heads: int, problem: Problem, arch: Arch) -> Launch:
-    shape = shape_of(problem, arch)
-    spec = specialise(problem, shape)
-    return Launch(
-        DELTA_RULE,
-        spec,
-        geometry(spec, batch=batch, value_heads=value_heads, arch=arch, ctas_per_sm=shape.ctas_per_sm),
-    )
+    return plan(problem, shape_of(problem, arch), arch, batch=batch, value_heads=value_heads)
 
 
 @operator(

@@ -1,5 +1,5 @@
 // gdn_delta_rule, generated from templates/gdn/delta_rule.cu.j2
-// spec: {"bulk_stores":false,"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
+// spec: {"ahead":0,"bulk_stores":false,"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
 //
 // A CTA owns kTileV rows (V index) of one value head's state and walks the tokens of its request with them in
 // registers. Eight lanes share a row, so that a warp access moves whole 128-byte lines of four rows; every lane holds
@@ -322,8 +322,8 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- gdn/bulk_store --------------------------------------------------------
-// Copies from shared to global memory that run beside the thread that starts them.
+// ---- gdn/bulk_copy ---------------------------------------------------------
+// Copies that run beside the thread that starts them: from shared to global memory, from memory to L2.
 namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -342,6 +342,10 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 by
                  ::"l"(to), "r"(source), "r"(bytes) : "memory");
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Brings memory into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 // Until all but the last kAllowed copies of this thread have read their source.
 template <int kAllowed>
@@ -365,6 +369,7 @@ constexpr bool kUseSmemV   = false;
 constexpr bool kStoreSteps = true;
 constexpr bool kKeepState  = false;  // in L2, for the next call
 constexpr bool kBulkStores = false;  // states leave through shared memory
+constexpr int  kAhead      = 0;  // heads that are brought into L2 at a time; 0: none
 
 // ---- work of a lane --------------------------------------------------------
 constexpr int kLanes    = 8;                             // of a row
@@ -380,7 +385,6 @@ constexpr int kPairs    = 2 * kQuads;
 // Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays. Packed
 // floats lie in pairs, which takes more.
 constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
-constexpr float kNormEps = 1e-6f;
 
 static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
 static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
@@ -389,34 +393,6 @@ static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t a
 static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
 
 using Rows = f32x2[kIlpRows][kPairs];
-
-// ---- shared memory ---------------------------------------------------------
-// step: elements from steps to where h goes; negative: nowhere
-template <bool kStep> struct Token { float decay, beta; int64 step; };
-template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
-
-template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
-template <> struct ValueTile<false> {};
-
-__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
-__device__ __forceinline__ void set_step(Token<false>&, int64) {}
-
-// A warp's rows on their way to memory: those that leave, and those that come next.
-template <bool kUsed> struct Slices { alignas(16) State rows[kWarps][2][kWarpRows * kHeadDim]; };
-template <> struct Slices<false> {};
-
-struct Shared : Slices<kBulkStores>, ValueTile<kUseSmemV> {
-  alignas(16) float kq[2][kMaxTokens][kHeadDim];  // k, then q, in the order of column_slot
-  Token<kStoreSteps> tokens[kMaxTokens];
-};
-
-static_assert(sizeof(Shared) == 4160, "the launch counts on it");
-
-// Where four columns from `column` on stand in Shared::kq: a lane's fours are kLanes fours apart, free of conflicts.
-__device__ __forceinline__ int column_slot(int column) {
-  constexpr int kFours = kVec / 4;
-  return ((column / (kLanes * kVec) * kFours + column / 4 % kFours) * kLanes + column / kVec % kLanes) * 4;
-}
 
 // ---- gdn/rows --------------------------------------------------------------
 // A lane's rows of a state, between memory and registers, in 16-byte accesses.
@@ -513,6 +489,11 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
   }
 }
 
+// ---- gdn/row_writer --------------------------------------------------------
+// A warp's rows on their way to memory: those that leave, and those that come next.
+template <bool kUsed> struct Slices { alignas(16) State rows[kWarps][2][kWarpRows * kHeadDim]; };
+template <> struct Slices<false> {};
+
 // Writes a lane's rows to a state. Either each lane stores its own; or the warp's rows, which are neighbours, are
 // gathered in shared memory and leave as one piece of some KiB, which DRAM rewards.
 template <bool kBulk> struct RowWriter {
@@ -544,7 +525,8 @@ template <bool kBulk> struct RowWriter {
 };
 using Writer = RowWriter<kBulkStores>;
 
-// ---- operands --------------------------------------------------------------
+// ---- gdn/operands ----------------------------------------------------------
+// What a kernel of the gated delta rule is given, and the parts of it that a CTA works on.
 struct Operands {
   const In *q, *k, *v, *a, *b;
   const float* a_log;
@@ -556,7 +538,7 @@ struct Operands {
   In* out;
   float  scale;
   int    tokens, heads_ratio;
-  int64  value_heads;
+  int64  batch, value_heads;
   int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
   int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
   int64  steps_batch_stride, steps_token_stride;
@@ -587,6 +569,13 @@ __device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) 
   return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
 }
 
+// Zero for every token of an item that has no state; `out` is at its first row.
+__device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
+  for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
+    out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
+  }
+}
+
 __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
 
 enum class Bias : int { kF32, kBf16, kF16 };
@@ -596,8 +585,118 @@ __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
   return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
 }
 
-// log(1 + exp(x)), which is x itself from about 17 on
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+constexpr int kShare = 4;  // heads of a group, brought by one CTA
+static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
+
+// DRAM loses time wherever it turns from writing to reading. So the heads of a batch are cut into groups, and the CTAs
+// of a group's first heads bring the whole next group into L2: reads come in bursts, and the loads find them there.
+__device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
+  if constexpr (kAhead > 0) {
+    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
+    const uint32 place = head % kAhead;
+    const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
+    if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
+    const int slot = int(slot_at(p.slots, p.slot_bytes, wanted / value_heads));
+    if (slot < 0) return;
+    const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
+    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
+  }
+}
+
+// ---- gdn/inputs ------------------------------------------------------------
+constexpr float kNormEps = 1e-6f;
+
+// What the kernel needs to know of a token. step: elements from steps to where h goes; negative: nowhere
+template <bool kStep> struct Token { float decay, beta; int64 step; };
+template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
+
+__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
+__device__ __forceinline__ void set_step(Token<false>&, int64) {}
+
+// What every row of an item needs: load() issues the loads, the others work on what came.
+struct Inputs {
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
+  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+
+  uint2 kq[kInFlight];
+  float a, b, a_log, bias;  // of token threadIdx.x
+  int64 step;
+
+  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
+
+  // Row r is k of token r / 2, or q where r is odd.
+  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
+    if (r >= 2 * p.tokens) return {};
+    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
+    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
+                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+  }
+
+  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
+    if (threadIdx.x >= p.tokens) return;
+    const int t = threadIdx.x;
+    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
+    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
+    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
+    if constexpr (kStoreSteps) {
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+    }
+  }
+
+  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
+  template <typename Use>
+  __device__ __forceinline__ void for_rows(const Operands& p, const Item& item, int count, Use use) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kTeams < count) use(row(i), kq[i]);
+    }
+    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
+  }
+
+  // The square of the length of the team's row
+  static __device__ __forceinline__ float squares(const float (&x)[4]) {
+    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
+    group_sum<kRowLanes>(ssq);
+    return ssq[0];
+  }
+
+  // Token threadIdx.x
+  __device__ __forceinline__ Token<kStoreSteps> token(
+      const Operands& p, const Item& item, float decay, float beta) const {
+    Token<kStoreSteps> token;
+    token.decay = decay;
+    token.beta  = beta;
+    if constexpr (kStoreSteps) {
+      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
+    }
+    return token;
+  }
+};
+
+// ---- shared memory ---------------------------------------------------------
+template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
+template <> struct ValueTile<false> {};
+
+struct Shared : Slices<kBulkStores>, ValueTile<kUseSmemV> {
+  alignas(16) float kq[2][kMaxTokens][kHeadDim];  // k, then q, in the order of column_slot
+  In out[kMaxTokens][kTileV];
+  Token<kStoreSteps> tokens[kMaxTokens];
+};
+
+static_assert(sizeof(Shared) == 4416, "the launch counts on it");
+
+// Where four columns from `column` on stand in Shared::kq: a lane's fours are kLanes fours apart, free of conflicts.
+__device__ __forceinline__ int column_slot(int column) {
+  constexpr int kFours = kVec / 4;
+  return ((column / (kLanes * kVec) * kFours + column / 4 % kFours) * kLanes + column / kVec % kLanes) * 4;
+}
 
 // ---- rows of a lane --------------------------------------------------------
 // v of a lane's rows at every token: in shared memory, or lane t of a row carries tokens t and t + kLanes of it.
@@ -650,76 +749,24 @@ struct Block {
 };
 
 // ---- once for all rows of an item ------------------------------------------
-// What every row of an item needs. load() issues the loads, store() works on what came and leaves it in shared memory:
-// k and q l2-normalised, q times scale, decay and beta of each token.
-struct Inputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;
-  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
-  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-  uint2 kq[kInFlight];
-  float a, b, a_log, bias;  // of token threadIdx.x
-  int64 step;
-
-  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
-  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
-
-  // Row r is k of token r / 2, or q where r is odd.
-  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
-    if (r >= 2 * p.tokens) return {};
-    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
-    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
-                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+// Leaves in shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
+__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+  if (threadIdx.x < p.tokens) {
+    const float decay = expf(-expf(inputs.a_log) * softplus(inputs.a + inputs.bias));
+    s.tokens[threadIdx.x] = inputs.token(p, item, decay, 1.0f / (1.0f + expf(-inputs.b)));
   }
-
-  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
-    if (threadIdx.x >= p.tokens) return;
-    const int t = threadIdx.x;
-    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
-    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
-    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
-    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kStoreSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
-    }
-  }
-
-  static __device__ __forceinline__ void store_row(Shared& s, const Operands& p, int r, uint2 halves) {
-    float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
-    if (p.l2norm) {
-      float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
-      group_sum<kRowLanes>(ssq);
-      const float norm = 1.0f / sqrtf(ssq[0] + kNormEps);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) x[j] *= norm;
-    }
-    const float factor = r % 2 ? p.scale : 1.0f;
+  inputs.for_rows(p, item, 2 * p.tokens, [&](int r, uint2 halves) {
+    const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
+    const float norm = p.l2norm ? 1.0f / sqrtf(Inputs::squares(x) + kNormEps) : 1.0f, factor = r % 2 ? p.scale : 1.0f;
     if (r >= 2 * p.tokens) return;
-    *reinterpret_cast<float4*>(&s.kq[r % 2][r / 2][column_slot(column())]) = {
-        x[0] * factor, x[1] * factor, x[2] * factor, x[3] * factor};
-  }
-
-  __device__ __forceinline__ void store(Shared& s, const Operands& p, const Item& item) const {
-    if (threadIdx.x < p.tokens) {
-      const int t = threadIdx.x;
-      s.tokens[t].decay = expf(-expf(a_log) * softplus(a + bias));
-      s.tokens[t].beta  = 1.0f / (1.0f + expf(-b));
-      if constexpr (kStoreSteps) {
-        const int64 in_buffer = item.n * p.steps_batch_stride + t * p.steps_token_stride;
-        set_step(s.tokens[t], p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (i * kTeams < 2 * p.tokens) store_row(s, p, row(i), kq[i]);
-    }
-    for (int i = kInFlight; i * kTeams < 2 * p.tokens; ++i) store_row(s, p, row(i), load_row(p, item, row(i)));
-    stage_values(s, p.v + item.values(p), p.v_token_stride, p.tokens);
-  }
-};
+    *reinterpret_cast<float4*>(&s.kq[r % 2][r / 2][column_slot(Inputs::column())]) = {
+        x[0] * norm * factor, x[1] * norm * factor, x[2] * norm * factor, x[3] * norm * factor};
+  });
+  stage_values(s, p.v + item.values(p), p.v_token_stride, p.tokens);
+}
 
 // ---- once for each token ---------------------------------------------------
 struct Columns { f32x2 x[kPairs]; };
@@ -760,10 +807,9 @@ __device__ __forceinline__ void store_out(In* out, const float* sum) {
   st_halves<kIlpRows>(out, words);
 }
 
-// All tokens of a lane's rows. `offset` is theirs in a state, `row` in the item; `out` is at the first of them.
+// All tokens of a lane's rows. `offset` is theirs in a state, `row` in the item.
 __device__ __forceinline__ void walk(
-    Block& block, const Shared& s, const Operands& p, Writer& writer, In* out, int64 offset, int row, int lane) {
-  const int64 out_stride = p.value_heads * kHeadDim;
+    Block& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
   float sum[2 * kIlpRows] = {};  // h k of this token and h q of the last one: they travel through the lanes together
@@ -775,7 +821,7 @@ __device__ __forceinline__ void walk(
     scale_rows(h, token.decay);
     dot_rows(h, k, sum);
     group_sum<kLanes>(sum);
-    if (lane == 0 && t > 0) store_out(out + (t - 1) * out_stride, sum + kIlpRows);
+    if (lane == 0 && t > 0) store_out(&s.out[t - 1][row], sum + kIlpRows);
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
       const float u = (value[r] - sum[r]) * token.beta;
@@ -788,7 +834,20 @@ __device__ __forceinline__ void walk(
     dot_rows(h, q, sum + kIlpRows);
   }
   group_sum<kLanes>(sum);
-  if (lane == 0) store_out(out + (p.tokens - 1) * out_stride, sum + kIlpRows);
+  if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + kIlpRows);
+}
+
+// All outputs of an item at once: DRAM likes them whole. `out` is at its first row.
+__device__ __forceinline__ void store_outputs(const Shared& s, const Operands& p, In* out) {
+  constexpr int kPiece = kTileV < 8 ? kTileV : 8, kPieces = kTileV / kPiece;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.tokens * kPieces; i += kThreads) {
+    const int t = i / kPieces, row = i % kPieces * kPiece;
+    uint32 words[kPiece / 2];
+#pragma unroll
+    for (int j = 0; j < kPiece / 2; ++j) words[j] = reinterpret_cast<const uint32*>(&s.out[t][row])[j];
+    st_halves<kPiece>(out + t * p.value_heads * kHeadDim + row, words);
+  }
 }
 
 // ---- kernel ----------------------------------------------------------------
@@ -836,7 +895,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {
       q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
-      int(value_heads) / int(heads), value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
+      int(value_heads) / int(heads), batch, value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
       v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
       steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
       int(write_slot_bytes), update_state != 0, l2norm != 0};
@@ -852,15 +911,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   Inputs inputs;
   inputs.load(p, item);
   if (slot < 0) {
-    for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
-      out[i / kTileV * value_heads * kHeadDim + i % kTileV].bits = 0;
-    }
+    clear_outputs(p, out);
     return;
   }
   Block block;
   block.load(p, item, slot, first_row, lane);
   if constexpr (kHasPdl) ptx::griddep_launch();
-  inputs.store(s, p, item);
+  bring_next_group(p, item);
+  stage(s, p, item, inputs);
   // Not before: ptxas may wait for it on the spot, and nothing of the above should.
   const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
   __syncthreads();
@@ -870,8 +928,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   for (int row = first_row; row < kTileV; row += kPassRows) {
     if (row != first_row) block.load(p, item, slot, row, lane);
     const int64 offset = item.rows(row, lane);
-    walk(block, s, p, writer, out + row, offset, row, lane);
+    walk(block, s, p, writer, offset, row, lane);
     if (write_slot >= 0) writer.write<!kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
+  store_outputs(s, p, out);
   writer.finish();
 }

@@ -1,0 +1,249 @@
+"""The gated delta rule's chunkwise kernel: selection, generated code, and results against the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from jitfp4 import ArgumentError, sim
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.families.gdn import gated_delta_rule_mtp, operator, selection
+from jitfp4.families.gdn.kernel import CHUNK_ROWS, ChunkSpec, StateLayout
+from jitfp4.families.gdn.selection import CHUNK, ChunkShape, Problem
+from jitfp4.formats import DType
+from jitfp4.nvrtc import compile_cubin
+from tests.support.compare import assert_same_bytes, poisoned
+from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, moved, recurrence
+from tests.support.sass import disassemble
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 4  # of rounding that results may be off
+PROBLEM = Problem(
+    dtype=DType.BF16,
+    state_dtype=DType.F32,
+    state_layout=StateLayout.VK,
+    head_dim=128,
+    tokens=16,
+    heads=4096,
+    store_steps=False,
+)
+SPEC = ChunkSpec(dtype=DType.BF16, state_dtype=DType.F32, head_dim=128, max_tokens=16, warps=8, ahead=0)
+
+
+@pytest.mark.parametrize("heads", [128, 512, 513, 65536])
+@pytest.mark.parametrize("name", ["sm_80", "sm_90a", "sm_100a"])
+def test_many_tokens_without_steps_get_it(name: str, heads: int) -> None:
+    for tokens in range(1, 17):
+        problem = replace(PROBLEM, tokens=tokens, heads=heads)
+        spec = selection.select(problem, Arch.of(name))
+        if tokens not in (3, 4):  # where either may be the faster one
+            assert isinstance(spec, ChunkSpec) == (tokens > 4)
+        assert name != "sm_80" or spec.ahead == 0  # no copy engine
+        for steps in (replace(problem, store_steps=True), replace(problem, store_steps=True, step_slots=True)):
+            assert not isinstance(selection.select(steps, Arch.of(name)), ChunkSpec)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"head_dim": 96}, {"max_tokens": 4}, {"warps": 3}, {"head_dim": 64, "warps": 8}, {"ahead": 2}],
+    ids=str,
+)
+def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError):
+        replace(SPEC, **change)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        replace(SPEC, max_tokens=8),
+        replace(SPEC, dtype=DType.F16, max_tokens=8, warps=4),
+        replace(SPEC, dtype=DType.F16, state_dtype=DType.BF16, max_tokens=8),
+        replace(SPEC, state_dtype=DType.BF16, head_dim=64, warps=2),
+    ],
+    ids=lambda spec: f"{spec.dtype}-{spec.state_dtype}-{spec.head_dim}-{spec.max_tokens}-{spec.warps}",
+)
+@pytest.mark.parametrize("name", ARCHS)
+def test_compiles_everywhere_without_local_memory(name: str, spec: ChunkSpec) -> None:
+    arch = Arch.of(name)
+    spec = replace(spec, ahead=96 if arch.has_tma else 0)
+    code = disassemble(compile_cubin(CHUNK.render(spec, arch), arch, symbol=CHUNK.symbol))
+    assert not [line for line in code if line.startswith(("LDL", "STL"))]
+    assert any(line.startswith("HMMA") for line in code)
+
+
+# ---- checks on every device ------------------------------------------------------------------------------------------
+
+
+def force(monkeypatch: pytest.MonkeyPatch, shape: ChunkShape) -> None:
+    """Have every problem cut into ``shape``."""
+    operator._plan.cache_clear()
+    monkeypatch.setattr(operator, "shape_of", lambda *_: shape)
+
+
+@pytest.fixture(autouse=True)
+def fresh_plans() -> Iterator[None]:
+    yield
+    operator._plan.cache_clear()
+
+
+def run(arguments: Case, device: str, arch: str | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and pool of a call on ``device``, or simulated; ``arguments`` stay as they are."""
+    output = poisoned(tuple(arguments["v"].shape), arguments["v"].dtype, device)
+    with sim.device(arch, races=True) if arch else nullcontext():
+        pool = gated_delta_rule_mtp(**moved(arguments, device), output=output, **moved(options, device))[1]
+    return output.cpu(), pool.cpu()
+
+
+def check(arguments: Case, device: str, arch: str | None = None, **options: Any) -> None:
+    """Outputs and final states follow the recurrence, skipped requests give zeros, and no other slot changes."""
+    before, slots = arguments["initial_state"], arguments["initial_state_indices"]
+    targets = options.get("output_state_indices", slots)
+    out, pool = run(arguments, device, arch, **options)
+    want_out, want_states = recurrence(arguments, scale=options.get("scale"), l2norm=options.get("use_qk_l2norm", True))
+    others = set(range(len(pool)))
+    for n, (slot, target) in enumerate(zip(slots.tolist(), targets.tolist(), strict=True)):
+        if slot < 0:
+            assert_same_bytes("skipped output", out[n], torch.zeros_like(out[n]))
+            continue
+        assert_close(f"output {n}", out[n], want_out[n], STEPS)
+        if target >= 0 and not options.get("disable_state_update"):
+            assert_close(f"state {n}", pool[target], want_states[n, -1], STEPS)
+            others.remove(target)
+    assert_same_bytes("other slots", pool[sorted(others)], before[sorted(others)])
+
+
+# ---- simulator -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+class TestSimulated:
+    @pytest.mark.parametrize(
+        ("given", "shape", "options"),
+        [
+            ((1, 64, BF16, F32), ChunkShape(1), {}),
+            ((5, 64, F16, BF16), ChunkShape(2, ahead=4), {"scale": 0.75}),
+            ((13, 64, F16, F32), ChunkShape(1, ahead=4), {"disable_state_update": True}),
+            ((16, 64, BF16, F32), ChunkShape(4, ahead=4), {"use_qk_l2norm": False, "scale": 1.0}),
+            ((8, 128, F16, BF16), ChunkShape(2, ahead=4), {"use_qk_l2norm": False}),
+            ((13, 128, F16, F32), ChunkShape(8), {"scale": -0.5}),
+            ((16, 128, BF16, F32), ChunkShape(8, ahead=4), {}),
+        ],
+        ids=str,
+    )
+    def test_shapes(
+        self, arch: str, given: tuple[Any, ...], shape: ChunkShape, options: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        force(monkeypatch, shape)
+        tokens, head_dim, dtype, state_dtype = given
+        arguments = case(3, tokens, 1, 2, head_dim, dtype=dtype, state_dtype=state_dtype)  # heads 4 and 5 come ahead
+        arguments["k"] /= 16  # no longer than 1, for calls that do not normalise it
+        check(arguments, "cpu", arch, **options)
+
+    def test_slots(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Holes, a skipped request, and final states to other slots or to none."""
+        force(monkeypatch, ChunkShape(2, ahead=8))
+        arguments = case(4, 6, 2, 4, pool=7)
+        arguments["initial_state_indices"] = torch.tensor([5, 0, -1, 3], dtype=torch.int32)
+        check(arguments, "cpu", arch)
+        check(arguments, "cpu", arch, output_state_indices=torch.tensor([6, -1, 4, 3]))
+
+    def test_decays_of_zero_and_one(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Head 0 forgets all at some tokens and nothing at the others, head 1 never forgets."""
+        force(monkeypatch, ChunkShape(4))
+        arguments = case(2, 12) | {"A_log": torch.tensor([5.0, -40.0]), "dt_bias": torch.zeros(2)}
+        arguments["a"] = torch.full((2, 12, 2), -100.0, dtype=BF16)
+        arguments["a"][0, [0, 5, 6]] = 100.0
+        arguments["a"][1, [8, 11]] = 15.0
+        check(arguments, "cpu", arch)
+
+    @pytest.mark.parametrize("tokens", [7, 12])
+    def test_a_nan_reaches_no_earlier_token(self, arch: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        force(monkeypatch, ChunkShape(4))
+        arguments = case(1, tokens)
+        want_out, want_pool = run(arguments, "cpu", arch)
+        assert want_out.isfinite().all()
+        for name in "qkvab":
+            spoiled = moved(arguments, "cpu")
+            spoiled[name].flatten(2)[0, -1, 0] = torch.nan
+            out, pool = run(spoiled, "cpu", arch)
+            assert out[0, -1].isnan().any()
+            assert_same_bytes(f"earlier outputs, {name}", out[:, :-1], want_out[:, :-1])
+            if name == "q":
+                assert_same_bytes("state", pool, want_pool)
+
+    def test_strides(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Views of a packed projection read as dense tensors do."""
+        force(monkeypatch, ChunkShape(4))
+        dense = case(2, 6, 1, 2)
+        packed = torch.full((2, 8, 400), torch.nan, dtype=BF16)
+        strided = moved(dense, "cpu")
+        for name, first, end in (("q", 0, 64), ("k", 64, 128), ("v", 128, 256), ("a", 256, 258), ("b", 258, 260)):
+            strided[name] = packed[:, 1:7, first:end].unflatten(-1, dense[name].shape[2:])
+            strided[name].copy_(dense[name])
+        want_out, want_pool = run(dense, "cpu", arch)
+        with sim.device(arch, races=True):
+            out, pool = gated_delta_rule_mtp(**strided)
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", pool, want_pool)
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("tokens", [5, 8, 16])
+    @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_shape(self, head_dim: int, state_dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        for number, warps in enumerate(warps for warps in (1, 2, 4, 8) if warps * CHUNK_ROWS <= head_dim):
+            force(monkeypatch, ChunkShape(warps, ahead=4 * (number % 2)))
+            dtype = (BF16, F16)[number % 2]
+            arguments = case(5, tokens, 2, 4, head_dim, dtype=dtype, state_dtype=state_dtype, pool=7, seed=number)
+            arguments["initial_state_indices"] = torch.tensor([6, 2, -1, 0, 3])
+            arguments["k"] /= 16  # no longer than 1, for calls that do not normalise it
+            check(arguments, "cuda")
+            check(arguments, "cuda", use_qk_l2norm=False, scale=0.75, disable_state_update=True)
+
+    def test_two_calls_follow_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        force(monkeypatch, ChunkShape(8))
+        arguments = case(3, 16, 2, 4, 128)
+        want_out, want_states = recurrence(arguments)
+        pool = arguments["initial_state"]
+        for tokens in (slice(8), slice(8, 16)):
+            part = {name: arguments[name][:, tokens] for name in "qkvab"}
+            out, pool = run(arguments | part | {"initial_state": pool}, "cuda")
+            assert_close("output", out, want_out[:, tokens], STEPS)
+            assert_close("state", pool, want_states[:, tokens][:, -1], STEPS)
+
+    def test_heads_brought_ahead_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        arguments = case(40, 8, 2, 4, 128)
+        force(monkeypatch, ChunkShape(8))
+        want_out, want_pool = run(arguments, "cuda")
+        force(monkeypatch, ChunkShape(8, ahead=8))
+        out, pool = run(arguments, "cuda")
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", pool, want_pool)
+
+    def test_graph_replay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        force(monkeypatch, ChunkShape(8, ahead=8))
+        arguments = moved(case(4, 8, 2, 4, 128), "cuda")
+        fresh = arguments["initial_state"].clone()
+        want_out, want_pool = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, pool = gated_delta_rule_mtp(**arguments)
+        pool.copy_(fresh)
+        graph.replay()
+        assert_same_bytes("output", out, want_out)
+        assert_same_bytes("state", pool, want_pool)

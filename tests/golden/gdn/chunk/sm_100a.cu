@@ -1,0 +1,969 @@
+// gdn_chunk, generated from templates/gdn/chunk.cu.j2
+// spec: {"ahead":0,"dtype":"bf16","head_dim":128,"max_tokens":8,"state_dtype":"f32","warps":8}
+//
+// For many tokens whose states are not kept. A CTA owns kTileV rows (V index) of one value head's state; a warp holds 16
+// of them in registers and takes all tokens of its request at once, in the chunkwise form of the delta rule. With h the
+// state before the first token:
+//   u_t   = beta_t (v_t - D_t h k_t - sum over s < t of E_ts (k_s k_t) u_s)
+//   out_t = D_t h q_t + sum over s <= t of E_ts (k_s q_t) u_s
+//   h becomes D_T h + sum over t of E_Tt u_t k_t,  T the last token
+// where D_t and E_ts are the products of the decays up to t, from the first token or from the one after s. All h k_t
+// and h q_t are one product of matrices, as are all k_s k_t and k_s q_t and the sums over u_t k_t; only u is a walk, on a
+// few numbers of a row instead of its columns.
+//
+// The products run on the tensor cores. k and q are exact in TF32; h and u go in as two TF32 numbers with 22 bits of
+// their 24 (a bf16 state as one). Everything else is float32, with approximate exp, log and 1 / sqrt.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_100a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction, and what several need.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/f32x2 --------------------------------------------------------
+// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
+constexpr bool kHasF32x2 = true;
+
+struct alignas(8) f32x2 { float x, y; };
+
+__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mul.rn.f32x2 d, a, b;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+    return d;
+  }
+  return {a.x * b.x, a.y * b.y};
+}
+
+__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, c, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mov.b64 c, {%6, %7};\n"
+        "  fma.rn.f32x2 d, a, b, c;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+  }
+  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
+}
+
+// ---- partials/reduce -------------------------------------------------------
+// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
+// Every lane of a group gets the same bits.
+template <int kLanes, int N>
+__device__ __forceinline__ void group_sum(float (&x)[N]) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
+  }
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: no line of L1 is spent on it.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: the first to leave L2.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/mma ----------------------------------------------------------
+namespace ptx {
+// d += a b of a 16 x 8 by an 8 x 8 matrix in TF32: of each factor, the upper 19 bits count. With g = lane / 4 and
+// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
+// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+}  // namespace ptx
+
+// ---- gdn/bulk_copy ---------------------------------------------------------
+// Copies that run beside the thread that starts them: from shared to global memory, from memory to L2.
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// kOnce: the first to leave L2.
+template <bool kOnce>
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
+  const uint32 source = shared_address(from);
+  if constexpr (kOnce) {
+    uint64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Brings memory into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// Until all but the last kAllowed copies of this thread have read their source.
+template <int kAllowed>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- spec ------------------------------------------------------------------
+using In    = bf16;
+using State = float;
+constexpr int kHeadDim   = 128;  // K = V
+constexpr int kMaxTokens = 8;
+constexpr int kWarps     = 8;
+constexpr int kAhead     = 0;  // heads that are brought into L2 at a time; 0: none
+
+// ---- work of a lane --------------------------------------------------------
+// Lane 4 g + t of a warp holds columns of rows 2 g and 2 g + 1: rows g and g + 8 of a matrix of the tensor cores.
+enum class StateLayout { kVk, kKv };
+constexpr StateLayout kStateLayout = StateLayout::kVk;
+constexpr bool kStoreSteps = false;
+constexpr int kLanes    = 4;                           // of a row
+constexpr int kIlpRows  = 2;                           // of a lane
+constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
+constexpr int kTileV    = kWarps * kWarpRows;
+constexpr int kTiles    = kHeadDim / kTileV;
+constexpr int kThreads  = kWarps * kWarp;
+constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
+constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
+constexpr int kQuads    = kHeadDim / (kLanes * 4);     // a lane's columns, in fours
+constexpr int kPairs    = 2 * kQuads;
+
+// k of every token, then q of every token: vectors
+constexpr int kVectors = 2 * kMaxTokens;
+constexpr int kBlocks  = kVectors / 8;  // columns of a matrix of the tensor cores: 8
+constexpr int kTokenBlocks = kMaxTokens / 8;
+constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // TF32 numbers that make up one of the state
+constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // of vectors in shared memory: lanes meet few conflicts
+
+static_assert(kHeadDim % kTileV == 0, "every row has a warp");
+static_assert(kMaxTokens % 8 == 0, "whole blocks");
+
+using Rows = f32x2[kIlpRows][kPairs];
+
+// ---- gdn/rows --------------------------------------------------------------
+// A lane's rows of a state, between memory and registers, in 16-byte accesses.
+template <int N>
+__device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
+  const uint32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (N == 2) {
+      x[i] = {__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
+    } else {
+      x[i] = {low<State>(words[i]), high<State>(words[i])};
+    }
+  }
+}
+template <int N>
+__device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
+  uint32 words[4];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (N == 2) {
+      words[2 * i]     = __float_as_uint(x[i].x);
+      words[2 * i + 1] = __float_as_uint(x[i].y);
+    } else {
+      words[i] = to_pair<State>(x[i].x, x[i].y);
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Where a lane's share of rows `row`, row + 1, ... begins.
+__device__ __forceinline__ int64 lane_offset(int row, int lane) {
+  if constexpr (kStateLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
+  return lane * kVec * kHeadDim + row;
+}
+
+__device__ __forceinline__ float& at(Rows& h, int row, int column) {
+  return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
+}
+
+__device__ __forceinline__ void load_rows(Rows& h, const State* p) {
+  if constexpr (kStateLayout == StateLayout::kVk) {
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        f32x2 x[kVec / 2];
+        unpack(ptx::ld_once(p + r * kHeadDim + m * (kLanes * kVec)), x);
+#pragma unroll
+        for (int i = 0; i < kVec / 2; ++i) h[r][m * (kVec / 2) + i] = x[i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2 * kPairs; ++c) {
+#pragma unroll
+      for (int r = 0; r < kIlpRows; r += 4) {
+        f32x2 x[2];
+        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r), x);
+        at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
+      }
+    }
+  }
+}
+
+enum class To { kL2, kMemory, kShared };
+template <To kTo>
+__device__ __forceinline__ void store_rows(Rows& h, State* p) {
+  const auto store = [](State* at, const uint4& words) {
+    if constexpr (kTo == To::kL2) ptx::st(at, words);
+    if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
+    if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
+  };
+  if constexpr (kStateLayout == StateLayout::kVk) {
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+#pragma unroll
+      for (int m = 0; m < kAccesses; ++m) {
+        f32x2 x[kVec / 2];
+#pragma unroll
+        for (int i = 0; i < kVec / 2; ++i) x[i] = h[r][m * (kVec / 2) + i];
+        store(p + r * kHeadDim + m * (kLanes * kVec), pack(x));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 2 * kPairs; ++c) {
+#pragma unroll
+      for (int r = 0; r < kIlpRows; r += 4) {
+        const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
+        store(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r, pack(x));
+      }
+    }
+  }
+}
+
+// ---- gdn/operands ----------------------------------------------------------
+// What a kernel of the gated delta rule is given, and the parts of it that a CTA works on.
+struct Operands {
+  const In *q, *k, *v, *a, *b;
+  const float* a_log;
+  const void* dt_bias;
+  State* state;
+  const void *slots, *write_slots;
+  State* steps;
+  const void* step_slots;
+  In* out;
+  float  scale;
+  int    tokens, heads_ratio;
+  int64  batch, value_heads;
+  int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
+  int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
+  int64  steps_batch_stride, steps_token_stride;
+  int    dt_bias_type, step_slot_bytes, slot_bytes, write_slot_bytes;
+  bool   update_state, l2norm;
+};
+
+struct Item {
+  int64 n;     // request
+  int   head;  // value head
+  int   tile;  // first row
+
+  __device__ __forceinline__ int64 values(const Operands& p) const {
+    return n * p.v_batch_stride + head * kHeadDim + tile;
+  }
+  __device__ __forceinline__ int64 outputs(const Operands& p) const {
+    return (n * p.tokens * p.value_heads + head) * kHeadDim + tile;
+  }
+  __device__ __forceinline__ int64 rows(int row, int lane) const {
+    return int64(head) * (kHeadDim * kHeadDim) + lane_offset(tile + row, lane);
+  }
+};
+
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes).
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  if (bytes == 0) return n;
+  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
+  return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
+}
+
+// Zero for every token of an item that has no state; `out` is at its first row.
+__device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
+  for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
+    out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
+  }
+}
+
+__device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+enum class Bias : int { kF32, kBf16, kF16 };
+__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+}
+
+constexpr int kShare = 4;  // heads of a group, brought by one CTA
+static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
+
+// DRAM loses time wherever it turns from writing to reading. So the heads of a batch are cut into groups, and the CTAs
+// of a group's first heads bring the whole next group into L2: reads come in bursts, and the loads find them there.
+__device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
+  if constexpr (kAhead > 0) {
+    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
+    const uint32 place = head % kAhead;
+    const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
+    if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
+    const int slot = int(slot_at(p.slots, p.slot_bytes, wanted / value_heads));
+    if (slot < 0) return;
+    const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
+    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
+  }
+}
+
+// ---- gdn/inputs ------------------------------------------------------------
+constexpr float kNormEps = 1e-6f;
+
+// What the kernel needs to know of a token. step: elements from steps to where h goes; negative: nowhere
+template <bool kStep> struct Token { float decay, beta; int64 step; };
+template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
+
+__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
+__device__ __forceinline__ void set_step(Token<false>&, int64) {}
+
+// What every row of an item needs: load() issues the loads, the others work on what came.
+struct Inputs {
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
+  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+
+  uint2 kq[kInFlight];
+  float a, b, a_log, bias;  // of token threadIdx.x
+  int64 step;
+
+  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
+
+  // Row r is k of token r / 2, or q where r is odd.
+  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
+    if (r >= 2 * p.tokens) return {};
+    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
+    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
+                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+  }
+
+  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
+    if (threadIdx.x >= p.tokens) return;
+    const int t = threadIdx.x;
+    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
+    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
+    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
+    if constexpr (kStoreSteps) {
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+    }
+  }
+
+  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
+  template <typename Use>
+  __device__ __forceinline__ void for_rows(const Operands& p, const Item& item, int count, Use use) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kTeams < count) use(row(i), kq[i]);
+    }
+    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
+  }
+
+  // The square of the length of the team's row
+  static __device__ __forceinline__ float squares(const float (&x)[4]) {
+    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
+    group_sum<kRowLanes>(ssq);
+    return ssq[0];
+  }
+
+  // Token threadIdx.x
+  __device__ __forceinline__ Token<kStoreSteps> token(
+      const Operands& p, const Item& item, float decay, float beta) const {
+    Token<kStoreSteps> token;
+    token.decay = decay;
+    token.beta  = beta;
+    if constexpr (kStoreSteps) {
+      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
+    }
+    return token;
+  }
+};
+
+// ---- shared memory ---------------------------------------------------------
+struct Shared {
+  alignas(16) float vectors[kVectors][kStride];   // as they came; zero past the last token
+  float mix[kMaxTokens][kVectors];                // of u of token s, what goes to vector n
+  float start[kVectors];                          // of h times vector n, what goes to vector n
+  float norms[kVectors];                          // of k, and of q times scale
+  float span[kMaxTokens][kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
+  Token<false> tokens[kMaxTokens];                // past the last one, decay and beta are zero
+};
+
+static_assert(sizeof(Shared) == 10208, "the launch counts on it");
+
+// The first of a lane's four columns number i.
+__device__ __forceinline__ int column(int i, int lane) {
+  constexpr int kFours = kVec / 4;
+  return i / kFours * (kLanes * kVec) + lane * kVec + i % kFours * 4;
+}
+
+__device__ __forceinline__ float4 columns_of(const Shared& s, int vector, int i, int lane) {
+  return *reinterpret_cast<const float4*>(&s.vectors[vector][column(i, lane)]);
+}
+
+__device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
+
+// ---- once for all rows of an item ------------------------------------------
+// log(1 + exp(x)), which is x itself from about 17 on; the error of a rate of decay counts, not that of a small one
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : __logf(1.0f + __expf(x)); }
+
+// Gates of every token, and the products of decays: lane s + 1 multiplies those after s.
+__device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+  Token<false> token = {};
+  const int lane = threadIdx.x;
+  if (lane < p.tokens) {
+    const float decay = __expf(-__expf(inputs.a_log) * softplus(inputs.a + inputs.bias));
+    token = inputs.token(p, item, decay, ptx::rcp_approx(1.0f + __expf(-inputs.b)));
+  }
+  if (lane < kMaxTokens) s.tokens[lane] = token;
+  float product = 1.0f;
+#pragma unroll
+  for (int t = 0; t < kMaxTokens; ++t) {
+    const float decay = __shfl_sync(~0u, token.decay, t);
+    if (t >= lane) product *= decay;
+    if (lane <= kMaxTokens) s.span[t][lane] = t + 1 < lane ? 0.0f : product;
+  }
+}
+
+__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+  if (threadIdx.x < kWarp) stage_gates(s, p, item, inputs);
+  inputs.for_rows(p, item, kVectors, [&](int r, uint2 halves) {
+    const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
+    const float norm = p.l2norm ? ptx::rsqrt_approx(Inputs::squares(x) + kNormEps) : 1.0f;
+    if (r >= kVectors) return;
+    const int vector = r % 2 * kMaxTokens + r / 2;
+    *reinterpret_cast<float4*>(&s.vectors[vector][Inputs::column()]) = {x[0], x[1], x[2], x[3]};
+    if (Inputs::column() == 0) s.norms[vector] = r % 2 ? norm * p.scale : norm;
+  });
+}
+
+// What becomes of a product with vector n: what is subtracted from v, times beta; or a part of the output.
+__device__ __forceinline__ float weight(const Shared& s, int n) {
+  return n < kMaxTokens ? -s.norms[n] * s.tokens[n].beta : s.norms[n];
+}
+
+// Every k_s k_t and k_s q_t with their factors, and the factors of every h k_t and h q_t.
+__device__ __forceinline__ void stage_mix(Shared& s) {
+  if (threadIdx.x < kVectors) {
+    const int n = threadIdx.x;
+    s.start[n] = weight(s, n) * s.span[n % kMaxTokens][0];
+  }
+  constexpr int kSources = kMaxTokens / 8, kTargets = kVectors / 16;
+  const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
+  for (int tile = kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += kWarps) {
+    const int source = tile % kSources * 8, target = tile / kSources * 16 + g;
+    float products[4][4] = {};  // sums that do not wait for each other
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 k = columns_of(s, source + g, i, t);
+      const float4 x = columns_of(s, target, i, t), y = columns_of(s, target + 8, i, t);
+      ptx::mma_tf32(products[i % 2], {bits(x.x), bits(y.x), bits(x.y), bits(y.y)}, bits(k.x), bits(k.y));
+      ptx::mma_tf32(products[2 + i % 2], {bits(x.z), bits(y.z), bits(x.w), bits(y.w)}, bits(k.z), bits(k.w));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int from = source + 2 * t + i % 2, to = target + i / 2 * 8, token = to % kMaxTokens;
+      const bool counts = to < kMaxTokens ? from < token : from <= token;
+      const float product = (products[0][i] + products[1][i]) + (products[2][i] + products[3][i]);
+      s.mix[from][to] = counts ? product * s.norms[from] * weight(s, to) * s.span[token][from + 1] : 0.0f;
+    }
+  }
+}
+
+// ---- a warp's rows ---------------------------------------------------------
+// A number for each of a lane's rows and of its vectors 8 b + 2 t, 8 b + 2 t + 1.
+using Sums = float[kBlocks][kIlpRows][2];
+
+// v of a lane's rows at tokens 8 b + 2 t, 8 b + 2 t + 1.
+struct Values {
+  uint32 words[kTokenBlocks][2];
+
+  // `v` at the first of the rows
+  __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenBlocks; ++i) {
+      const int token = i / 2 * 8 + 2 * lane + i % 2;
+      words[i / 2][i % 2] = token < tokens ? ptx::ld<uint32>(v + token * token_stride) : 0;
+    }
+  }
+};
+
+using Factor = uint32[4];
+
+// Two columns of a lane's rows as sums of TF32 numbers.
+__device__ __forceinline__ void split(Factor (&terms)[kTerms], f32x2 upper, f32x2 lower) {
+  const float whole[4] = {upper.x, lower.x, upper.y, lower.y};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    terms[0][i] = bits(whole[i]) & 0xFFFFE000u;
+    if constexpr (kTerms == 2) terms[1][i] = bits(whole[i] - __uint_as_float(terms[0][i]));
+  }
+}
+
+// h times every vector
+__device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared& s, int g, int t) {
+  float products[kTerms][kBlocks][4] = {};
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    Factor left[2][kTerms];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) split(left[half], h[0][2 * i + half], h[1][2 * i + half]);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const float4 x = columns_of(s, 8 * b + g, i, t);
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        ptx::mma_tf32(products[term][b], left[0][term], bits(x.x), bits(x.y));
+        ptx::mma_tf32(products[term][b], left[1][term], bits(x.z), bits(x.w));
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBlocks * 4; ++i) {
+    float sum = products[0][i / 4][i % 4];
+    if (kTerms == 2) sum += products[kTerms - 1][i / 4][i % 4];
+    sums[i / 4][i % 4 / 2][i % 2] = sum;
+  }
+}
+
+// From the products of h to u and the outputs, in place.
+__device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values& values, int tokens, int t) {
+#pragma unroll
+  for (int i = 0; i < kBlocks * 2; ++i) {
+    const int b = i / 2, n = 8 * b + 2 * t + i % 2;
+    sums[b][0][i % 2] *= s.start[n];
+    sums[b][1][i % 2] *= s.start[n];
+    if (b < kTokenBlocks) {
+      const float beta = s.tokens[n].beta;
+      sums[b][0][i % 2] += beta * low<In>(values.words[b][i % 2]);
+      sums[b][1][i % 2] += beta * high<In>(values.words[b][i % 2]);
+    }
+  }
+#pragma unroll
+  for (int token = 0; token < kMaxTokens; ++token) {
+    if (token >= tokens) break;
+    const int owner = token % 8 / 2;
+    const float u[kIlpRows] = {__shfl_sync(~0u, sums[token / 8][0][token % 2], owner, kLanes),
+                               __shfl_sync(~0u, sums[token / 8][1][token % 2], owner, kLanes)};
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int n = 8 * b + 2 * t;
+      const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][n]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if ((n + i) % kMaxTokens < token) continue;  // done; and u may be no number
+        const float factor = i ? mix.y : mix.x;
+        sums[b][0][i] = fmaf(u[0], factor, sums[b][0][i]);
+        sums[b][1][i] = fmaf(u[1], factor, sums[b][1][i]);
+      }
+    }
+  }
+}
+
+// `out` is at the first of the lane's rows.
+__device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 stride, int tokens, int t) {
+#pragma unroll
+  for (int i = 0; i < kTokenBlocks * 2; ++i) {
+    const int token = i / 2 * 8 + 2 * t + i % 2, b = kTokenBlocks + i / 2;
+    const uint32 words[1] = {to_pair<In>(sums[b][0][i % 2], sums[b][1][i % 2])};
+    if (token < tokens) st_halves<kIlpRows>(out + token * stride, words);
+  }
+}
+
+// The state after the last token.
+__device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& s, int tokens, int g, int t) {
+  Factor left[kTokenBlocks][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kTokenBlocks; ++i) {
+    const int b = i / 2, token = 8 * b + 2 * t + i % 2;
+#pragma unroll
+    for (int r = 0; r < kIlpRows; ++r) {
+      const float u = token < tokens ? sums[b][r][i % 2] * s.norms[token] * s.span[tokens - 1][token + 1] : 0.0f;
+      const uint32 high_part = bits(u) & 0xFFFFE000u;
+      left[b][0][i % 2 * 2 + r] = high_part;
+      left[b][1][i % 2 * 2 + r] = bits(u - __uint_as_float(high_part));
+    }
+  }
+  const float decay = s.span[tokens - 1][0];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int at = column(i / 2, g / 2) + i % 2 * 2 + g % 2;
+    const f32x2 upper = mul(h[0][i], {decay, decay}), lower = mul(h[1][i], {decay, decay});
+    float d[4] = {upper.x, upper.y, lower.x, lower.y};
+#pragma unroll
+    for (int b = 0; b < kTokenBlocks; ++b) {
+      const float(&k)[kStride] = s.vectors[8 * b + 2 * t], (&next)[kStride] = s.vectors[8 * b + 2 * t + 1];
+#pragma unroll
+      for (int term = 0; term < 2; ++term) ptx::mma_tf32(d, left[b][term], bits(k[at]), bits(next[at]));
+    }
+    h[0][i] = {d[0], d[1]}, h[1][i] = {d[2], d[3]};
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------
+// Warps of an SM that registers must suffice for, 168 or 128 each; packed floats lie in pairs, which takes more.
+constexpr int kMinWarps = kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
+extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_chunk(
+    const In* __restrict__ q,              // [batch, tokens, heads, K]
+    const In* __restrict__ k,              // [batch, tokens, heads, K]
+    const In* __restrict__ v,              // [batch, tokens, value_heads, V]
+    const In* __restrict__ a,              // [batch, tokens, value_heads]
+    const In* __restrict__ b,              // [batch, tokens, value_heads]
+    const float* __restrict__ a_log,       // [value_heads]
+    const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
+    State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
+    const void* __restrict__ slots,        // [batch], integers of slot_bytes; negative: no state, output zero
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; negative: not written
+    State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; negative: not written
+    In* __restrict__ out,                  // [batch, tokens, value_heads, V]
+    float scale,                           // of q
+    int64 batch,
+    int64 tokens,                          // <= kMaxTokens
+    int64 heads,
+    int64 value_heads,                     // a multiple of heads
+    int64 q_batch_stride,                  // elements, as all strides
+    int64 q_token_stride,
+    int64 k_batch_stride,
+    int64 k_token_stride,
+    int64 v_batch_stride,
+    int64 v_token_stride,
+    int64 a_batch_stride,
+    int64 a_token_stride,
+    int64 b_batch_stride,
+    int64 b_token_stride,
+    int64 state_stride,
+    int64 steps_batch_stride,
+    int64 steps_token_stride,              // of a slot with step_slots
+    int64 dt_bias_type,                    // 0 float, 1 bf16, 2 f16
+    int64 step_slot_bytes,                 // 0: steps has its own strides
+    int64 slot_bytes,                      // 0, 4 or 8; 0: request n uses slot n
+    int64 write_slot_bytes,                // likewise
+    int64 update_state,                    // 0: write_slots is not used
+    int64 l2norm                           // 0: q and k as they are
+
+) {
+  extern __shared__ __align__(16) uint8 dynamic[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {
+      q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
+      int(value_heads) / int(heads), batch, value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
+      v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
+      steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
+      int(write_slot_bytes), update_state != 0, l2norm != 0};
+  const int  x    = blockIdx.x;
+  const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+  if (item.n >= batch) return;
+  const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
+  const int row = threadIdx.x / kWarp * kWarpRows + g * kIlpRows;
+  const int64 offset = item.rows(row, t);
+  out += item.outputs(p);
+
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int slot = int(slot_at(slots, p.slot_bytes, item.n));
+  Inputs inputs;
+  inputs.load(p, item);
+  if (slot < 0) {
+    clear_outputs(p, out);
+    return;
+  }
+  Rows h;
+  load_rows(h, state + slot * state_stride + offset);
+  Values values;
+  values.load(v + item.values(p) + row, v_token_stride, p.tokens, t);
+  if constexpr (kHasPdl) ptx::griddep_launch();
+  bring_next_group(p, item);
+  stage(s, p, item, inputs);
+  // Not before: ptxas may wait for it on the spot, and nothing of the above should.
+  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
+  __syncthreads();
+
+  stage_mix(s);
+  Sums sums;
+  multiply(sums, h, s, g, t);
+  __syncthreads();
+  solve(sums, s, values, p.tokens, t);
+  store_outputs(sums, out + row, value_heads * kHeadDim, p.tokens, t);
+  if (write_slot < 0) return;
+  update(h, sums, s, p.tokens, g, t);
+  store_rows<To::kMemory>(h, state + write_slot * state_stride + offset);
+}
