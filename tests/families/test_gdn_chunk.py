@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,13 @@ import torch
 
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gdn import gated_delta_rule_mtp, operator, selection
+from jitfp4.families.gdn import gated_delta_rule_mtp, selection
 from jitfp4.families.gdn.kernel import CHUNK_ROWS, ChunkSpec, StateLayout
 from jitfp4.families.gdn.selection import CHUNK, ChunkShape, Problem
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, moved, recurrence
+from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, force, moved, recurrence
 from tests.support.sass import disassemble
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -80,18 +79,6 @@ def test_compiles_everywhere_without_local_memory(name: str, spec: ChunkSpec) ->
 
 
 # ---- checks on every device ------------------------------------------------------------------------------------------
-
-
-def force(monkeypatch: pytest.MonkeyPatch, shape: ChunkShape) -> None:
-    """Have every problem cut into ``shape``."""
-    operator._plan.cache_clear()
-    monkeypatch.setattr(operator, "shape_of", lambda *_: shape)
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans() -> Iterator[None]:
-    yield
-    operator._plan.cache_clear()
 
 
 def run(arguments: Case, device: str, arch: str | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,6 @@ from jitfp4.families.gdn import (
     gated_delta_rule_decode,
     gated_delta_rule_mtp,
     kernel,
-    operator,
     selection,
 )
 from jitfp4.families.gdn.kernel import StateLayout
@@ -33,6 +32,7 @@ from tests.support.gdn import (
     check_other_writes,
     check_pool,
     check_strides,
+    force,
     moved,
     recurrence,
 )
@@ -136,18 +136,6 @@ def test_compiles_everywhere_without_local_memory(arch: str) -> None:
 
 
 # ---- simulator -------------------------------------------------------------------------------------------------------
-
-
-def force(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
-    """Have every problem cut into ``shape``."""
-    operator._plan.cache_clear()
-    monkeypatch.setattr(operator, "shape_of", lambda *_: shape)
-
-
-@pytest.fixture(autouse=True)
-def fresh_plans() -> Iterator[None]:
-    yield
-    operator._plan.cache_clear()
 
 
 def check_kernel(
