@@ -1,15 +1,15 @@
 // gdn_chunk, generated from templates/gdn/chunk.cu.j2
 // spec: {"ahead":0,"dtype":"bf16","head_dim":128,"max_tokens":8,"state_dtype":"f32","warps":8}
 //
-// For many tokens whose states are not kept. A CTA owns kTileV rows (V index) of one value head's state; a warp holds 16
-// of them in registers and takes all tokens of its request at once, in the chunkwise form of the delta rule. With h the
-// state before the first token:
+// For many tokens whose states are not kept. A CTA owns kTileV rows (V index) of one value head's state; a warp holds
+// 16 of them in registers and takes all tokens of its request at once, in the chunkwise form of the delta rule. With h
+// the state before the first token:
 //   u_t   = beta_t (v_t - D_t h k_t - sum over s < t of E_ts (k_s k_t) u_s)
 //   out_t = D_t h q_t + sum over s <= t of E_ts (k_s q_t) u_s
 //   h becomes D_T h + sum over t of E_Tt u_t k_t,  T the last token
 // where D_t and E_ts are the products of the decays up to t, from the first token or from the one after s. All h k_t
-// and h q_t are one product of matrices, as are all k_s k_t and k_s q_t and the sums over u_t k_t; only u is a walk, on a
-// few numbers of a row instead of its columns.
+// and h q_t are one product of matrices, as are all k_s k_t and k_s q_t and the sums over u_t k_t; only u is a walk, on
+// a few numbers of a row instead of its columns.
 //
 // The products run on the tensor cores. k and q are exact in TF32; h and u go in as two TF32 numbers with 22 bits of
 // their 24 (a bf16 state as one). Everything else is float32, with approximate exp, log and 1 / sqrt.
