@@ -144,13 +144,15 @@ class TestSimulated:
         check(arguments, "cpu", arch)
         check(arguments, "cpu", arch, output_state_indices=torch.tensor([6, -1, 4, 3]))
 
-    def test_decays_of_zero_and_one(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Head 0 forgets all at some tokens and nothing at the others, head 1 never forgets."""
+    def test_decays_at_the_ends(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Head 0 forgets all at some tokens and nothing at the others, head 1 never forgets, head 2 has a large rate of
+        a small softplus."""
         force(monkeypatch, ChunkShape(4))
-        arguments = case(2, 12) | {"A_log": torch.tensor([5.0, -40.0]), "dt_bias": torch.zeros(2)}
-        arguments["a"] = torch.full((2, 12, 2), -100.0, dtype=BF16)
-        arguments["a"][0, [0, 5, 6]] = 100.0
-        arguments["a"][1, [8, 11]] = 15.0
+        arguments = case(2, 12, value_heads=3) | {"A_log": torch.tensor([5.0, -40.0, 20.0]), "dt_bias": torch.zeros(3)}
+        arguments["a"] = torch.full((2, 12, 3), -100.0, dtype=BF16)
+        arguments["a"][0, [0, 5, 6], :2] = 100.0
+        arguments["a"][1, [8, 11], :2] = 15.0
+        arguments["a"][..., 2] = -20.0
         check(arguments, "cpu", arch)
 
     @pytest.mark.parametrize("tokens", [7, 12])

@@ -186,28 +186,32 @@ def plan(problem: Problem, shape: Shape | ChunkShape, arch: Arch, *, batch: int,
 
 
 def specs(arch: Arch) -> Iterator[Spec | ChunkSpec]:
-    """What select() can return."""
+    """What select() returns for any problem."""
+    yield from dict.fromkeys(select(problem, arch) for problem in _problems())
+
+
+def _problems() -> Iterator[Problem]:
+    """Some that fall into each row of each table, in each dtype."""
     rows = [row for table in _TABLES for row in table]
-    counts = sorted({row.tokens for row in rows} | set(MAX_TOKENS) | set(MAX_CHUNK))
-    sizes = sorted({row.heads for row in rows})
-    found: dict[Spec | ChunkSpec, None] = {}
-    for dtype, state_dtype, head_dim, tokens, (store_steps, step_slots), heads in product(
-        DTYPES, STATE_DTYPES, HEAD_DIMS, counts, ((True, False), (True, True), (False, False)), sizes
+    tokens = sorted({row.tokens for row in rows} | set(MAX_TOKENS) | set(MAX_CHUNK))
+    heads = sorted({row.heads for row in rows})
+    steps = ((True, False), (True, True), (False, False))
+    for dtype, state_dtype, head_dim, count, (store_steps, step_slots), size in product(
+        DTYPES, STATE_DTYPES, HEAD_DIMS, tokens, steps, heads
     ):
         problem = Problem(
             dtype=dtype,
             state_dtype=state_dtype,
             state_layout=StateLayout.VK,
             head_dim=head_dim,
-            tokens=tokens,
-            heads=heads,
+            tokens=count,
+            heads=size,
             store_steps=store_steps,
             step_slots=step_slots,
         )
-        found[select(problem, arch)] = None
+        yield problem
         if state_dtype is DType.F32 and not store_steps:
-            found[select(replace(problem, state_layout=StateLayout.KV, tokens=1), arch)] = None
-    yield from found
+            yield replace(problem, state_layout=StateLayout.KV, tokens=1)
 
 
 def _specs_of(kind: type[KernelSpec]) -> Callable[[Arch], Iterator[KernelSpec]]:

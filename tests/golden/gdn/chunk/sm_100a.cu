@@ -12,7 +12,7 @@
 // a few numbers of a row instead of its columns.
 //
 // The products run on the tensor cores. k and q are exact in TF32; h and u go in as two TF32 numbers with 22 bits of
-// their 24 (a bf16 state as one). Everything else is float32, with approximate exp, log and 1 / sqrt.
+// their 24 (a bf16 state as one). Everything else is float32; 1 / sqrt is approximate.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -591,6 +591,9 @@ template <> struct Token<false> { float decay, beta; static constexpr int64 step
 __device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
 __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 // What every row of an item needs: load() issues the loads, the others work on what came.
 struct Inputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
@@ -645,11 +648,10 @@ struct Inputs {
   }
 
   // Token threadIdx.x
-  __device__ __forceinline__ Token<kStoreSteps> token(
-      const Operands& p, const Item& item, float decay, float beta) const {
+  __device__ __forceinline__ Token<kStoreSteps> token(const Operands& p, const Item& item) const {
     Token<kStoreSteps> token;
-    token.decay = decay;
-    token.beta  = beta;
+    token.decay = expf(-expf(a_log) * softplus(a + bias));
+    token.beta  = 1.0f / (1.0f + expf(-b));
     if constexpr (kStoreSteps) {
       const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
       set_step(token, p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
@@ -683,17 +685,11 @@ __device__ __forceinline__ float4 columns_of(const Shared& s, int vector, int i,
 __device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
 
 // ---- once for all rows of an item ------------------------------------------
-// log(1 + exp(x)), which is x itself from about 17 on; the error of a rate of decay counts, not that of a small one
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : __logf(1.0f + __expf(x)); }
-
 // Gates of every token, and the products of decays: lane s + 1 multiplies those after s.
 __device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
   Token<false> token = {};
   const int lane = threadIdx.x;
-  if (lane < p.tokens) {
-    const float decay = __expf(-__expf(inputs.a_log) * softplus(inputs.a + inputs.bias));
-    token = inputs.token(p, item, decay, ptx::rcp_approx(1.0f + __expf(-inputs.b)));
-  }
+  if (lane < p.tokens) token = inputs.token(p, item);
   if (lane < kMaxTokens) s.tokens[lane] = token;
   float product = 1.0f;
 #pragma unroll

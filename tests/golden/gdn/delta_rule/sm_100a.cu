@@ -613,6 +613,9 @@ template <> struct Token<false> { float decay, beta; static constexpr int64 step
 __device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
 __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
 // What every row of an item needs: load() issues the loads, the others work on what came.
 struct Inputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
@@ -667,11 +670,10 @@ struct Inputs {
   }
 
   // Token threadIdx.x
-  __device__ __forceinline__ Token<kStoreSteps> token(
-      const Operands& p, const Item& item, float decay, float beta) const {
+  __device__ __forceinline__ Token<kStoreSteps> token(const Operands& p, const Item& item) const {
     Token<kStoreSteps> token;
-    token.decay = decay;
-    token.beta  = beta;
+    token.decay = expf(-expf(a_log) * softplus(a + bias));
+    token.beta  = 1.0f / (1.0f + expf(-b));
     if constexpr (kStoreSteps) {
       const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
       set_step(token, p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
@@ -749,15 +751,9 @@ struct Block {
 };
 
 // ---- once for all rows of an item ------------------------------------------
-// log(1 + exp(x)), which is x itself from about 17 on
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 // Leaves in shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
 __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
-  if (threadIdx.x < p.tokens) {
-    const float decay = expf(-expf(inputs.a_log) * softplus(inputs.a + inputs.bias));
-    s.tokens[threadIdx.x] = inputs.token(p, item, decay, 1.0f / (1.0f + expf(-inputs.b)));
-  }
+  if (threadIdx.x < p.tokens) s.tokens[threadIdx.x] = inputs.token(p, item);
   inputs.for_rows(p, item, 2 * p.tokens, [&](int r, uint2 halves) {
     const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
     const float norm = p.l2norm ? 1.0f / sqrtf(Inputs::squares(x) + kNormEps) : 1.0f, factor = r % 2 ? p.scale : 1.0f;
