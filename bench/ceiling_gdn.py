@@ -24,6 +24,7 @@ from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
+from jitfp4.families.gdn.kernel import share_of_sm
 from jitfp4.spec import Geometry, Ptr
 
 ARCH = Arch.of("sm_90a")
@@ -130,7 +131,7 @@ def measure() -> Iterator[dict[str, Any]]:
     params = (Ptr("state", "char", "[heads]"), Ptr("steps", "char", "[requests, tokens, heads]"))
     for variant, cubin in zip(chosen, cubins, strict=True):
         piece = variant.warps * variant.rows * 2048
-        share = (ARCH.shared_bytes + 1024) // variant.ctas_per_sm - 1024 if variant.ctas_per_sm else 0
+        share = share_of_sm(ARCH, variant.ctas_per_sm)
         geometry = Geometry(
             grid=(HEADS * HEAD_BYTES // piece, 1, 1),
             block=(32 * variant.warps, 1, 1),

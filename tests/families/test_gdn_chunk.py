@@ -17,7 +17,7 @@ from jitfp4.families.gdn.selection import CHUNK, ChunkShape, Problem
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, force, moved, recurrence
+from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, force, moved, recurrence
 from tests.support.sass import disassemble
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -226,13 +226,4 @@ class TestOnGpu:
 
     def test_graph_replay(self, monkeypatch: pytest.MonkeyPatch) -> None:
         force(monkeypatch, ChunkShape(8, ahead=8))
-        arguments = moved(case(4, 8, 2, 4, 128), "cuda")
-        fresh = arguments["initial_state"].clone()
-        want_out, want_pool = gated_delta_rule_mtp(**moved(arguments, "cuda"))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, pool = gated_delta_rule_mtp(**arguments)
-        pool.copy_(fresh)
-        graph.replay()
-        assert_same_bytes("output", out, want_out)
-        assert_same_bytes("state", pool, want_pool)
+        check_graph_replay(tokens=8)

@@ -29,6 +29,7 @@ from tests.support.gdn import (
     assert_close,
     case,
     check_both_orders,
+    check_graph_replay,
     check_other_writes,
     check_pool,
     check_strides,
@@ -257,13 +258,4 @@ class TestOnGpu:
         assert_same_bytes("state", state, want_state)
 
     def test_graph_replay(self) -> None:
-        arguments = moved(case(4, 4, 2, 4, 128), "cuda")
-        fresh = arguments["initial_state"].clone()
-        want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, state = gated_delta_rule_mtp(**arguments)
-        state.copy_(fresh)
-        graph.replay()
-        assert_same_bytes("output", out, want_out)
-        assert_same_bytes("state", state, want_state)
+        check_graph_replay(tokens=4)

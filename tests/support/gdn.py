@@ -173,6 +173,20 @@ def check_other_writes(device: str) -> None:
         assert_same_bytes(f"slot {slot}, written more than once", pool[slot], wanted[n, t])
 
 
+def check_graph_replay(tokens: int) -> None:
+    """A captured call replays the eager one."""
+    arguments = moved(case(4, tokens, 2, 4, 128), "cuda")
+    fresh = arguments["initial_state"].clone()
+    want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, state = gated_delta_rule_mtp(**arguments)
+    state.copy_(fresh)
+    graph.replay()
+    assert_same_bytes("output", out, want_out)
+    assert_same_bytes("state", state, want_state)
+
+
 def check_strides(device: str) -> None:
     """Views of a packed projection, a paged pool and a larger steps buffer read and write as dense tensors do."""
     dense = moved(case(2, 3, 1, 2), device)

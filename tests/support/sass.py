@@ -18,7 +18,8 @@ def disassemble(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
+        command = [_tool(), "-c", "--no-dataflow", file.name]  # opcodes are the same, a quarter sooner
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [match.group(1) for line in listing.splitlines() if (match := _INSTRUCTION.search(line))]
 
 

@@ -68,9 +68,9 @@ class Spec(KernelSpec):
             raise ArgumentError("tile_v", self.tile_v, f"a multiple of 4 * ilp_rows * warps = {pass_rows}")
         if self.state_layout is StateLayout.KV and (self.state_dtype is not DType.F32 or self.ilp_rows % 4):
             raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
-        _require_grain(self.ahead)
         if self.state_layout is StateLayout.KV and self.bulk_stores:
             raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are no piece of memory")
+        _require_grain(self.ahead)
 
     @property
     def shared_bytes(self) -> int:
@@ -124,13 +124,17 @@ def _require_grain(ahead: int) -> None:
 def geometry(spec: Spec | ChunkSpec, *, batch: int, value_heads: int, arch: Arch, ctas_per_sm: int = 0) -> Geometry:
     """``head_dim / tile_v`` CTAs for each value head; requests along y and, past the limit of y, z.
 
-    ``ctas_per_sm`` asks for so much shared memory that no more CTAs fit: what is being written at a time stays close
-    together, which DRAM rewards.
+    With at most ``ctas_per_sm``, what is being written at a time stays close together, which DRAM rewards.
     """
     grid_y = min(batch, _MAX_GRID_Y)
     grid = (value_heads * (spec.head_dim // spec.tile_v), grid_y, ceil_div(batch, grid_y))
-    share = (arch.shared_bytes + _CTA_RESERVE) // ctas_per_sm - _CTA_RESERVE if ctas_per_sm else 0
-    return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=max(share, spec.shared_bytes))
+    shared_bytes = max(spec.shared_bytes, share_of_sm(arch, ctas_per_sm))
+    return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=shared_bytes)
+
+
+def share_of_sm(arch: Arch, ctas_per_sm: int) -> int:
+    """So much shared memory that no more CTAs than ``ctas_per_sm`` fit; 0 for no bound."""
+    return (arch.shared_bytes + _CTA_RESERVE) // ctas_per_sm - _CTA_RESERVE if ctas_per_sm else 0
 
 
 PARAMS: tuple[Param, ...] = (

@@ -378,6 +378,7 @@ using State = float;
 constexpr int kHeadDim   = 128;  // K = V
 constexpr int kMaxTokens = 8;
 constexpr int kWarps     = 8;
+constexpr int kTileV     = 128;
 constexpr int kAhead     = 0;  // heads that are brought into L2 at a time; 0: none
 
 // ---- work of a lane --------------------------------------------------------
@@ -385,16 +386,19 @@ constexpr int kAhead     = 0;  // heads that are brought into L2 at a time; 0: n
 enum class StateLayout { kVk, kKv };
 constexpr StateLayout kStateLayout = StateLayout::kVk;
 constexpr bool kStoreSteps = false;
-constexpr int kLanes    = 4;                           // of a row
-constexpr int kIlpRows  = 2;                           // of a lane
+constexpr int kLanes   = 4;  // of a row
+constexpr int kIlpRows = 2;  // of a lane
 constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
-constexpr int kTileV    = kWarps * kWarpRows;
 constexpr int kTiles    = kHeadDim / kTileV;
 constexpr int kThreads  = kWarps * kWarp;
 constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
 constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
 constexpr int kQuads    = kHeadDim / (kLanes * 4);     // a lane's columns, in fours
 constexpr int kPairs    = 2 * kQuads;
+
+static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
+
+using Rows = f32x2[kIlpRows][kPairs];
 
 // k of every token, then q of every token: vectors
 constexpr int kVectors = 2 * kMaxTokens;
@@ -403,10 +407,8 @@ constexpr int kTokenBlocks = kMaxTokens / 8;
 constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // TF32 numbers that make up one of the state
 constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // of vectors in shared memory: lanes meet few conflicts
 
-static_assert(kHeadDim % kTileV == 0, "every row has a warp");
+static_assert(kHeadDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
 static_assert(kMaxTokens % 8 == 0, "whole blocks");
-
-using Rows = f32x2[kIlpRows][kPairs];
 
 // ---- gdn/rows --------------------------------------------------------------
 // A lane's rows of a state, between memory and registers, in 16-byte accesses.
@@ -765,13 +767,14 @@ struct Values {
 
 using Factor = uint32[4];
 
-// Two columns of a lane's rows as sums of TF32 numbers.
-__device__ __forceinline__ void split(Factor (&terms)[kTerms], f32x2 upper, f32x2 lower) {
-  const float whole[4] = {upper.x, lower.x, upper.y, lower.y};
+// Floats as sums of one or two TF32 numbers.
+template <int N>
+__device__ __forceinline__ void split(Factor (&terms)[N], const float (&whole)[4]) {
+  static_assert(N == 1 || N == 2, "the second takes what the first leaves");
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     terms[0][i] = bits(whole[i]) & 0xFFFFE000u;
-    if constexpr (kTerms == 2) terms[1][i] = bits(whole[i] - __uint_as_float(terms[0][i]));
+    if constexpr (N == 2) terms[1][i] = bits(whole[i] - __uint_as_float(terms[0][i]));
   }
 }
 
@@ -782,7 +785,10 @@ __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared
   for (int i = 0; i < kQuads; ++i) {
     Factor left[2][kTerms];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) split(left[half], h[0][2 * i + half], h[1][2 * i + half]);
+    for (int half = 0; half < 2; ++half) {
+      const f32x2 upper = h[0][2 * i + half], lower = h[1][2 * i + half];
+      split(left[half], {upper.x, lower.x, upper.y, lower.y});
+    }
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const float4 x = columns_of(s, 8 * b + g, i, t);
@@ -849,15 +855,14 @@ __device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 s
 __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& s, int tokens, int g, int t) {
   Factor left[kTokenBlocks][2];
 #pragma unroll
-  for (int i = 0; i < 2 * kTokenBlocks; ++i) {
-    const int b = i / 2, token = 8 * b + 2 * t + i % 2;
+  for (int b = 0; b < kTokenBlocks; ++b) {
+    float u[4];
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
-      const float u = token < tokens ? sums[b][r][i % 2] * s.norms[token] * s.span[tokens - 1][token + 1] : 0.0f;
-      const uint32 high_part = bits(u) & 0xFFFFE000u;
-      left[b][0][i % 2 * 2 + r] = high_part;
-      left[b][1][i % 2 * 2 + r] = bits(u - __uint_as_float(high_part));
+    for (int i = 0; i < 4; ++i) {
+      const int token = 8 * b + 2 * t + i / 2;
+      u[i] = token < tokens ? sums[b][i % 2][i / 2] * s.norms[token] * s.span[tokens - 1][token + 1] : 0.0f;
     }
+    split(left[b], u);
   }
   const float decay = s.span[tokens - 1][0];
 #pragma unroll
@@ -929,9 +934,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   const int  x    = blockIdx.x;
   const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
   if (item.n >= batch) return;
-  const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
-  const int row = threadIdx.x / kWarp * kWarpRows + g * kIlpRows;
-  const int64 offset = item.rows(row, t);
+  const int lane      = threadIdx.x % kLanes;
+  const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
   out += item.outputs(p);
 
   if constexpr (kHasPdl) ptx::griddep_wait();
@@ -942,10 +946,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     clear_outputs(p, out);
     return;
   }
+  const int g = threadIdx.x % kWarp / kLanes, t = lane;
+  const int64 offset = item.rows(first_row, t);
   Rows h;
   load_rows(h, state + slot * state_stride + offset);
   Values values;
-  values.load(v + item.values(p) + row, v_token_stride, p.tokens, t);
+  values.load(v + item.values(p) + first_row, v_token_stride, p.tokens, t);
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
@@ -958,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   multiply(sums, h, s, g, t);
   __syncthreads();
   solve(sums, s, values, p.tokens, t);
-  store_outputs(sums, out + row, value_heads * kHeadDim, p.tokens, t);
+  store_outputs(sums, out + first_row, value_heads * kHeadDim, p.tokens, t);
   if (write_slot < 0) return;
   update(h, sums, s, p.tokens, g, t);
   store_rows<To::kMemory>(h, state + write_slot * state_stride + offset);

@@ -372,27 +372,28 @@ constexpr bool kBulkStores = false;  // states leave through shared memory
 constexpr int  kAhead      = 0;  // heads that are brought into L2 at a time; 0: none
 
 // ---- work of a lane --------------------------------------------------------
-constexpr int kLanes    = 8;                             // of a row
-constexpr int kGroups   = kWarp / kLanes;
-constexpr int kWarpRows = kGroups * kIlpRows;
+constexpr int kLanes = 8;  // of a row
+constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
 constexpr int kTiles    = kHeadDim / kTileV;
-constexpr int kPassRows = kWarps * kWarpRows;
 constexpr int kThreads  = kWarps * kWarp;
-constexpr int kVec      = 16 / sizeof(State);            // columns of a 16-byte access
-constexpr int kAccesses = kHeadDim / (kLanes * kVec);    // of a row
-constexpr int kQuads    = kHeadDim / (kLanes * 4);       // a lane's columns, in fours
+constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
+constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
+constexpr int kQuads    = kHeadDim / (kLanes * 4);     // a lane's columns, in fours
 constexpr int kPairs    = 2 * kQuads;
+
+static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
+
+using Rows = f32x2[kIlpRows][kPairs];
+
+constexpr int kPassRows = kWarps * kWarpRows;
 // Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays. Packed
 // floats lie in pairs, which takes more.
 constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 
 static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
-static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
 static_assert(kStateLayout == StateLayout::kVk || (kVec == 4 && kIlpRows % 4 == 0), "[K, V]: 16 bytes are four rows");
 static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t and t + kLanes");
 static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
-
-using Rows = f32x2[kIlpRows][kPairs];
 
 // ---- gdn/rows --------------------------------------------------------------
 // A lane's rows of a state, between memory and registers, in 16-byte accesses.
