@@ -32,8 +32,8 @@ def gated_delta_rule_mtp(
 
     Args:
         q, k: [B, T, H, K] bf16 or fp16, T from 1 to 16, K 64 or 128. Heads dense; requests and tokens may be strided by
-            multiples of 16 bytes, as views of a packed projection are. Every request has T tokens: FlashInfer's function
-            takes no cu_seqlens either.
+            multiples of 16 bytes, as views of a packed projection are. Every request has T tokens: there is no
+            cu_seqlens, as in FlashInfer's function.
         v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
