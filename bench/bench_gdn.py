@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jitfp4.families.gdn.selection import CHUNK, DELTA_RULE
 
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
-from jitfp4.families.gdn.selection import CHUNK, DELTA_RULE
 
 CALLS, REPLAYS = 10, 15
 WARM_UP_S = 0.03  # after a pause, what runs first is up to a tenth slower

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jitfp4.families.gdn.kernel import share_of_sm
 
 from bench.bench_gdn import copy_us, replay_us
 from bench.harness import write_results
@@ -24,7 +25,6 @@ from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
-from jitfp4.families.gdn.kernel import share_of_sm
 from jitfp4.spec import Geometry, Ptr
 
 ARCH = Arch.of("sm_90a")

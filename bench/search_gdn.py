@@ -14,6 +14,9 @@ from itertools import groupby, product
 from pathlib import Path
 from unittest import mock
 
+from jitfp4.families.gdn.kernel import StateLayout
+from jitfp4.families.gdn.selection import ChunkShape, Problem, Shape, plan, specialise
+
 from bench.bench_gdn import K_MAJOR, Case, arguments, replay_us
 from bench.harness import write_results
 from bench.stamp import stamp
@@ -21,8 +24,6 @@ from jitfp4 import engine
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn import operator
-from jitfp4.families.gdn.kernel import StateLayout
-from jitfp4.families.gdn.selection import ChunkShape, Problem, Shape, plan, specialise
 from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-
-import jitfp4
-import jitfp4.families
-from jitfp4 import SfLayout, engine, sim
 from jitfp4.families.gdn.kernel import ChunkSpec, Spec, StateLayout
 from jitfp4.families.gdn.operator import DTYPES, STATE_DTYPES
 from jitfp4.families.gdn.selection import Problem, select
 from jitfp4.registry import families, lookup
+
+import jitfp4
+import jitfp4.families
+from jitfp4 import SfLayout, engine, sim
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
 from jitfp4.spec import KernelSpec

@@ -17,7 +17,7 @@ from jitfp4 import render as renderer
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli import app
 from jitfp4.golden import GOLDEN_ARCHS, goldens, source_path, sources
-from jitfp4.registry import families, lookup
+from jitfp4.kernel import kernels, lookup
 
 ROOT = Path(__file__).parents[2]
 FAMILY = "quantize/vector"
@@ -109,21 +109,21 @@ def test_a_missing_end_of_line_is_drift(golden: Path) -> None:
 def test_golden_files_say_every_line_of_every_specialisation() -> None:
     """A source is the family's first with the lines replaced that its block in the .specs file lists."""
     files_ = goldens(FAMILY)
-    family = lookup(FAMILY)
+    kernel = lookup(FAMILY)
     for arch in map(Arch.of, GOLDEN_ARCHS):
         first, blocks = files_[f"{FAMILY}/{arch.name}.cu"], files_[f"{FAMILY}/{arch.name}.specs"].split("\n\n")
-        specs = list(family.specs(arch))
+        specs = list(kernel.specs(arch))
         assert len(blocks) == len(specs) - 1  # the first replaces nothing: its block is empty
         for spec, block in zip(specs[1:], blocks, strict=True):
             removed, added = ([line[1:] for line in block.strip().splitlines() if line[0] == sign] for sign in "-+")
-            want = family.render(spec, arch).splitlines()
+            want = kernel.render(spec, arch).splitlines()
             assert sorted(set(first.splitlines()) - set(want)) == sorted(set(removed) - set(want))
             assert spec.json() in added[0] and all(line in want for line in added)
 
 
 def test_every_specialisation_has_a_file_name_of_its_own() -> None:
     archs = [Arch.of(name) for name in GOLDEN_ARCHS]
-    places = [source_path(f, spec, arch) for f in families() for arch in archs for spec in f.specs(arch)]
+    places = [source_path(f, spec, arch) for f in kernels() for arch in archs for spec in f.specs(arch)]
     assert len(set(places)) == len(places)
     assert sources(archs).keys() == set(places)
 
