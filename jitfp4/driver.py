@@ -58,20 +58,12 @@ class LoadedKernel:
     def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
         """Where the driver's description of a launch lies, which the kernel keeps."""
         key = geometry, pdl, stream
-<<<<<<< HEAD
         with self._lock:
             if key not in self._configs:
                 self._consent(geometry)
                 config = _describe(geometry, pdl, stream)
-                self._configs[key] = config, config.getPtr()
+                self._configs[key] = config, ctypes.c_void_p(config.getPtr())
             return self._configs[key][1]
-=======
-        if key not in self._configs:
-            self._consent(geometry)
-            config = _describe(geometry, pdl, stream)
-            self._configs[key] = config, ctypes.c_void_p(config.getPtr())
-        return self._configs[key][1]
->>>>>>> main
 
     def _consent(self, geometry: Geometry) -> None:
         """Raise the kernel's limits to what a geometry needs."""
