@@ -57,4 +57,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
     loads = (0, _MANY_ELEMENTS // 2, 2 * _MANY_ELEMENTS)
     for in_dtype, (block, scale), add, h, load in product(IN_DTYPES.values(), formats, (False, True), hidden, loads):
-        yield Problem(in_dtype, block, scale, add, padded=False, m=load * arch.num_sms // h, h=h)
+        m = max(load * arch.num_sms // h, 1)
+        yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)
