@@ -19,6 +19,7 @@ TABLE = Table(
     (
         Row(Tactic(1, 1), {"h": TURN}),
         *rows(
+            (Tactic(1, 8), {"m": 16, "h": 2048}),
             (Tactic(2, 8), {}),
             (Tactic(2, 16), {}),
             (Tactic(2, 16, clustered=True), {}),
