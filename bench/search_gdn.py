@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, asdict, fields
 from itertools import groupby, product
 from pathlib import Path
 
-from jitfp4.families.gdn.kernel import StateLayout
-from jitfp4.families.gdn.selection import Problem
-
-from bench.bench_gdn import K_MAJOR, Case, arguments
+from bench.bench_gdn import K_MAJOR, Case, arguments, warm_us
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import engine
 from jitfp4.arch import Arch
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import ChunkTactic, Problem, StateLayout, WalkTactic
 from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")
