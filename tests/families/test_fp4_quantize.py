@@ -18,6 +18,7 @@ from jitfp4 import (
     mxfp4_quantize,
     nvfp4_dequantize,
     nvfp4_quantize,
+    shuffle_matrix_a,
     silu_and_mul_nvfp4_quantize,
     sim,
 )
@@ -29,7 +30,7 @@ from jitfp4.families.quantize.tables import TABLE_TACTICS, TMA_TACTICS
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.nvrtc import compile_cubin
 from jitfp4.reference import quantize as reference
-from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1
+from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1, unswizzle
 from jitfp4.spec import KernelSpec
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
@@ -150,6 +151,18 @@ def test_per_token_dequantizes_with_the_row_scale() -> None:
     values = decode_e2m1(unpack_e2m1(q)) * sf.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
     error = values * scales.unsqueeze(1) - a.float()
     assert (error.norm(dim=1) / a.float().norm(dim=1) < 0.13).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_shuffled_per_token_scales_go_with_their_rows(dtype: torch.dtype, device: str) -> None:
+    a = random_matrix(256, 128, dtype)
+    options = {"do_shuffle": True, "per_token_activation": True}
+    q, sf, scales = (x.cpu() for x in nvfp4_quantize(a.to(device), torch.tensor([1 / 2688]).to(device), **options))
+    blocks = unswizzle(sf, SfLayout.layout_128x4, 256, 8).view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+    back = decode_e2m1(unpack_e2m1(q)) * blocks * scales.unsqueeze(1)
+    want = shuffle_matrix_a(a, 128).float()
+    assert ((back - want).norm(dim=1) / want.norm(dim=1) < 0.13).all()
+    assert ((back - want).norm() / want.norm()) < 0.11
 
 
 # ---- after SwiGLU ----------------------------------------------------------------------------------------------------
