@@ -22,57 +22,6 @@ constexpr bool kHasE2m1Cvt = false;
 constexpr bool kHasLd256   = false;
 constexpr bool kHasPdl     = true;
 
-// ---- partials/f32x2 --------------------------------------------------------
-// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
-constexpr bool kHasF32x2 = false;
-
-struct alignas(8) f32x2 { float x, y; };
-
-__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mul.rn.f32x2 d, a, b;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
-    return d;
-  }
-  return {a.x * b.x, a.y * b.y};
-}
-
-__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, c, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mov.b64 c, {%6, %7};\n"
-        "  fma.rn.f32x2 d, a, b, c;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
-    return d;
-  }
-  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
-}
-
-// ---- partials/reduce -------------------------------------------------------
-// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
-// Every lane of a group gets the same bits.
-template <int kLanes, int N>
-__device__ __forceinline__ void group_sum(float (&x)[N]) {
-#pragma unroll
-  for (int distance = 1; distance < kLanes; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
-  }
-}
-
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -217,6 +166,82 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   return d;
 }
 }  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/f32x2 --------------------------------------------------------
+// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
+constexpr bool kHasF32x2 = false;
+
+struct alignas(8) f32x2 { float x, y; };
+
+__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mul.rn.f32x2 d, a, b;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+    return d;
+  }
+  return {a.x * b.x, a.y * b.y};
+}
+
+__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, c, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mov.b64 c, {%6, %7};\n"
+        "  fma.rn.f32x2 d, a, b, c;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+  }
+  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
+}
+
+// ---- partials/reduce -------------------------------------------------------
+// Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
+// Every lane of a group gets the same bits.
+template <int kLanes, int N>
+__device__ __forceinline__ void group_sum(float (&x)[N]) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
+  }
+}
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same

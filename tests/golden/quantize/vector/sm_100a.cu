@@ -377,69 +377,6 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
-// ---- partials/inputs -------------------------------------------------------
-// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
-template <typename In> struct Widened { using type = In; };
-template <> struct Widened<e4m3> { using type = f16; };
-template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
-
-// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
-template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
-  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
-}
-template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
-  if constexpr (kHasLd256 && sizeof(In) == 2) {
-    if (wide) return ptx::ld_global_nc_32(raw, p);
-  }
-#pragma unroll
-  for (int i = 0; i < 4 * sizeof(In); i += 4) {
-    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
-    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
-  }
-}
-
-// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
-__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
-  const float p = 1.0f / g * 6.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
-    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
-  }
-}
-
-// ---- partials/silu ---------------------------------------------------------
-// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
-// relative error of up to 2^-22 + |v| * 2^-23.
-constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
-
-// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
-// corrected by its remainder, is correctly rounded (Markstein).
-__device__ __forceinline__ float silu_inside(float v) {
-  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
-  return fmaf(fmaf(-d, q, v), r, q);
-}
-// Beyond it, 1 + exp(-v) is 1 or exp(-v).
-__device__ __forceinline__ float silu_outside(float v) { return v > 0.0f ? v : v * ptx::ex2_approx(v * kLog2E); }
-
-// round(silu(gate) * up)
-template <typename In>
-__device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
-  float v[16];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[2 * i] = silu_inside(low<In>(gate[i])), v[2 * i + 1] = silu_inside(high<In>(gate[i]));
-  if (block_amax<In>(gate) > kSiluRange) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float lo = low<In>(gate[i]), hi = high<In>(gate[i]);
-      if (fabsf(lo) > kSiluRange) v[2 * i] = silu_outside(lo);
-      if (fabsf(hi) > kSiluRange) v[2 * i + 1] = silu_outside(hi);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = to_pair<In>(v[2 * i] * low<In>(up[i]), v[2 * i + 1] * high<In>(up[i]));
-}
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
 // kernel may write the address later.
@@ -523,6 +460,69 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   uint32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
+}
+
+// ---- partials/inputs -------------------------------------------------------
+// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
+template <typename In> struct Widened { using type = In; };
+template <> struct Widened<e4m3> { using type = f16; };
+template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
+
+// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
+  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
+}
+template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
+  if constexpr (kHasLd256 && sizeof(In) == 2) {
+    if (wide) return ptx::ld_global_nc_32(raw, p);
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * sizeof(In); i += 4) {
+    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
+    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
+  }
+}
+
+// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
+__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
+  const float p = 1.0f / g * 6.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
+    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
+  }
+}
+
+// ---- partials/silu ---------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein).
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(fmaf(-d, q, v), r, q);
+}
+// Beyond it, 1 + exp(-v) is 1 or exp(-v).
+__device__ __forceinline__ float silu_outside(float v) { return v > 0.0f ? v : v * ptx::ex2_approx(v * kLog2E); }
+
+// round(silu(gate) * up)
+template <typename In>
+__device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[2 * i] = silu_inside(low<In>(gate[i])), v[2 * i + 1] = silu_inside(high<In>(gate[i]));
+  if (block_amax<In>(gate) > kSiluRange) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float lo = low<In>(gate[i]), hi = high<In>(gate[i]);
+      if (fabsf(lo) > kSiluRange) v[2 * i] = silu_outside(lo);
+      if (fabsf(hi) > kSiluRange) v[2 * i + 1] = silu_outside(hi);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_pair<In>(v[2 * i] * low<In>(up[i]), v[2 * i + 1] * high<In>(up[i]));
 }
 
 // ---- partials/quantize_task ------------------------------------------------
