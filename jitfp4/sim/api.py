@@ -14,6 +14,7 @@ import numpy as np
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.sim.arguments import pack
+from jitfp4.sim.history import History
 from jitfp4.sim.machine import Launch, Machine, linear
 from jitfp4.sim.memory import GlobalMemory
 from jitfp4.sim.parser import parse
@@ -72,7 +73,10 @@ def run(
     params, maps = pack(program.entry.params, args, memory)
     const = program.initialise(memory)
     cluster = _cluster(program, geometry)
-    launch = Launch(geometry=geometry, cluster=cluster, arch=arch, tensor_maps=maps, races=races)
+    history = History() if races else None
+    if history is not None:
+        history.cover([region.data for region in memory.slots.values()] + [one.base for one in maps.values()])
+    launch = Launch(geometry=geometry, cluster=cluster, arch=arch, tensor_maps=maps, history=history)
     stats = Stats()
     total, size = linear(geometry.grid), linear(cluster)
     ctas = max(batch // (linear(geometry.block) * size), 1) * size
@@ -80,6 +84,8 @@ def run(
         for first in range(0, total, ctas):
             machine = Machine(program, launch, memory, params, const, first, min(ctas, total - first))
             machine.run()
+            if history is not None and machine.races is not None:
+                history.finish_batch(machine.races.clocks)
             stats.opcodes += program.histogram(machine.block_runs)
     stats.instructions = stats.opcodes.total()
     stats.seconds = time.perf_counter() - began

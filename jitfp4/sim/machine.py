@@ -24,6 +24,7 @@ from jitfp4.sim.tensormap import TensorMap
 from jitfp4.spec import Dim3, Geometry
 
 if TYPE_CHECKING:
+    from jitfp4.sim.history import History
     from jitfp4.sim.program import Program
     from jitfp4.sim.races import Races
 
@@ -55,7 +56,8 @@ class Launch:
     cluster: Dim3
     arch: Arch
     tensor_maps: dict[int, TensorMap]
-    races: bool
+    history: History | None = None  # with it accesses are checked for races
+    order: np.random.Generator | None = None  # with it warps run in random order
 
 
 def linear(dim: Dim3) -> int:
@@ -92,10 +94,10 @@ class Machine:
         self.units: dict[type[Any], Any] = {}
         self.special: dict[str, Any] = {}  # values of special registers that do not change
         self.block_runs = np.zeros(len(program.blocks), np.int64)
-        if launch.races:
+        if launch.history is not None:
             from jitfp4.sim.races import Races
 
-            self.races = Races(self)
+            self.races = Races(self, launch.history)
 
     def unit(self, kind: type[U]) -> U:
         """The batch's instance of ``kind``."""

@@ -16,7 +16,7 @@ from jitfp4.sim.machine import Machine
 from jitfp4.sim.memory import WRITTEN, Part
 from jitfp4.sim.ops.floating import extremum
 from jitfp4.sim.ops.half import narrow, widen
-from jitfp4.sim.ops.memory import policy, space_of
+from jitfp4.sim.ops.memory import order_of, policy, space_of
 from jitfp4.sim.ptx import TYPES, Array, Type
 
 _OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
@@ -66,7 +66,7 @@ def combine(op: str, kind: Type, old: Array, new: Array) -> Array:
 
 @step("atom", "red")
 def _atomic(d: Decode) -> Step:
-    d.ignore("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys")
+    order = order_of(d, atomic=True)
     space = space_of(d)
     op = d.need(*_OPS)
     d.ignore("noftz")
@@ -90,6 +90,11 @@ def _atomic(d: Decode) -> Step:
         for part in m.memory.locate(space, lanes.ids, address(m, lanes), kind.bytes * count):
             if part.space == "shared":
                 m.memory.require_state(part, lanes.ids, kind.bytes * count, WRITTEN, "atomic")
+            if m.races is not None and part.space in ("shared", "global"):
+                ids = part.of(lanes.ids)
+                m.races.write(part, ids, kind.bytes * count, order.how, atomic=True)
+                m.races.flags.reading(part, ids, order)
+                m.races.flags.written(part, ids, order, atomic=True)
             _in_order(part, op, kind, old, b, c)
         for write, value in zip(writes, old, strict=False):
             write(m, lanes, value)
