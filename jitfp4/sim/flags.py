@@ -8,7 +8,7 @@ a release began; another store ends it. A scope that does not include the other 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,6 +104,15 @@ class Flags:
                 entry = table.setdefault(key, {})
                 where = (scope, self._cta(thread))
                 entry[where] = entry[where].join(release) if where in entry else release
+
+    def exchanged(self, part: Part, ids: Array, access: Access, turns: Array) -> None:
+        """Threads executed an atomic, one after the other in the order of ``turns``."""
+        if not (access.release or self.any_fence or self._table(part)):
+            return
+        for at in turns.tolist():
+            one = replace(part, pick=None, offset=part.offset[at : at + 1])
+            self.reading(one, ids[at : at + 1], access)
+            self.written(one, ids[at : at + 1], access, atomic=True)
 
     def _published(self, thread: int, access: Access) -> list[tuple[int, Release]]:
         out = []

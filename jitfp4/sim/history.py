@@ -37,9 +37,10 @@ class History:
         self.ranges: list[tuple[int, int, Cells]] = []
         self.places: dict[int, tuple[Cells, int]] = {}
         self.flags: dict[tuple[int, int], dict[tuple[int, int], Release]] = {}
+        self.waited = False  # some thread has executed griddepcontrol.wait
         self.base = _FIRST_BATCH
         self.batches: list[_Batch] = []
-        self.regions: list[Region] = []  # kept alive: their ids are keys
+        self.regions: list[Region] = []  # kept, so that neither their ids nor their memory come again
 
     def cover(self, arrays: list[Array]) -> None:
         """Make room for the records of these byte arrays."""
@@ -89,18 +90,18 @@ class History:
                 return batch.first_cluster + int(batch.cluster[at]), (int(batch.column[at]), int(batch.alone[at]))
         return None
 
-    def next_grid(self, *, waited: bool) -> None:
+    def next_grid(self) -> None:
         """Begin a dependent launch: all accesses so far are those of the grid before it.
 
-        ``waited``: that grid executed griddepcontrol.wait, so what lay before it is complete.
+        If that grid executed griddepcontrol.wait, what lay before it is complete.
         """
         for _, _, cells in self.ranges:
-            cells.belong_to(PREVIOUS_GRID, keep=not waited)
+            cells.belong_to(PREVIOUS_GRID, keep=not self.waited)
+        self.waited = False
         self.flags.clear()
         self.batches.clear()
         self.base = _FIRST_BATCH
         self.places.clear()
-        self.regions.clear()
 
     def touched_before(self, data: Array) -> None:
         """Declare that the grid before this one reads and writes an array."""
@@ -112,5 +113,6 @@ class History:
 
     def forget(self, data: Array) -> None:
         """Declare that an array is constant: no earlier grid writes it."""
+        self.cover([data])
         cells, first = self.of_data(data)
         cells.clear(cells.of_range(first, data.nbytes))

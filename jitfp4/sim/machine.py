@@ -19,7 +19,7 @@ from jitfp4.errors import SimDeadlockError, SimError, SimMemoryError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import WINDOWS, GlobalMemory, Memory
 from jitfp4.sim.ptx import Array
-from jitfp4.sim.scheduler import FAIR_TURN, Ready
+from jitfp4.sim.scheduler import FAIR_TURN, RandomReady, Ready
 from jitfp4.sim.tensormap import TensorMap
 from jitfp4.spec import Dim3, Geometry
 
@@ -57,7 +57,8 @@ class Launch:
     arch: Arch
     tensor_maps: dict[int, TensorMap]
     history: History | None = None  # with it accesses are checked for races
-    order: np.random.Generator | None = None  # with it warps run in random order
+    order: np.random.Generator | None = None  # with it warps and lanes of atomics run in random order
+    clusters: Array | None = None  # the order in which clusters run; None is that of their numbers
 
 
 def linear(dim: Dim3) -> int:
@@ -88,7 +89,7 @@ class Machine:
         self.races: Races | None = None
         self.memory = Memory(self, memory, params, const)
         self.registers: list[Array] = [np.full(self.total, fill, dtype) for dtype, fill in program.registers]
-        self.ready = Ready(self.total)
+        self.ready = Ready(self.total) if launch.order is None else RandomReady(self.warp, launch.order)
         self.engines: list[Engine] = []
         self.on_exit: list[Callable[[Array], None]] = []
         self.units: dict[type[Any], Any] = {}
@@ -188,6 +189,8 @@ class Machine:
         cluster_grid = tuple(-(-g // c) for g, c in zip(grid, cluster, strict=True))
         number = np.arange(self.first, self.first + self.ctas)
         which, rank = number // self.cluster_size, number % self.cluster_size
+        if self.launch.clusters is not None:
+            which = self.launch.clusters[which]
         out = []
         for axis in range(3):
             out.append(which % cluster_grid[axis] * cluster[axis] + rank % cluster[axis])

@@ -61,6 +61,8 @@ class Cells:
 
     def of_bytes(self, where: Array) -> Array:
         """Cells that a set of byte offsets touches, as wide as its runs allow."""
+        if not where.size:
+            return np.zeros(0, np.int64)
         at = np.sort(where.reshape(-1) + self.phase)
         ends = np.flatnonzero(np.diff(at) > 1)
         edges = int(np.bitwise_or.reduce(np.r_[at[0], at[ends + 1], at[ends] + 1, at[-1] + 1]))
