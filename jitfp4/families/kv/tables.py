@@ -1,0 +1,56 @@
+"""Which tactic a KV cache gets, and the problems that meet every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from jitfp4.arch import Arch
+from jitfp4.families.kv.problem import (
+    DTYPES,
+    Addressing,
+    DequantizeProblem,
+    DequantizeTactic,
+    QuantizeProblem,
+    QuantizeTactic,
+)
+from jitfp4.selection import Row, Table, rows
+
+_FEW = 1024  # blocks or chunks for each SM
+_MANY = 1 << 20
+
+QUANTIZE = Table(
+    (
+        Row(QuantizeTactic(1, 64), {"blocks_per_sm": _FEW}),
+        Row(QuantizeTactic(4, 256)),
+        Row(QuantizeTactic(2, 256)),
+        Row(QuantizeTactic(1, 256)),
+    ),
+    measured="h200/kv.csv",
+)
+DEQUANTIZE = Table(
+    (
+        *rows((DequantizeTactic(1, 128), {}), chunks_per_sm=_FEW),
+        Row(DequantizeTactic(4, 256)),
+        Row(DequantizeTactic(2, 256)),
+        Row(DequantizeTactic(1, 256)),
+    ),
+    measured="h200/kv.csv",
+)
+
+QUANTIZE_TACTICS = tuple(dict.fromkeys(row.tactic for row in QUANTIZE.rows))
+DEQUANTIZE_TACTICS = tuple(dict.fromkeys(row.tactic for row in DEQUANTIZE.rows))
+
+
+def quantize_problems(_: Arch) -> Iterator[QuantizeProblem]:
+    """Few and many tokens, in runs of every kind."""
+    for in_dtype, addressing, tokens, run in product(DTYPES.values(), Addressing, (1, _MANY), (1, 2, 4)):
+        if run == 4 or addressing is Addressing.WHOLE:
+            yield QuantizeProblem(in_dtype, addressing, tokens, blocks=64, sides=2, run=run)
+
+
+def dequantize_problems(_: Arch) -> Iterator[DequantizeProblem]:
+    """Few and many tokens, in runs of every kind."""
+    for out_dtype, paged, tokens, run in product(DTYPES.values(), (False, True), (1, _MANY), (1, 2, 4)):
+        if run == 4 or paged:
+            yield DequantizeProblem(out_dtype, paged, 1, tokens, chunks=128, sides=2, run=run)
