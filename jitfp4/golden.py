@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4.arch import Arch
-from jitfp4.registry import Family, families
+from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.spec import KernelSpec
 
 GOLDEN_ARCHS = ("sm_90a", "sm_100a")
@@ -29,9 +29,9 @@ class Drift:
     diff: str
 
 
-def source_path(family: Family, spec: KernelSpec, arch: Arch) -> str:
+def source_path(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     """A file name for one generated source, such as ``quantize/vector/nvfp4-bf16-layout_8x4-no_silu.sm_90a.cu``."""
-    return f"{family.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
+    return f"{kernel.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
 
 
 def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]:
@@ -40,24 +40,24 @@ def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]
     Raises ArgumentError when ``pattern`` names none.
     """
     return {
-        source_path(family, spec, arch): family.render(spec, arch)
-        for family in families(pattern)
+        source_path(kernel, spec, arch): kernel.render(spec, arch)
+        for kernel in kernels(pattern)
         for arch in archs
-        for spec in family.specs(arch)
+        for spec in kernel.specs(arch)
     }
 
 
 def goldens(pattern: str | None = None) -> dict[str, str]:
     """Golden path to text of the families that ``pattern`` names (of all: None)."""
     texts = {}
-    for family in families(pattern):
+    for kernel in kernels(pattern):
         for arch in map(Arch.of, GOLDEN_ARCHS):
-            rendered = {spec: family.render(spec, arch) for spec in family.specs(arch)}
+            rendered = {spec: kernel.render(spec, arch) for spec in kernel.specs(arch)}
             if rendered:
                 first = next(iter(rendered.values()))
-                texts[f"{family.name}/{arch.name}.cu"] = first
+                texts[f"{kernel.name}/{arch.name}.cu"] = first
                 replaced = (_replaced_lines(first, source) for source in rendered.values())
-                texts[f"{family.name}/{arch.name}.specs"] = "\n".join(replaced)
+                texts[f"{kernel.name}/{arch.name}.specs"] = "\n".join(replaced)
     return texts
 
 
