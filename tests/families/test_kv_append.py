@@ -60,11 +60,11 @@ def assert_same_memory(got: PagedCache, want: PagedCache) -> None:
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_slots(layout: str, arrangement: str, index_dtype: torch.dtype, device: str) -> None:
-    """Pages of 8 and of 5, in every arrangement; two rows more than slots; nothing else changes."""
-    for page_size, heads, d in ((8, 2, 64), (5, 3, 32)):
+    """Pages of 8, 5 and 1, in every arrangement; two rows more than slots; nothing else changes."""
+    for page_size, heads, d in ((8, 2, 64), (5, 3, 32), (1, 1, 64)):
         k, v = tokens(9, heads, d), tokens(9, heads, d, 1)
-        slots = [3, -1, 0, 4 * page_size - 1, page_size, -7, 2 * page_size + 3]
-        cache, want = (paged_cache(4, page_size, heads, (d, d), layout, arrangement, x) for x in (device, "cpu"))
+        slots = [2, -1, 0, 12 * page_size - 1, page_size + 3, -7, 4 * page_size + 1]
+        cache, want = (paged_cache(12, page_size, heads, (d, d), layout, arrangement, x) for x in (device, "cpu"))
         slot_mapping = torch.tensor(slots, dtype=index_dtype, device=device)
         append_by_slot(k.to(device), v.to(device), slot_mapping, cache.codes, cache.sf, *SCALES, layout)
         write_by_hand(want, k, v, slots)
@@ -78,7 +78,9 @@ def test_interleaved_scales_of_v(layout: str, device: str) -> None:
     for arrangement in ARRANGEMENTS:
         cache, want = (paged_cache(2, 8, 2, (128, 128), layout, arrangement, x) for x in (device, "cpu"))
         lists = torch.tensor(slots, device=device)
-        append_by_slot(k.to(device), v.to(device), lists, cache.codes, cache.sf, *SCALES, layout, v_sf_layout="interleaved4")
+        append_by_slot(
+            k.to(device), v.to(device), lists, cache.codes, cache.sf, *SCALES, layout, v_sf_layout="interleaved4"
+        )
         write_by_hand(want, k, v, slots, interleaved=True)
         assert_same_memory(cache, want)
 
@@ -107,7 +109,9 @@ def test_views_of_a_packed_projection(device: str) -> None:
     assert_same_memory(cache, want)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32)], ids=str
+)
 def test_positions(dtypes: tuple[torch.dtype, ...], device: str) -> None:
     """Three requests, one of them without pages; a request, a position and a page that are negative."""
     k, v = tokens(8, 2, 64), tokens(8, 2, 64, 1)
@@ -248,6 +252,13 @@ def test_graphs_take_only_scales_on_the_device() -> None:
 
 X = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
 CODES, SF = torch.zeros(2, 4, 2, 32, dtype=torch.uint8), torch.zeros(2, 4, 2, 4).to(torch.float8_e4m3fn)
+WIDE, ONE = torch.zeros(2, 4, 2, 64, dtype=torch.uint8), CODES[:, :1]
+
+
+def good_cache(codes: object, sf: object) -> dict[str, Any]:
+    return good(paged_kv_cache=codes, kv_cache_sf=sf)
+
+
 BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], dict[str, Any]]]] = {
     "key dtype": (ArgumentTypeError, "append_key", lambda: good(append_key=X.float())),
     "key rank": (ArgumentError, "append_key", lambda: good(append_key=X[0])),
@@ -264,10 +275,9 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], dict[str, Any]
     "cache type": (ArgumentTypeError, "paged_kv_cache", lambda: good(paged_kv_cache=[CODES])),
     "cache dtype": (ArgumentTypeError, "paged_kv_cache", lambda: good(paged_kv_cache=(CODES.int(), CODES))),
     "cache rank": (ArgumentError, "paged_kv_cache", lambda: good(paged_kv_cache=CODES)),
-    "cache shapes": (ArgumentError, "paged_kv_cache", lambda: good(paged_kv_cache=(CODES, CODES[:1]), kv_cache_sf=(SF, SF[:1]))),
-    "cache strides": (ArgumentError, "paged_kv_cache", lambda: good(paged_kv_cache=(CODES, torch.zeros(2, 4, 2, 64).to(torch.uint8)[..., ::2]))),
-    "cache steps": (ArgumentError, "paged_kv_cache", lambda: good(paged_kv_cache=(CODES, torch.zeros(2, 4, 2, 36).to(torch.uint8)[..., :32]))),
-    "one slot of many": (ArgumentError, "paged_kv_cache", lambda: good(paged_kv_cache=(CODES, CODES[:, :1].expand(2, 4, 2, 32)))),
+    "cache shapes": (ArgumentError, "paged_kv_cache", lambda: good_cache((CODES, CODES[:1]), (SF, SF[:1]))),
+    "cache strides": (ArgumentError, "paged_kv_cache", lambda: good_cache((CODES, WIDE[..., ::2]), (SF, SF))),
+    "one slot of many": (ArgumentError, "paged_kv_cache", lambda: good_cache((CODES, ONE.expand_as(CODES)), (SF, SF))),
     "no scales": (ArgumentTypeError, "kv_cache_sf", lambda: good(kv_cache_sf=None)),
     "scale bytes": (ArgumentTypeError, "kv_cache_sf", lambda: good(kv_cache_sf=(SF.view(torch.uint8), SF))),
     "scale shape": (ArgumentError, "kv_cache_sf", lambda: good(kv_cache_sf=(SF, SF[..., :2]))),
@@ -303,7 +313,9 @@ def test_bad_lists_are_named() -> None:
     ):
         changed = {"batch_indices": bad, "positions": bad} if name == "append_key" else {name: bad}
         with pytest.raises(ArgumentError) as caught:
-            append_by_position(X, X, paged_kv_cache=cache.codes, kv_cache_sf=cache.sf, k_scale=1, v_scale=1, **lists | changed)
+            append_by_position(
+                X, X, paged_kv_cache=cache.codes, kv_cache_sf=cache.sf, k_scale=1, v_scale=1, **lists | changed
+            )
         assert caught.value.name == name
 
 

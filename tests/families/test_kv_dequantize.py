@@ -82,7 +82,9 @@ def moved(cache: PagedCache, device: str) -> PagedCache:
 
 def paged_cache_like(cache: PagedCache, device: str) -> PagedCache:
     (k, _), (v, _) = cache.sides()
-    arrangement = "stacked" if isinstance(cache.codes, torch.Tensor) else "one page" if len(cache.memory) == 1 else "pair"
+    arrangement = (
+        "stacked" if isinstance(cache.codes, torch.Tensor) else "one page" if len(cache.memory) == 1 else "pair"
+    )
     return paged_cache(*k.shape[:3], (2 * k.shape[3], 2 * v.shape[3]), cache.layout, arrangement, device)
 
 
@@ -206,7 +208,7 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
     "out dtype": (ArgumentError, "output_dtype", lambda: nvfp4_kv_dequantize(CODES, SF, 1.0, torch.float32)),
     "columns": (ArgumentError, "block_tables", lambda: paged(block_tables=torch.zeros(2, 1, dtype=torch.int32))),
     "table dtype": (ArgumentTypeError, "block_tables", lambda: paged(block_tables=torch.zeros(2, 2))),
-    "table strides": (ArgumentError, "block_tables", lambda: paged(block_tables=torch.zeros(2, 2, dtype=torch.int32).T)),
+    "table strides": (ArgumentError, "block_tables", lambda: paged(block_tables=torch.zeros(2, 2).int().T)),
     "lengths": (ArgumentError, "seq_lens", lambda: paged(seq_lens=torch.zeros(3, dtype=torch.int32))),
     "k_scale": (ArgumentError, "k_scale", lambda: paged(k_scale=torch.ones(2))),
     "K shape": (ArgumentError, "output_k", lambda: paged(output_k=OUT[..., :32].contiguous())),

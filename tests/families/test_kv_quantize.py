@@ -53,7 +53,9 @@ def test_reference_is_what_the_docstring_says(dtype: torch.dtype, scale: float) 
 def test_powers_of_two_give_the_bytes_of_nvfp4_quantize(scale: float) -> None:
     for x in (random_matrix(20, 64, torch.bfloat16), hard_blocks(torch.float16)):
         want = encode_reference(x, torch.tensor(1 / scale), L)
-        for name, got, wanted in zip(("codes", "scales"), reference.quantize(x, torch.tensor(scale)), want, strict=True):
+        for name, got, wanted in zip(
+            ("codes", "scales"), reference.quantize(x, torch.tensor(scale)), want, strict=True
+        ):
             assert_same_bytes(name, got, wanted)
 
 
@@ -110,7 +112,9 @@ def test_paged_cache(layout: str, page_size: int, device: str) -> None:
 
 def test_appended_tokens_get_the_bytes_of_the_whole_cache(device: str) -> None:
     k, v = (random_matrix(8 * 4 * 2, 64, torch.float16, seed=s).view(8, 2, 4, 64).to(device) for s in range(2))
-    fp4, sf, k_scale, v_scale = nvfp4_quantize_paged_kv_cache(k, v, "HND", k_global_sf=3.7, v_global_sf=torch.tensor([0.61]).to(device))
+    fp4, sf, k_scale, v_scale = nvfp4_quantize_paged_kv_cache(
+        k, v, "HND", k_global_sf=3.7, v_global_sf=torch.tensor([0.61]).to(device)
+    )
     again, again_sf = tuple(x.clone().fill_(0xA5) for x in fp4), tuple(x.clone() for x in sf)
     for x in again_sf:
         x.view(torch.uint8).fill_(0xA5)
@@ -146,10 +150,22 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
     "cache shapes": (ArgumentError, "v_cache", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD[:1])),
     "layout": (ArgumentError, "kv_layout", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "HDN")),
     "page size": (ArgumentError, "v_sf_layout", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "HND")),
-    "head dim": (ArgumentError, "v_sf_layout", lambda: nvfp4_quantize_paged_kv_cache(GOOD[..., :32], GOOD[..., :32], "NHD")),
-    "V order": (ArgumentError, "v_sf_layout", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "NHD", v_sf_layout="x")),
+    "head dim": (
+        ArgumentError,
+        "v_sf_layout",
+        lambda: nvfp4_quantize_paged_kv_cache(GOOD[..., :32], GOOD[..., :32], "NHD"),
+    ),
+    "V order": (
+        ArgumentError,
+        "v_sf_layout",
+        lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "NHD", v_sf_layout="x"),
+    ),
     "zero scale": (ArgumentError, "k_global_sf", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "NHD", 0.0)),
-    "NaN scale": (ArgumentError, "v_global_sf", lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "NHD", 1.0, torch.nan)),
+    "NaN scale": (
+        ArgumentError,
+        "v_global_sf",
+        lambda: nvfp4_quantize_paged_kv_cache(GOOD, GOOD, "NHD", 1.0, torch.nan),
+    ),
     "NaN in the cache": (ArgumentError, "k_cache", lambda: nvfp4_quantize_paged_kv_cache(GOOD / 0, GOOD, "NHD")),
 }
 

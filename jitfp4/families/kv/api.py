@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
-    APPEND_SF_DTYPES,
     CODE_DTYPES,
-    INDEX_DTYPES,
     SF_DTYPES,
     Cache,
     Side,
-    check_kv_layout,
-    check_list,
     check_rows,
-    check_v_sf_layout,
+    check_side,
+    check_unit_stride,
+    check_work,
     decode_scales,
-    sides,
+    is_interleaved,
+    nhd,
+    pair,
 )
-from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
-from jitfp4.families.kv.problem import DTYPES, MAX_GRID_YZ, MAX_THREADS
+from jitfp4.families.kv.calls import (
+    NO_LISTS,
+    append_by_position,
+    append_by_slot,
+    dequantize_paged,
+    dequantize_side,
+    quantize_side,
+    quantize_sides,
+)
+from jitfp4.families.kv.problem import DTYPES
 from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.reference.formats import divide
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, scalar_f32
+from jitfp4.replay import replayed
+from jitfp4.tensors import check_dtype, check_same_device, scalar_f32
 
 _MIN_AMAX = 1e-12
-_MAX_TOKENS = 1 << 31
 
 
+@replayed
 def nvfp4_kv_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float,
@@ -62,11 +70,11 @@ def nvfp4_kv_quantize(
     check_rows("input", input, 2, DTYPES)
     m, k = input.shape
     scale = scalar_f32("global_scale", global_scale, like=input)
-    _check_tokens("input", m, k // NVFP4.block)
+    check_work("input", m, k // NVFP4.block)
     codes = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
     sf = torch.empty(m, k // NVFP4.block, dtype=torch.uint8, device=input.device)
-    page = [x[None, :, None] for x in (codes, sf)]
-    quantize(Quantize(input[None, :, None], None, scale, None, *[None] * 4, *page, None, None, NEITHER, enable_pdl))
+    side = Side(codes[None, :, None], sf[None, :, None])
+    quantize_side(input[None, :, None], scale, NO_LISTS, side, interleaved=False, enable_pdl=enable_pdl, name="input")
     return codes, sf
 
 
@@ -105,28 +113,25 @@ def nvfp4_quantize_paged_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written; also for a default scale of a cache with NaN or
         Inf in it.
     """
-    caches, outputs, scales = [], [], []
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rows(name, cache, 4, DTYPES)
-        check_kv_layout(kv_layout)
-        caches.append(cache.transpose(1, 2) if kv_layout == "HND" else cache)
-    k, v = caches
+    k, v = nhd(k_cache, kv_layout), nhd(v_cache, kv_layout)
     if v.shape[:-1] != k.shape[:-1]:
         raise ArgumentError("v_cache", f"shape {tuple(v_cache.shape)}", "k_cache's pages, tokens and heads")
     check_dtype("v_cache", v, (k.dtype,))
     check_same_device("v_cache", v, k)
-    interleaved = check_v_sf_layout(v_sf_layout, v.shape[-1], v.shape[1])
-    _check_tokens("k_cache", k.shape[0] * k.shape[1], k.shape[2] * max(k.shape[-1], v.shape[-1]) // NVFP4.block)
-    for name, cache, given in (("k_global_sf", k_cache, k_global_sf), ("v_global_sf", v_cache, v_global_sf)):
-        scales.append(_decode_scale_of(name, name.replace("global_sf", "cache"), cache, given))
-        *place, d = cache.shape
-        codes = torch.empty(*place, d // 2, dtype=torch.uint8, device=cache.device)
-        sf = torch.empty(*place, d // NVFP4.block, dtype=torch.float8_e4m3fn, device=cache.device)
-        outputs.append((codes, sf))
-    (k_codes, k_sf), (v_codes, v_sf) = outputs
-    written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
-    _write(caches, written, [x.to(k.device) for x in scales], (None,) * 4, interleaved, enable_pdl)
-    return (k_codes, v_codes), (k_sf, v_sf), float(scales[0]), float(scales[1])
+    interleaved = is_interleaved(v_sf_layout, v.shape[-1], v.shape[1])
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        check_work(name, x.shape[0] * x.shape[1], x.shape[2] * x.shape[3] // NVFP4.block)
+    scales = _decode_scale_of("k", k_cache, k_global_sf), _decode_scale_of("v", v_cache, v_global_sf)
+    codes, sf = (
+        tuple(torch.empty(*x.shape[:-1], x.shape[-1] // per, dtype=dtype, device=x.device) for x in (k_cache, v_cache))
+        for per, dtype in ((2, torch.uint8), (NVFP4.block, torch.float8_e4m3fn))
+    )
+    written = [Side(nhd(x, kv_layout), nhd(y.view(torch.uint8), kv_layout)) for x, y in zip(codes, sf, strict=True)]
+    on_device = [scale.to(k.device) for scale in scales]
+    quantize_sides((k, v), on_device, NO_LISTS, written, interleaved, enable_pdl, ("k_cache", "v_cache"))
+    return (codes[0], codes[1]), (sf[0], sf[1]), float(scales[0]), float(scales[1])
 
 
 def nvfp4_quantize_append_paged_kv_cache(
@@ -167,22 +172,11 @@ def nvfp4_quantize_append_paged_kv_cache(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, DTYPES)
-    tokens = batch_indices.numel() if isinstance(batch_indices, torch.Tensor) else 0
-    requests = kv_indptr.numel() - 1 if isinstance(kv_indptr, torch.Tensor) else 0
-    check_list("batch_indices", batch_indices, append_key)
-    check_list("positions", positions, append_key, tokens)
-    check_list("kv_indices", kv_indices, append_key)
-    check_list("kv_indptr", kv_indptr, append_key)
-    check_list("kv_last_page_len", kv_last_page_len, append_key, max(requests, 0))
-    for name, x in (("append_key", append_key), ("append_value", append_value)):
-        if isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[0] != tokens:
-            raise ArgumentError(name, f"{x.shape[0]} tokens", f"{tokens}, as batch_indices")
-    written = sides(paged_kv_cache, kv_cache_sf, kv_layout, APPEND_SF_DTYPES)
-    interleaved = check_v_sf_layout(v_sf_layout, written[1].head_dim, written[1].codes.shape[1])
     scales = decode_scales(k_scale, v_scale, append_key)
-    lists = (positions, batch_indices, kv_indices, kv_indptr)
-    _append((append_key, append_value), written, scales, lists, interleaved, enable_pdl)
+    lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    append_by_position(append_key, append_value, *lists, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
 
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -224,17 +218,13 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, DTYPES)
-    check_list("slot_mapping", slot_mapping, append_key)
-    for name, x in (("append_key", append_key), ("append_value", append_value)):
-        if isinstance(x, torch.Tensor) and x.dim() == 3 and x.shape[0] < slot_mapping.numel():
-            raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {slot_mapping.numel()}, as slot_mapping")
-    written = sides(paged_kv_cache, kv_cache_sf, kv_layout, APPEND_SF_DTYPES)
-    interleaved = check_v_sf_layout(v_sf_layout, written[1].head_dim, written[1].codes.shape[1])
     scales = decode_scales(k_scale, v_scale, append_key)
-    _append((append_key, append_value), written, scales, (slot_mapping, None, None, None), interleaved, enable_pdl)
+    append_by_slot(append_key, append_value, slot_mapping, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
 
+@replayed
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
@@ -260,20 +250,19 @@ def nvfp4_kv_dequantize(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     check_dtype("fp4_data", fp4_data, CODE_DTYPES)
-    check_device("fp4_data", fp4_data)
     check_dtype("block_scales", block_scales, SF_DTYPES)
     if output_dtype not in DTYPES:
         raise ArgumentError("output_dtype", output_dtype, " or ".join(map(str, DTYPES)))
     for name, x in (("fp4_data", fp4_data), ("block_scales", block_scales)):
         if x.dim() != 2:
             raise ArgumentError(name, f"shape {tuple(x.shape)}", "[m, ...]")
+        check_unit_stride(name, x)
+    side = Side(fp4_data.view(torch.uint8)[None, :, None], block_scales.view(torch.uint8)[None, :, None])
+    check_side("fp4_data", "block_scales", side)
     scale = scalar_f32("global_scale", global_scale, like=fp4_data)
-    (m, width) = fp4_data.shape
-    _check_tokens("fp4_data", m, width // 8)
-    codes, sf = fp4_data[None, :, None], block_scales[None, :, None]
-    side, _ = sides((codes, codes), (sf, sf), "NHD")
-    out = torch.empty(m, 2 * width, dtype=output_dtype, device=fp4_data.device)
-    dequantize(Dequantize(*side, None, None, scale, None, None, None, out[None, :, None], None, NEITHER, enable_pdl))
+    check_work("fp4_data", fp4_data.shape[0], fp4_data.shape[1] // 8)
+    out = torch.empty(fp4_data.shape[0], side.head_dim, dtype=output_dtype, device=fp4_data.device)
+    dequantize_side(side, scale, None, None, out[None, :, None], interleaved=False, enable_pdl=enable_pdl, name="out")
     return out
 
 
@@ -312,105 +301,24 @@ def nvfp4_kv_dequantize_paged(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    pair = sides(paged_kv_cache, kv_cache_sf, kv_layout)
-    pages, page_size, heads, _ = pair[0].codes.shape
+    codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
     check_dtype("output_k", output_k, DTYPES)
-    if output_k.dim() != 4:
-        raise ArgumentError("output_k", f"shape {tuple(output_k.shape)}", "[batch, max_seq, heads, d]")
-    batch, tokens = output_k.shape[:2]
-    for name, out, side in (("output_k", output_k, pair[0]), ("output_v", output_v, pair[1])):
-        check_dtype(name, out, (output_k.dtype,))
-        check_same_device(name, out, side.codes)
-        check_contiguous(name, out)
-        if out.shape != (want := (batch, tokens, heads, side.head_dim)):
-            raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{want}")
-    check_list("seq_lens", seq_lens, output_k, batch)
-    check_dtype("block_tables", block_tables, INDEX_DTYPES)
-    check_same_device("block_tables", block_tables, output_k)
-    if block_tables.dim() != 2 or block_tables.shape[0] != batch or block_tables.shape[1] * page_size < tokens:
-        raise ArgumentError(
-            "block_tables",
-            f"shape {tuple(block_tables.shape)}: block_tables column count insufficient, or another batch",
-            f"[{batch}, at least {-(-tokens // page_size)}]",
-        )
-    if block_tables.stride(1) != 1 and block_tables.shape[1] > 1:
-        raise ArgumentError("block_tables", f"strides {block_tables.stride()}", "unit stride in the last dimension")
-    if batch > MAX_GRID_YZ:
-        raise ArgumentError("output_k", f"{batch} sequences", f"at most {MAX_GRID_YZ}")
-    interleaved = check_v_sf_layout(v_sf_layout, pair[1].head_dim, page_size)
-    _check_tokens("output_k", tokens, heads * max(side.head_dim for side in pair) // 8)
-    scales = [scalar_f32(name, x, like=output_k) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
-    (k, v), (ks, vs) = pair, scales
+    k, v = (scalar_f32(name, x, like=output_k) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
     lists = (block_tables, seq_lens)
-    if k.like(v):
-        side = 1 if interleaved else NEITHER
-        dequantize(Dequantize(*k, *v, ks, vs, *lists, output_k, output_v, side, enable_pdl))
-        return
-    dequantize(Dequantize(*k, None, None, ks, None, *lists, output_k, None, NEITHER, enable_pdl))
-    side = 0 if interleaved else NEITHER
-    dequantize(Dequantize(*v, None, None, vs, None, *lists, output_v, None, side, enable_pdl))
+    dequantize_paged(output_k, output_v, *lists, *codes, *sf, k, v, kv_layout, v_sf_layout, enable_pdl)
 
 
-Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-
-def _append(
-    x: tuple[torch.Tensor, torch.Tensor],
-    written: tuple[Side, Side],
-    scales: tuple[torch.Tensor, torch.Tensor],
-    lists: Lists,
-    interleaved: bool,
-    enable_pdl: bool | None,
-) -> None:
-    """Check rows [n, heads, d] of K and V against the cache, and write them."""
-    slots = lists[0]
-    assert slots is not None
-    for name, rows, side in zip(("append_key", "append_value"), x, written, strict=True):
-        check_rows(name, rows, 3, DTYPES)
-        check_dtype(name, rows, (x[0].dtype,))
-        check_same_device(name, rows, x[0])
-        check_same_device("paged_kv_cache", side.codes, rows)
-        if rows.shape[1:] != (want := (side.codes.shape[2], side.head_dim)):
-            raise ArgumentError(name, f"shape {tuple(rows.shape)}", f"{('n', *want)}, as the cache")
-        _check_tokens(name, slots.numel(), want[0] * want[1] // NVFP4.block)
-    if slots.numel():
-        _write(x, written, scales, lists, interleaved, enable_pdl)
-
-
-def _write(
-    x: Sequence[torch.Tensor],
-    written: tuple[Side, Side],
-    scales: Sequence[torch.Tensor],
-    lists: Lists,
-    interleaved: bool,
-    enable_pdl: bool | None,
-) -> None:
-    """One launch where K and V have the same strides, else one for each."""
-    if written[0].like(written[1]) and steps(x[0]) == steps(x[1]):
-        side = 1 if interleaved else NEITHER
-        quantize(Quantize(*x, *scales, *lists, *written[0], *written[1], side, enable_pdl))
-        return
-    for rows, side_written, scale, side in zip(x, written, scales, (NEITHER, 0 if interleaved else NEITHER), strict=True):
-        quantize(Quantize(rows, None, scale, None, *lists, *side_written, None, None, side, enable_pdl))
-
-
-def _decode_scale_of(name: str, cache_name: str, cache: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
-    """1 / the encode scale that was given or, without one, follows from the largest magnitude: one float32 on the CPU."""
+def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
+    """1 / the encode scale that was given or, without one, that of the largest magnitude: float32 [1], on the CPU."""
+    name = f"{side}_global_sf"
     if given is None:
-        low, high = torch.aminmax(cache) if cache.numel() else (torch.zeros(()), torch.zeros(()))
-        amax = max(abs(float(low)), abs(float(high)))
+        amax = max(abs(float(x)) for x in torch.aminmax(cache)) if cache.numel() else 0.0
         if not math.isfinite(amax):
-            raise ArgumentError(cache_name, f"a largest magnitude of {amax}", f"finite values, or {name}")
+            raise ArgumentError(f"{side}_cache", f"a largest magnitude of {amax}", f"finite values, or {name}")
         encode = divide(E4M3_MAX, torch.tensor([max(amax, _MIN_AMAX)]))
     else:
         encode = scalar_f32(name, given, like=cache).detach().cpu().reshape(1)
     decode = divide(1.0, encode)
-    if not (0 < float(decode) < math.inf and 0 < float(encode) < math.inf):
+    if not (0 < float(encode) < math.inf and 0 < float(decode) < math.inf):
         raise ArgumentError(name, float(encode), "a positive finite encode scale with a finite inverse")
     return decode
-
-
-def _check_tokens(name: str, tokens: int, blocks: int) -> None:
-    """The kernels count tokens in 31 bits, and a grid holds so many CTAs over the blocks (or chunks) of a token."""
-    if tokens >= _MAX_TOKENS or blocks > MAX_GRID_YZ // 2 * MAX_THREADS:
-        raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", f"less than 2^31, of at most {MAX_GRID_YZ // 2 * MAX_THREADS}")

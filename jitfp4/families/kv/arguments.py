@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -11,18 +11,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
+from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
 
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""K and V: stacked in the second dimension, or a pair."""
 
 CODE_DTYPES = (torch.uint8, *([torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []))
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
 SF_DTYPES = (*APPEND_SF_DTYPES, torch.uint8)
 INDEX_DTYPES = (torch.int32, torch.int64)
+
 _LAYOUTS = ("NHD", "HND")
 _V_SF_LAYOUTS = {"linear": False, "interleaved4": True}
 _LIMIT = 1 << 32  # of strides in bytes and of slots: the kernels multiply and divide in 32 bits
+_MAX_TOKENS = 1 << 31
+_MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token: two chunks each, two sides
 
 _known_scales = WeakTensorKeyDictionary()  # a scale to the version of it that was found positive and finite
 
@@ -42,90 +47,106 @@ class Side(NamedTuple):
         return all(a.shape == b.shape and steps(a) == steps(b) for a, b in zip(self, other, strict=True))
 
 
-def sides(
-    cache: Cache, cache_sf: Cache, layout: str, sf_dtypes: Sequence[torch.dtype] = SF_DTYPES
-) -> tuple[Side, Side]:
-    """K and V of a paged cache, whose scales lie as its codes do."""
-    codes = unpack("paged_kv_cache", cache, layout, CODE_DTYPES)
-    scales = unpack("kv_cache_sf", cache_sf, layout, sf_dtypes)
-    found = Side(codes[0], scales[0]), Side(codes[1], scales[1])
-    for side in found:
-        *place, width = side.codes.shape
-        if width == 0 or 2 * width % NVFP4.block:
-            raise ArgumentError("paged_kv_cache", f"d = {2 * width}", "a positive multiple of 16")
-        if (want := (*place, width // 8)) != tuple(side.sf.shape):
-            raise ArgumentError("kv_cache_sf", f"shape {tuple(side.sf.shape)}", f"{want}, as [page, token, head, d/16]")
-        if place != list(codes[0].shape[:-1]):
-            raise ArgumentError("paged_kv_cache", f"V of {place}", f"K's pages, tokens and heads: {codes[0].shape[:-1]}")
-        check_same_device("paged_kv_cache", side.codes, codes[0])
-        check_same_device("kv_cache_sf", side.sf, codes[0])
-        _check_strides("paged_kv_cache", side.codes, 8)
-        _check_strides("kv_cache_sf", side.sf, 1)
-    if codes[0].shape[0] * codes[0].shape[1] >= _LIMIT:
-        raise ArgumentError("paged_kv_cache", f"{codes[0].shape[0] * codes[0].shape[1]} slots", "less than 2^32")
-    return found
-
-
-def unpack(
-    name: str, cache: Cache, layout: str, dtypes: Sequence[torch.dtype]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a cache, given stacked or as a pair, as [pages, tokens, heads, ...] views; bytes as uint8."""
+def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a cache."""
     if isinstance(cache, torch.Tensor):
-        check_dtype(name, cache, dtypes)
         if cache.dim() != 5 or cache.shape[1] != 2:
             raise ArgumentError(name, f"shape {tuple(cache.shape)}", "[pages, 2, ...], five dimensions, or a pair")
-        cache = cache.unbind(1)
+        return cache[:, 0], cache[:, 1]
     if not isinstance(cache, (tuple, list)) or len(cache) != 2:
         raise ArgumentTypeError(name, type(cache).__name__, "a tensor [pages, 2, ...] or a pair of tensors, K and V")
-    k, v = (_as_nhd(name, side, layout, dtypes) for side in cache)
+    return cache[0], cache[1]
+
+
+def sides(
+    codes: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    sf_dtypes: Collection[torch.dtype] = SF_DTYPES,
+) -> tuple[Side, Side]:
+    """K and V of a paged cache whose scales lie as its codes do."""
+    k, v = (
+        Side(_as_nhd("paged_kv_cache", x, kv_layout, CODE_DTYPES), _as_nhd("kv_cache_sf", sf, kv_layout, sf_dtypes))
+        for x, sf in zip(codes, scales, strict=True)
+    )
+    for side in (k, v):
+        check_side("paged_kv_cache", "kv_cache_sf", side)
+        check_same_device("paged_kv_cache", side.codes, k.codes)
+    if v.codes.shape[:-1] != k.codes.shape[:-1]:
+        raise ArgumentError("paged_kv_cache", f"V of {tuple(v.codes.shape)}", f"pages as K's, {tuple(k.codes.shape)}")
     return k, v
 
 
-def _as_nhd(name: str, tensor: torch.Tensor, layout: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+def check_side(name: str, sf_name: str, side: Side) -> None:
+    """Codes and scales fit each other, and the kernels can address them."""
+    *place, width = side.codes.shape
+    if width == 0 or 2 * width % NVFP4.block:
+        raise ArgumentError(name, f"d = {2 * width}", f"a positive multiple of {NVFP4.block}")
+    if (want := (*place, width // 8)) != tuple(side.sf.shape):
+        raise ArgumentError(sf_name, f"{tuple(side.sf.shape)}", f"{want}: pages, tokens, heads and d/16 of the codes")
+    check_device(name, side.codes)
+    check_same_device(sf_name, side.sf, side.codes)
+    _check_strides(name, side.codes, 1)
+    _check_strides(sf_name, side.sf, 1)
+    if place[0] * place[1] >= _LIMIT:
+        raise ArgumentError(name, f"{place[0] * place[1]} tokens", "less than 2^32")
+
+
+def _as_nhd(name: str, tensor: torch.Tensor, kv_layout: str, dtypes: Collection[torch.dtype]) -> torch.Tensor:
     check_dtype(name, tensor, dtypes)
     if tensor.dim() != 4:
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", "four dimensions for each of K and V")
-    if tensor.stride(-1) != 1:
-        raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
-    seen = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return seen.transpose(1, 2) if check_kv_layout(layout) == "HND" else seen
+    check_unit_stride(name, tensor)
+    return nhd(tensor.view(torch.uint8), kv_layout)
 
 
-def check_kv_layout(layout: str) -> str:
-    """``layout`` is one of the two orders of a page."""
-    if layout not in _LAYOUTS:
-        raise ArgumentError("kv_layout", repr(layout), " or ".join(_LAYOUTS))
-    return layout
+def nhd(tensor: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """Pages in the order that ``kv_layout`` names, as [pages, tokens, heads, ...]."""
+    if kv_layout not in _LAYOUTS:
+        raise ArgumentError("kv_layout", repr(kv_layout), " or ".join(_LAYOUTS))
+    return tensor.transpose(1, 2) if kv_layout == "HND" else tensor
 
 
-def check_v_sf_layout(layout: str, head_dim: int, page_size: int) -> bool:
+def is_interleaved(v_sf_layout: str, head_dim: int, page_size: int) -> bool:
     """Whether V's scales are interleaved by 4 tokens, which asks for whole groups of tokens and of columns."""
-    if layout not in _V_SF_LAYOUTS:
-        raise ArgumentError("v_sf_layout", repr(layout), " or ".join(_V_SF_LAYOUTS))
-    if _V_SF_LAYOUTS[layout] and (page_size % 4 or head_dim % 64):
-        raise ArgumentError(
-            "v_sf_layout", f"{layout} with pages of {page_size} and d = {head_dim}", "page_size % 4 == 0, d % 64 == 0"
-        )
-    return _V_SF_LAYOUTS[layout]
+    if v_sf_layout not in _V_SF_LAYOUTS:
+        raise ArgumentError("v_sf_layout", repr(v_sf_layout), " or ".join(_V_SF_LAYOUTS))
+    if _V_SF_LAYOUTS[v_sf_layout] and (page_size % 4 or head_dim % 64):
+        got = f"{v_sf_layout} with pages of {page_size} tokens and d = {head_dim}"
+        raise ArgumentError("v_sf_layout", got, "page_size % 4 == 0 and d % 64 == 0")
+    return _V_SF_LAYOUTS[v_sf_layout]
 
 
-def check_rows(name: str, x: torch.Tensor, dims: int, dtypes: Sequence[torch.dtype]) -> None:
-    """``x`` has ``dims`` dimensions, a last one of whole blocks, contiguous, and the others at multiples of 16 bytes."""
+def check_rows(name: str, x: torch.Tensor, dims: int, dtypes: Collection[torch.dtype]) -> None:
+    """``x`` has ``dims`` dimensions; the last one is contiguous whole blocks, the others step by 16 bytes."""
     check_dtype(name, x, dtypes)
+    check_device(name, x)
     if x.dim() != dims or x.shape[-1] == 0 or x.shape[-1] % NVFP4.block:
-        raise ArgumentError(
-            name, f"shape {tuple(x.shape)}", f"{dims} dimensions, the last a positive multiple of {NVFP4.block}"
-        )
-    if x.stride(-1) != 1:
-        raise ArgumentError(name, f"strides {x.stride()}", "unit stride in the last dimension")
+        allowed = f"{dims} dimensions, the last a positive multiple of {NVFP4.block}"
+        raise ArgumentError(name, f"shape {tuple(x.shape)}", allowed)
+    check_unit_stride(name, x)
     _check_strides(name, x, 16)
 
 
+def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Neighbours of the last dimension are neighbours in memory."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
+
+
 def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
-    for step in steps(tensor):
-        size = step * tensor.element_size()
-        if size % multiple or size >= _LIMIT:
-            raise ArgumentError(name, f"strides {tensor.stride()}", f"multiples of {multiple} bytes below 2^32")
+    for size, step in zip(tensor.shape, steps(tensor), strict=False):
+        step *= tensor.element_size()
+        if step % multiple or step >= _LIMIT or (step == 0 and size > 1):
+            allowed = f"positive multiples of {multiple} bytes below 2^32"
+            raise ArgumentError(name, f"strides {tensor.stride()}", allowed)
+
+
+def check_work(name: str, tokens: int, blocks: int) -> None:
+    """The kernels count tokens in 31 bits, and a grid holds so many blocks of a token."""
+    if tokens >= _MAX_TOKENS or blocks > _MAX_BLOCKS:
+        allowed = f"less than 2^31 tokens, of at most {_MAX_BLOCKS} blocks of 16 elements"
+        raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", allowed)
 
 
 def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | None = None) -> None:

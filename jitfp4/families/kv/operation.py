@@ -8,17 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitfp4.errors import ArgumentError
 from jitfp4.families.kv import tables
 from jitfp4.families.kv.problem import (
     DTYPES,
     Addressing,
     DequantizeProblem,
     DequantizeSpec,
-    DequantizeTactic,
     QuantizeProblem,
     QuantizeSpec,
-    QuantizeTactic,
     dequantize_geometry,
     dequantize_spec,
     quantize_geometry,
@@ -38,7 +35,7 @@ _RUN = 4  # the most tokens of a thread
 
 
 class Quantize(NamedTuple):
-    """``k`` and ``v``: [tokens, heads, d], or whole pages [pages, tokens, heads, d]. Caches: [pages, tokens, heads, ...].
+    """``k`` and ``v``: [tokens, heads, d], or whole pages, as the caches are: [pages, tokens, heads, ...].
 
     K and V have the same shapes and strides. ``slots`` are slots or, with ``indptr``, positions. ``interleaved``: the
     side (0 or 1) whose scales are interleaved by 4 tokens, or NEITHER.
@@ -58,8 +55,7 @@ class Quantize(NamedTuple):
     v_sf: Written | None
     interleaved: int
     enable_pdl: bool | None
-
-    names = ("k=append_key", "v=append_value")
+    names: str
 
     @property
     def addressing(self) -> Addressing:
@@ -87,6 +83,7 @@ class Dequantize(NamedTuple):
     v_out: Written | None
     interleaved: int
     enable_pdl: bool | None
+    names: str
 
 
 _CACHE = (
@@ -114,9 +111,6 @@ def _quantize_problem(a: Quantize) -> QuantizeProblem:
 
 
 def _bind_quantize(a: Quantize, _: Plan) -> Mapping[str, Any]:
-    for name, codes in (("k_cache", a.k_codes), ("v_cache", a.v_codes)):
-        if codes is not None and codes.data_ptr() % 8:
-            raise ArgumentError(name, "codes at an address between multiples of 8", "8-byte alignment")
     x = (0, *steps(a.k)) if a.slots is not None else steps(a.k)
     return {
         "k": a.k,
@@ -147,13 +141,14 @@ def _quantize_reference(a: Quantize) -> None:
         slots = a.slots
         reference.check_slots(slots, pages * page_size)
     else:
-        assert a.batch_indices is not None and a.indices is not None
-        slots = reference.slots_in_pages(a.batch_indices, a.slots, a.indices, a.indptr, page_size, pages)
-    sides = (a.k, a.k_codes, a.k_sf, a.k_scale), (a.v, a.v_codes, a.v_sf, a.v_scale)
+        lists = a.batch_indices, a.slots, a.indices, a.indptr
+        slots = reference.slots_in_pages(*_given(*lists), page_size, pages)
+    sides = [(a.k, a.k_codes, a.k_sf, a.k_scale)]
+    if a.v is not None:
+        sides.append(_given(a.v, a.v_codes, a.v_sf, a.v_scale))
     for side, (x, codes, sf, scale) in enumerate(sides):
-        if x is not None and codes is not None and sf is not None and scale is not None:
-            tokens = x.flatten(0, 1) if a.slots is None else x
-            reference.append(tokens, slots, codes, sf, scale, interleaved=side == a.interleaved)
+        tokens = x.flatten(0, 1) if a.slots is None else x
+        reference.append(tokens, slots, codes, sf, scale, interleaved=side == a.interleaved)
 
 
 QUANTIZE = Kernel(
@@ -195,7 +190,7 @@ quantize = Operation(
     problems=tables.quantize_problems,
     tables=(tables.QUANTIZE,),
     reference=_quantize_reference,
-    output="k_codes",
+    output="k",
     aligned=("k", "v"),
 )
 
@@ -234,13 +229,14 @@ def _dequantize_reference(a: Dequantize) -> None:
         lengths = [min(length, tokens) for length in a.seq_lens.tolist()]
         tables_ = a.block_tables
         reference.check_tables(tables_, lengths, a.k_codes.shape[0], a.k_codes.shape[1])
-    sides = (a.k_codes, a.k_sf, a.k_scale, a.k_out), (a.v_codes, a.v_sf, a.v_scale, a.v_out)
+    sides = [(a.k_codes, a.k_sf, a.k_scale, a.k_out)]
+    if a.v_codes is not None:
+        sides.append(_given(a.v_codes, a.v_sf, a.v_scale, a.v_out))
     for side, (codes, sf, scale, out) in enumerate(sides):
-        if codes is not None and sf is not None and scale is not None and out is not None:
-            for sequence, length in enumerate(lengths):
-                place = reference.places(tables_[sequence], length, codes.shape[1])
-                found = reference.gather(codes, sf, place, interleaved=side == a.interleaved)
-                out[sequence, place.position] = reference.dequantize(*found, scale).to(out.dtype)
+        for sequence, length in enumerate(lengths):
+            place = reference.places(tables_[sequence], length, codes.shape[1])
+            found = reference.gather(codes, sf, place, interleaved=side == a.interleaved)
+            out[sequence, place.position] = reference.dequantize(*found, scale).to(out.dtype)
 
 
 DEQUANTIZE = Kernel(
@@ -280,6 +276,15 @@ dequantize = Operation(
     output="k_out",
     aligned=("k_out", "v_out"),
 )
+
+
+_Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _given(*tensors: torch.Tensor | None) -> _Four:
+    """Four optional arguments that come together."""
+    a, b, c, d = (tensor for tensor in tensors if tensor is not None)
+    return a, b, c, d
 
 
 def steps(tensor: torch.Tensor) -> tuple[int, ...]:
