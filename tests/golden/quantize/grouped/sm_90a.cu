@@ -1,5 +1,5 @@
 // quantize_grouped, generated from templates/quantize/grouped.cu.j2
-// spec: {"blocks_per_thread":2,"in_dtype":"bf16","masked":false,"silu":false}
+// spec: {"blocks_per_thread":2,"in_dtype":"bf16","masked":false,"sf_layout":"layout_128x4","silu":false}
 //
 // A batch of matrices of which only the first mask[b] rows are filled. Threads (32 * w, h): a CTA is w warps along K
 // by h sectors of block scales down a matrix. Grid: x along K, y down, z over the batch.

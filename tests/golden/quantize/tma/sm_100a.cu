@@ -422,13 +422,10 @@ constexpr int kOuter      = SfTile<kSfLayout>::kOuter;
 constexpr int kBoxBytes   = kBoxRows * 128, kColBytes = kOuter * kBoxBytes;
 constexpr int kTileBytes  = kTileCols / kBoxCols * kColBytes;
 
-static_assert(kBoxRows == 8 && kBoxCols == 64, "the tensor map has these boxes");
-
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   tile[kStages][kTileBytes];
   Barrier full[kStages], empty[kStages];
 };
-static_assert(sizeof(Shared) == 197632, "the launch counts on it");
 
 // Which tile a CTA works on, and in which stage of the ring.
 struct Cursor {
