@@ -41,6 +41,7 @@ class LoadedKernel:
             raise LaunchError(f"the driver refused {symbol} ({len(cubin)} bytes): {error}") from error
         self.handle = int(self._kernel.handle)
         self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
+        self._configs: dict[tuple[Geometry, bool, int], tuple[Any, int]] = {}
 
     def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> PreparedLaunch:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
@@ -53,7 +54,16 @@ class LoadedKernel:
         prepared.launch(stream, [tensor.data_ptr() for tensor in prepared.tensors])
         return prepared
 
-    def consent(self, geometry: Geometry) -> None:
+    def config(self, geometry: Geometry, pdl: bool, stream: int) -> int:
+        """Where the driver's description of a launch lies, which the kernel keeps."""
+        key = geometry, pdl, stream
+        if key not in self._configs:
+            self._consent(geometry)
+            config = _describe(geometry, pdl, stream)
+            self._configs[key] = config, config.getPtr()
+        return self._configs[key][1]
+
+    def _consent(self, geometry: Geometry) -> None:
         """Raise the kernel's limits to what a geometry needs."""
         if geometry.shared_bytes > self._shared_bytes:
             self._set("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", geometry.shared_bytes)
@@ -74,81 +84,78 @@ class PreparedLaunch:
     ``tensors`` are those of the arguments, in order: launch() takes an address for each.
     """
 
-    __slots__ = (
-        "_configs",
-        "_geometry",
-        "_kernel",
-        "_lock",
-        "_maps",
-        "_params",
-        "_pdl",
-        "_pointers",
-        "_slots",
-        "tensors",
-    )
-
     def __init__(self, kernel: LoadedKernel, geometry: Geometry, args: Sequence[Any], pdl: bool) -> None:
         if len(args) != len(kernel.params):
             raise LaunchError(f"{kernel.symbol} takes {len(kernel.params)} arguments, got {len(args)}")
-        kernel.consent(geometry)
         self._kernel, self._geometry, self._pdl = kernel, geometry, pdl
-        self._slots = (ctypes.c_uint64 * len(args))()  # one for each parameter, whatever its size
-        first = ctypes.addressof(self._slots)
-        self._params = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-        self._pointers: list[int] = []
-        self._maps: list[tuple[int, int, _MapLayout]] = []  # number of the tensor, of the parameter
         tensors: list[Any] = []
-        for i, (param, value) in enumerate(zip(kernel.params, args, strict=True)):
-            if isinstance(param, TensorMapParam):
-                self._maps.append((len(tensors), i, _MapLayout.of(value)))
-                tensors.append(value.tensor)
-            elif isinstance(param, F32):
-                self._slots[i] = struct.unpack("<I", struct.pack("<f", value))[0]
-            elif not isinstance(param, Ptr):
-                self._slots[i] = value
-            elif value is not None:
-                tensors.append(value)
-            if len(tensors) > len(self._pointers):
-                self._pointers.append(i)
+        values: list[int] = []  # of the parameters that are no tensors
+        places: list[tuple[bool, int]] = []  # of each parameter: among the tensors or the values, and where
+        self._maps: list[tuple[int, int, _MapLayout]] = []  # number of the tensor, of the parameter
+        for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
+            is_map = isinstance(param, TensorMapParam)
+            is_tensor = is_map or (isinstance(param, Ptr) and arg is not None)
+            places.append((is_tensor, len(tensors if is_tensor else values)))
+            if is_map:
+                self._maps.append((len(tensors), i, _MapLayout.of(arg)))
+            if is_tensor:
+                tensors.append(arg.tensor if is_map else arg)
+            else:
+                values.append(_bits(param, arg))
         self.tensors = tuple(tensors)
-        self._configs: dict[int, tuple[Any, int]] = {}  # by stream: the configuration, and where it lies
+        self._addresses = (ctypes.c_uint64 * len(tensors))()
+        self._pack = struct.Struct(f"{len(tensors)}Q").pack_into
+        self._values = (ctypes.c_int64 * len(values))(*values)
+        starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
+        self._params = (ctypes.c_void_p * len(args))(*(starts[kind] + 8 * place for kind, place in places))
+        self._configs: dict[int, int] = {}  # by stream
+        self._launch = _functions().cuLaunchKernelEx
         self._lock = threading.Lock()  # the argument memory serves one thread at a time
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         """Run on a raw stream of the current device, with the tensors at these addresses."""
-        if not hasattr(_thread, "bound"):  # a thread that never called the driver has no current context
+        try:
+            _thread.bound  # noqa: B018
+        except AttributeError:  # a thread that never called the driver has no current context
             Device(self._kernel.device).set_current()
             _thread.bound = True
         with self._lock:
-            slots = self._slots
-            for i, address in zip(self._pointers, addresses, strict=True):
-                slots[i] = address
+            self._pack(self._addresses, 0, *addresses)
             for number, i, layout in self._maps:
                 self._params[i] = _encode(layout, addresses[number])[1]
-            _, config = self._configs.get(stream) or self._configure(stream)
-            status = _functions().cuLaunchKernelEx(config, self._kernel.handle, self._params, None)
+            config = self._configs.get(stream)
+            if config is None:
+                config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
+            status = self._launch(config, self._kernel.handle, self._params, None)
         if status:
             raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
 
-    def _configure(self, stream: int) -> tuple[Any, int]:
-        geometry, attributes = self._geometry, []
-        if math.prod(geometry.cluster) > 1:
-            cluster = cuda.CUlaunchAttribute()
-            cluster.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = geometry.cluster
-            attributes.append(cluster)
-        if self._pdl:
-            pdl = cuda.CUlaunchAttribute()
-            pdl.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            pdl.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(pdl)
-        config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = geometry.block
-        config.sharedMemBytes, config.hStream = geometry.shared_bytes, stream
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        self._configs[stream] = config, config.getPtr()
-        return self._configs[stream]
+
+def _bits(param: Param, value: Any) -> int:
+    """What a parameter's eight bytes hold: a null pointer, a float in the lower half, or an integer."""
+    if isinstance(param, F32):
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return 0 if value is None else int(value)
+
+
+def _describe(geometry: Geometry, pdl: bool, stream: int) -> Any:
+    attributes = []
+    if math.prod(geometry.cluster) > 1:
+        cluster = cuda.CUlaunchAttribute()
+        cluster.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = geometry.cluster
+        attributes.append(cluster)
+    if pdl:
+        overlap = cuda.CUlaunchAttribute()
+        overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = geometry.block
+    config.sharedMemBytes, config.hStream = geometry.shared_bytes, stream
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 @functools.cache

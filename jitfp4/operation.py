@@ -17,12 +17,12 @@ import torch
 
 from jitfp4 import engine, replay, sim
 from jitfp4.arch import Arch
-from jitfp4.dispatch import is_plain_cuda
+from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
 from jitfp4.selection import Table, table_for
 from jitfp4.spec import KernelSpec
-from jitfp4.tensors import ALIGNMENT, overlap
+from jitfp4.tensors import ALIGNMENT, extent, meet
 
 ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
 ProblemT = TypeVar("ProblemT")
@@ -70,8 +70,10 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         self.arguments, self.name, self.kernels = arguments, name, kernels
         self.tables, self.problem, self._problems, self._reference = tables, problem, problems, reference
         self._output, self._aligned = output, aligned
-        tensors = [field for field, hint in _hints(arguments).items() if _bare(hint)[0] is torch.Tensor]
-        self._disjoint = [(w, t) for w, t in itertools.product(exclusive, tensors) if w != t]
+        fields = [field for field, hint in _hints(arguments).items() if _bare(hint)[0] is torch.Tensor]
+        pairs = (pair for pair in itertools.product(exclusive, fields) if pair[0] != pair[1])
+        self._disjoint = list({frozenset(pair): pair for pair in pairs}.values())
+        self._tensors = sorted({name for pair in self._disjoint for name in pair})
         self._kernel_of = {kernel.tactic: kernel for kernel in kernels}
         self._forced: ContextVar[Any] = ContextVar(f"jitfp4_{name}_forced", default=None)
         self.plan = functools.lru_cache(maxsize=4096)(self._plan)
@@ -85,7 +87,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     def __call__(self, arguments: ArgumentsT) -> None:
         """Run it: through torch's dispatcher, unless the tensors are plain CUDA tensors and nobody is watching."""
-        if not torch.compiler.is_dynamo_compiling() and is_plain_cuda(getattr(arguments, self._output)):
+        if not (torch.compiler.is_dynamo_compiling() or is_watched()) and is_plain(getattr(arguments, self._output)):
             self._launch(self._checked(arguments))
         else:
             self.operator(*arguments)
@@ -150,7 +152,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         plan = self.plan(self.problem(arguments), target.arch, self._forced.get())
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launch = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
-        replay.note(None if launch is None else replay.Step(launch, *self._conditions(arguments, launch.tensors)))
+        if replay.is_noting():
+            replay.note(None if launch is None else replay.Step(launch, *self._conditions(arguments, launch.tensors)))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() asked for, by the number of a launch's tensor."""
@@ -172,9 +175,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             if tensor is not None and (past := tensor.data_ptr() % ALIGNMENT):
                 public = self._public(arguments, name)
                 raise ArgumentError(public, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
+        extents = {name: extent(tensor) for name in self._tensors if (tensor := getattr(arguments, name)) is not None}
         for written, other in self._disjoint:
-            first, second = getattr(arguments, written), getattr(arguments, other)
-            if first is not None and second is not None and overlap(first, second):
+            if written in extents and other in extents and meet(extents[written], extents[other]):
                 names = self._public(arguments, written), self._public(arguments, other)
                 raise ArgumentError(names[0], f"memory of {names[1]}", "memory of its own")
         return arguments

@@ -127,15 +127,16 @@ def output(
     return out
 
 
-def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether the extents of two tensors in memory, gaps included, have a byte in common."""
-    (low, high), (other_low, other_high) = extent(first), extent(second)
-    return low < other_high and other_low < high
+def meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether two extents have a byte in common."""
+    return first[0] < second[1] and second[0] < first[1]
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the first behind its last; equal for an empty one."""
+    """The addresses of a tensor's first byte and of the first behind its last, gaps included; equal when empty."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     if not tensor.numel():
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
