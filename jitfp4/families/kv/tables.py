@@ -38,8 +38,8 @@ DEQUANTIZE = Table(
     measured="h200/kv.csv",
 )
 
-QUANTIZE_TACTICS = tuple(dict.fromkeys(row.tactic for row in QUANTIZE.rows))
-DEQUANTIZE_TACTICS = tuple(dict.fromkeys(row.tactic for row in DEQUANTIZE.rows))
+QUANTIZE_TACTICS = tuple(QuantizeTactic(*cut) for cut in product((1, 2, 4), (64, 128, 256)))
+DEQUANTIZE_TACTICS = tuple(DequantizeTactic(*cut) for cut in product((1, 2, 4), (64, 128, 256)))
 
 
 def quantize_problems(_: Arch) -> Iterator[QuantizeProblem]:
