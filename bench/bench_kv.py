@@ -193,12 +193,9 @@ def tactics() -> Iterator[dict[str, Any]]:
                 yield measure("append", append_by_slot("HND", 16, tokens), **facts, threads=tactic.threads)
     for tokens in (256, 4096, 65536):
         for page, tactic in ((page, tactic) for page in (16, 1) for tactic in DEQUANTIZE_TACTICS):
-            if page % tactic.tokens == 0:
-                with dequantize.forced(tactic):
-                    facts = {"layout": "HND", "page": page, "tokens": tokens, "per_thread": tactic.tokens}
-                    yield measure(
-                        "dequantize", dequantize_pages("HND", page, 1, tokens), **facts, threads=tactic.threads
-                    )
+            with dequantize.forced(tactic):
+                facts = {"layout": "HND", "page": page, "tokens": tokens, "per_thread": tactic.tokens}
+                yield measure("dequantize", dequantize_pages("HND", page, 1, tokens), **facts, threads=tactic.threads)
 
 
 PARTS = {"functions": functions, "tactics": tactics}

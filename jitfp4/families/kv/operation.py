@@ -11,16 +11,18 @@ import torch
 from jitfp4.families.kv import tables
 from jitfp4.families.kv.problem import (
     DTYPES,
+    MAX_RUN,
     Addressing,
     DequantizeProblem,
     DequantizeSpec,
     QuantizeProblem,
     QuantizeSpec,
     dequantize_geometry,
+    dequantize_rejects,
     dequantize_spec,
     quantize_geometry,
+    quantize_rejects,
     quantize_spec,
-    rejects,
 )
 from jitfp4.formats import NVFP4
 from jitfp4.kernel import Kernel, Plan
@@ -30,8 +32,6 @@ from jitfp4.spec import I64, Ptr
 
 NEITHER = -1
 """As the side whose scales are interleaved."""
-
-_RUN = 4  # the most tokens of a thread
 
 
 class Quantize(NamedTuple):
@@ -105,7 +105,7 @@ _CACHE = (
 def _quantize_problem(a: Quantize) -> QuantizeProblem:
     pages, page_size, heads, d = a.k_codes.shape
     paged = a.slots is None and pages > 1
-    run = math.gcd(page_size, _RUN) if paged else _RUN
+    run = math.gcd(page_size, MAX_RUN) if paged else MAX_RUN
     sides = 1 if a.v is None else 2
     return QuantizeProblem(DTYPES[a.k.dtype], a.addressing, a.tokens, heads * 2 * d // NVFP4.block, sides, run)
 
@@ -176,7 +176,7 @@ QUANTIZE = Kernel(
         *_CACHE,
     ),
     tactics=tables.QUANTIZE_TACTICS,
-    rejects=rejects,
+    rejects=quantize_rejects,
     specialise=quantize_spec,
     geometry=quantize_geometry,
     bind=_bind_quantize,
@@ -198,7 +198,7 @@ quantize = Operation(
 def _dequantize_problem(a: Dequantize) -> DequantizeProblem:
     sequences, tokens, heads, d = a.k_out.shape
     paged = a.block_tables is not None
-    run = math.gcd(a.k_codes.shape[1], _RUN) if paged else _RUN
+    run = math.gcd(a.k_codes.shape[1], MAX_RUN) if paged else MAX_RUN
     sides = 1 if a.v_codes is None else 2
     return DequantizeProblem(DTYPES[a.k_out.dtype], paged, sequences, tokens, heads * d // 8, sides, run)
 
@@ -259,7 +259,7 @@ DEQUANTIZE = Kernel(
         *_CACHE,
     ),
     tactics=tables.DEQUANTIZE_TACTICS,
-    rejects=rejects,
+    rejects=dequantize_rejects,
     specialise=dequantize_spec,
     geometry=dequantize_geometry,
     bind=_bind_dequantize,

@@ -5,6 +5,7 @@ K and V are the two *sides* of a cache. A *run* of tokens lies in one page.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from jitfp4.layouts import ceil_div
 from jitfp4.spec import Geometry, KernelSpec
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+
+MAX_RUN = 8
+"""The most tokens of a thread."""
 
 MAX_GRID_YZ = 65535
 MAX_THREADS = 256
@@ -31,7 +35,10 @@ class Addressing(StrEnum):
 
 
 class QuantizeProblem(NamedTuple):
-    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides; see Runs for ``run``."""
+    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides.
+
+    ``run``: the most tokens of a thread that certainly lie in one page, where the kernel asks for that.
+    """
 
     in_dtype: DType
     addressing: Addressing
@@ -47,7 +54,7 @@ class QuantizeProblem(NamedTuple):
 class DequantizeProblem(NamedTuple):
     """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides.
 
-    ``run``: the tokens of a thread must be a divisor of it.
+    ``run``: the most tokens of a thread that certainly lie in one page.
     """
 
     out_dtype: DType
@@ -87,17 +94,26 @@ class QuantizeSpec(KernelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DequantizeSpec(KernelSpec):
-    """A thread fills 16 bytes of ``tokens_per_thread`` tokens. Not ``paged``: there is one page, of one sequence."""
+    """A thread fills 16 bytes of ``tokens_per_thread`` tokens, ``tokens_per_lookup`` of them in one page.
+
+    Not ``paged``: there is one page, of one sequence.
+    """
 
     out_dtype: DType
     paged: bool
     tokens_per_thread: int
+    tokens_per_lookup: int
 
 
-def rejects(problem: QuantizeProblem | DequantizeProblem, tactic: tuple[int, int], _: Arch) -> str | None:
-    """Why a tactic cannot run a problem."""
-    tokens, _threads = tactic
-    return f"{tokens} tokens of a thread do not divide runs of {problem.run}" if problem.run % tokens else None
+def quantize_rejects(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> str | None:
+    """Why a tactic cannot run a problem: the place of whole pages' tokens is looked up once for each thread."""
+    if problem.run % tactic.tokens:
+        return f"{tactic.tokens} tokens of a thread may lie in two pages"
+    return None
+
+
+def dequantize_rejects(_: DequantizeProblem, __: DequantizeTactic, ___: Arch) -> None:
+    """Every tactic can run every problem."""
 
 
 def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeSpec:
@@ -107,7 +123,12 @@ def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeS
 
 def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> DequantizeSpec:
     """The kernel that a tactic makes for a problem."""
-    return DequantizeSpec(out_dtype=problem.out_dtype, paged=problem.paged, tokens_per_thread=tactic.tokens)
+    return DequantizeSpec(
+        out_dtype=problem.out_dtype,
+        paged=problem.paged,
+        tokens_per_thread=tactic.tokens,
+        tokens_per_lookup=math.gcd(problem.run, tactic.tokens),
+    )
 
 
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:

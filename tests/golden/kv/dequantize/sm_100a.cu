@@ -1,9 +1,9 @@
 // kv_dequantize, generated from templates/kv/dequantize.cu.j2
-// spec: {"out_dtype":"bf16","paged":false,"tokens_per_thread":1}
+// spec: {"out_dtype":"bf16","paged":false,"tokens_per_lookup":2,"tokens_per_thread":2}
 //
-// NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens, which
-// lie in one page. Threads (w, h): a CTA is w chunks of a token by h runs of tokens. Grid: x over tokens,
-// y over sequences, z over K and V and over a token's chunks.
+// NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens, of which
+// each kRun lie in one page. Threads (w, h): a CTA is w chunks of a token by h times kTokens tokens. Grid: x over
+// tokens, y over sequences, z over K and V and over a token's chunks.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -356,7 +356,8 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
 constexpr bool kPaged  = false;  // else one page, of one sequence
-constexpr int  kTokens = 1;
+constexpr int  kTokens = 2;
+constexpr int  kRun    = 2;
 
 // ---- kernel ----------------------------------------------------------------
 constexpr int kChunk = 8;  // elements
@@ -392,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   const uint32 chunk = blockIdx.z / uint32(sides) * blockDim.x + threadIdx.x;
   const uint32 head  = chunk / uint32(2 * cols), in_head = chunk % uint32(2 * cols);
   const uint32 first = (blockIdx.x * blockDim.y + threadIdx.y) * kTokens;
-  if (head >= heads) return;
+  if (head >= heads || first >= max_tokens) return;
 
   const int64  row   = heads * cols * (2 * kChunk);  // elements of a token
   const uint8* codes = (side ? v_codes : k_codes) + head * codes_head + in_head * (kChunk / 2);
@@ -402,21 +403,25 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   const ScaleColumn column(in_head / 2, uint32(cols), side == interleaved_side);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  const int64 tokens = kPaged ? min(index_at(seq_lens, sequence, wide_lists & 2), max_tokens) : max_tokens;
-  if (first >= tokens) return;
-  Place place{0, first, true};
-  if constexpr (kPaged) {
-    const int64 page = index_at(block_tables, sequence * table_stride + first / uint32(page_size), wide_lists & 1);
-    if (uint64(page) >= num_pages) return;
-    place = {uint32(page), first % uint32(page_size), true};
+  Place place[kTokens / kRun];
+#pragma unroll
+  for (int i = 0; i < kTokens / kRun; ++i) {
+    const uint32 token = first + i * kRun;
+    if constexpr (!kPaged) place[i] = {0, token, true};
+    if (kPaged && token < max_tokens) {
+      const int64 page = index_at(block_tables, sequence * table_stride + token / uint32(page_size), wide_lists & 1);
+      place[i] = {uint32(page), token % uint32(page_size), uint64(page) < num_pages};
+    }
   }
+  const int64 tokens = kPaged ? min(index_at(seq_lens, sequence, wide_lists & 2), max_tokens) : max_tokens;
   uint32 word[kTokens] = {};
   uint8  b[kTokens]    = {};
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i, ++place.token) {
-    if (first + i >= tokens) continue;
-    word[i] = load_codes(codes + codes_strides.at(place));
-    b[i]    = ptx::ld<uint8>(sf + column.at(place, sf_strides));
+  for (int i = 0; i < kTokens; ++i) {
+    const Place at{place[i / kRun].page, place[i / kRun].token + i % kRun, place[i / kRun].found && first + i < tokens};
+    if (!at.found) continue;
+    word[i] = load_codes(codes + codes_strides.at(at));
+    b[i]    = ptx::ld<uint8>(sf + column.at(at, sf_strides));
   }
   if constexpr (kHasPdl) ptx::griddep_launch();
 
@@ -429,6 +434,6 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     uint32 w[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) w[j] = to_pair<Out>(v[2 * j] * scale, v[2 * j + 1] * scale);
-    if (first + i < tokens) ptx::st(out + i * row, make_uint4(w[0], w[1], w[2], w[3]));
+    if (place[i / kRun].found && first + i < tokens) ptx::st(out + i * row, make_uint4(w[0], w[1], w[2], w[3]));
   }
 }
