@@ -76,7 +76,7 @@ def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dty
 
 
 def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes differ. Sizes that torch.compile does not know count as equal, which is checked at run time."""
+    """Whether two shapes differ. What torch.compile does not know is taken for equal, and checked at run time."""
     if not torch.compiler.is_dynamo_compiling():
         return tuple(shape) != tuple(wanted)
     from torch.fx.experimental.symbolic_shapes import guard_or_false

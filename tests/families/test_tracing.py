@@ -115,7 +115,7 @@ def test_operators_pass_opcheck(operator: str) -> None:
 
 
 def test_vmap_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match="[Bb]atching rule not implemented for jitfp4::quantize"):
+    with pytest.raises(RuntimeError, match="rule not implemented for jitfp4::quantize"):
         torch.func.vmap(lambda a: jitfp4.nvfp4_quantize(a, 1.0))(BATCH)
 
 
