@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.dispatch import current_stream, exchange_device
+from jitfp4.dispatch import current_stream, differ, exchange_device
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
@@ -123,7 +123,7 @@ def output(
         return torch.empty(shape, dtype=dtypes[0], device=like.device)
     check_dtype(name, out, dtypes)
     check_same_device(name, out, like)
-    if out.shape != shape:
+    if differ(out.shape, shape):
         raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{shape}")
     check_contiguous(name, out)
     return out

@@ -194,4 +194,4 @@ def test_jobs_are_limited_by_cores_and_by_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def _fields(task: Task) -> dict[str, object]:
-    return {"family": task.family.name, "arch": task.arch.name, "spec": task.spec.fields()}
+    return {"family": task.kernel.name, "arch": task.arch.name, "spec": task.spec.fields()}

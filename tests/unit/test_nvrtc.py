@@ -15,7 +15,7 @@ from jitfp4 import nvrtc
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache.entry import check_elf
 from jitfp4.errors import CompileError
-from jitfp4.registry import Family, families
+from jitfp4.kernel import AnyKernel, kernels
 from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.compile
@@ -31,11 +31,11 @@ _SPILLED = {
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda a: a.name)
-@pytest.mark.parametrize("family", families(), ids=lambda f: f.name)
-def test_every_specialisation_compiles_without_local_memory(family: Family, arch: Arch) -> None:
-    for spec in family.specs(arch):
-        cubin = nvrtc.compile_cubin(family.render(spec, arch), arch, symbol=family.symbol)
-        check_elf(cubin, arch.name, family.symbol)
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
+def test_every_specialisation_compiles_without_local_memory(kernel: AnyKernel, arch: Arch) -> None:
+    for spec in kernel.specs(arch):
+        cubin = nvrtc.compile_cubin(kernel.render(spec, arch), arch, symbol=kernel.symbol)
+        check_elf(cubin, arch.name, kernel.symbol)
         opcodes = Counter(line.split()[0].split(".")[0] for line in disassemble(cubin))
         assert opcodes["EXIT"]
         spilled = _SPILLED.get((arch.name, spec.json()), 0)
@@ -43,12 +43,12 @@ def test_every_specialisation_compiles_without_local_memory(family: Family, arch
 
 
 def test_equal_source_gives_equal_bytes_in_another_process() -> None:
-    family, arch = families("quantize")[-1], ARCHS["sm_90a"]
-    spec = next(iter(family.specs(arch)))
-    here = nvrtc.compile_cubin(family.render(spec, arch), arch, symbol=family.symbol)
+    kernel, arch = kernels("quantize")[-1], ARCHS["sm_90a"]
+    spec = next(iter(kernel.specs(arch)))
+    here = nvrtc.compile_cubin(kernel.render(spec, arch), arch, symbol=kernel.symbol)
     program = (
-        "import sys, hashlib, jitfp4.families; from jitfp4 import nvrtc; from jitfp4.registry import lookup;"
-        f"from jitfp4.arch import Arch; f = lookup({family.name!r}); a = Arch.of('sm_90a'); s = next(iter(f.specs(a)));"
+        "import sys, hashlib, jitfp4.families; from jitfp4 import nvrtc; from jitfp4.kernel import lookup;"
+        f"from jitfp4.arch import Arch; f = lookup({kernel.name!r}); a = Arch.of('sm_90a'); s = next(iter(f.specs(a)));"
         "sys.stdout.buffer.write(nvrtc.compile_cubin(f.render(s, a), a, symbol=f.symbol))"
     )
     root = str(Path(__file__).parents[2])

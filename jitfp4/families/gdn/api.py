@@ -39,7 +39,8 @@ def gated_delta_rule_mtp(
         v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
-            its output is zero and no state is touched.
+            its output is zero and no state is touched. In any list of slots, one beyond the pool is an error on the
+            CPU; on the GPU, where the host reads no values, it counts as negative.
         A_log: [HV] float32.
         a: [B, T, HV], q's dtype, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
@@ -220,6 +221,6 @@ def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  
     """``tensor`` has input's shape, dtype and device, and is contiguous."""
     check_dtype(name, tensor, (input.dtype,))
     check_same_device(name, tensor, input)
-    if tensor.shape != input.shape:
+    if differ(tensor.shape, input.shape):
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
     check_contiguous(name, tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
 from jitfp4.families.quantize.problem import OUT_DTYPES
@@ -119,7 +120,7 @@ def _to_float(
     m = q.numel() * 2 // k
     check_same_device(scales_name, sf, q)
     check_contiguous(scales_name, sf)
-    if sf.numel() != layout.numel(m, k // block):
+    if differ((sf.numel(),), (layout.numel(m, k // block),)):
         raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     DEQUANTIZE(

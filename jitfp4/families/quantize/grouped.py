@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
@@ -88,7 +89,7 @@ def _grouped(
     check_dtype("mask", mask, (torch.int32,))
     check_same_device("mask", mask, a)
     check_contiguous("mask", mask)
-    if mask.shape != (batch,):
+    if differ(mask.shape, (batch,)):
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"({batch},)")
     scale = scales_f32("a_global_sf", a_global_sf, (batch,), like=a)
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)

@@ -95,7 +95,7 @@ def nvfp4_quantize(
     if per_token_activation:
         encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
         ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
-        shuffled = shuffle_rows(decode, _SHUFFLE_TILE) if do_shuffle else decode
+        shuffled = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
         scale, per_token = encode, (shuffled,)
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
