@@ -933,9 +933,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
     State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
     const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
-    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: not written
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: skipped
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
-    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: not written
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: skipped
     In* __restrict__ out,                  // [batch, tokens, value_heads, V]
     float scale,                           // of q
     int64 batch,
