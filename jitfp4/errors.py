@@ -24,15 +24,25 @@ from __future__ import annotations
 
 
 class Jitfp4Error(Exception):
-    """Base of every error that jitfp4 raises on purpose."""
+    """Base of every error that jitfp4 raises on purpose.
+
+    Each one survives pickle and copy. No constructor below calls ``super().__init__``, which torch.compile cannot
+    trace: BaseException.__new__ has kept the arguments already, and ``__str__`` makes the message of them.
+    """
 
 
 class ArgumentError(Jitfp4Error, ValueError):
     """An argument's value is not allowed. Says which argument, what came, and what is allowed."""
 
-    def __init__(self, name: str, got: object, allowed: str) -> None:
-        super().__init__(f"{name}: got {got}; allowed: {allowed}")
+    def __init__(self, name: str, got: object, allowed: str) -> None:  # noqa: ARG002 - they are in self.args
         self.name = name
+
+    def __str__(self) -> str:
+        name, got, allowed = self.args
+        return f"{name}: got {got}; allowed: {allowed}"
+
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, ...], dict[str, object]]:
+        return type(self), tuple(map(str, self.args)), self.__dict__  # what came need not be something to pickle
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -55,11 +65,10 @@ class CompileError(Jitfp4Error):
     """NVRTC rejected generated source."""
 
     def __init__(self, program: str, arch: str, log: str, excerpt: str) -> None:
-        super().__init__(f"NVRTC rejected {program} for {arch}\n{log.strip()}\n\n{excerpt}")
         self.program, self.arch, self.log, self.excerpt = program, arch, log, excerpt
 
-    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
-        return CompileError, (self.program, self.arch, self.log, self.excerpt)
+    def __str__(self) -> str:
+        return f"NVRTC rejected {self.program} for {self.arch}\n{self.log.strip()}\n\n{self.excerpt}"
 
 
 class OfflineError(Jitfp4Error):
