@@ -62,7 +62,7 @@ def read_archs(text: str) -> tuple[Arch, ...]:
     names = split(text)
     for name in names or (text,):
         if name not in ARCHS:
-            like = difflib.get_close_matches(name, ARCHS, n=1)
+            like = difflib.get_close_matches(name, ARCHS, n=1, cutoff=0.8)
             hint = f"; did you mean {like[0]}?" if like else ""
             raise ArgumentError("--arch", repr(name), f"{', '.join(ARCHS)}, or all{hint}")
     return tuple(ARCHS[name] for name in names)

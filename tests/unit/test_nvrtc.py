@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.compile
 
+PYTHONPATH = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))}
+
 # NVRTC 12.9 keeps one register of this kernel in local memory on these two: one store and one load for each thread.
 _SPILLED = {
     (
@@ -33,6 +36,8 @@ _SPILLED = {
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda a: a.name)
 @pytest.mark.parametrize("family", families(), ids=lambda f: f.name)
 def test_every_specialisation_compiles_without_local_memory(family: Family, arch: Arch) -> None:
+    if not nvrtc.supports(arch):
+        pytest.skip("this NVRTC is too old for the architecture")
     for spec in family.specs(arch):
         cubin = nvrtc.compile_cubin(family.render(spec, arch), arch, symbol=family.symbol)
         check_elf(cubin, arch.name, family.symbol)
@@ -51,9 +56,8 @@ def test_equal_source_gives_equal_bytes_in_another_process() -> None:
         f"from jitfp4.arch import Arch; f = lookup({family.name!r}); a = Arch.of('sm_90a'); s = next(iter(f.specs(a)));"
         "sys.stdout.buffer.write(nvrtc.compile_cubin(f.render(s, a), a, symbol=f.symbol))"
     )
-    root = str(Path(__file__).parents[2])
     there = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": root}, cwd="/", check=True, capture_output=True
+        [sys.executable, "-c", program], env=PYTHONPATH, cwd="/", check=True, capture_output=True
     ).stdout
     assert here == there
 
@@ -74,9 +78,8 @@ def test_toolchain_is_recognised_without_loading_it() -> None:
         "from jitfp4 import nvrtc; t = nvrtc.toolchain(); assert t is not None; print(t.name);"
         "assert 'libnvrtc' not in open('/proc/self/maps').read()"
     )
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": root}, capture_output=True, text=True)
-    if done.returncode and "AssertionError" in done.stderr and nvrtc._installed_library() is None:
+    done = subprocess.run([sys.executable, "-c", program], env=PYTHONPATH, capture_output=True, text=True)
+    if done.returncode and "AssertionError" in done.stderr and not nvrtc._packaged_libraries():
         pytest.skip("NVRTC comes from outside the environment's packages here")
     assert done.returncode == 0, done.stderr
     toolchain = nvrtc.toolchain()

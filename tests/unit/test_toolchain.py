@@ -65,7 +65,7 @@ def forget() -> Iterator[None]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: None) -> Install:
-    """Puts made-up packages before the installed ones; both NVRTC packages are hidden to begin with."""
+    """Puts made-up packages before the installed ones. To begin with, no NVRTC is seen, and cuda-bindings 99."""
     site = tmp_path / "site"
 
     def put(name: str, version: str, files: Mapping[str, bytes | Path]) -> None:
@@ -81,10 +81,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget: None) -> In
                 (site / path).write_bytes(content)
 
     hidden = tmp_path / "hidden"
-    for name in nvrtc._PACKAGES:
-        info = hidden / f"{name.replace('-', '_')}-0.dist-info"
+    for name, version in {**dict.fromkeys(nvrtc._PACKAGES, "0"), "cuda-bindings": "99"}.items():
+        info = hidden / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "RECORD").write_text("")
     monkeypatch.syspath_prepend(str(hidden))
     site.mkdir()
