@@ -66,7 +66,7 @@ def first_call() -> dict[str, Any]:
 
     steps.watch(registry, "render", "render")
     steps.watch(nvrtc, "toolchain", "recognise NVRTC")
-    steps.watch(nvrtc, "_bindings", "load NVRTC")
+    steps.watch(nvrtc, "_library", "load NVRTC")
     steps.watch(nvrtc, "compile_cubin", "compile")
     steps.watch(store, "publish", "publish")
     steps.watch(layer.Layer, "load", "verify")

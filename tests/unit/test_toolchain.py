@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-import jitfp4.families  # noqa: F401 - registers every family
+import jitfp4
+import jitfp4.families  # registers every family
 from jitfp4 import OfflineError, engine, nvrtc
-from jitfp4.arch import ARCHS
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache.entry import check_elf
 from jitfp4.errors import ToolchainError
 from jitfp4.registry import Family, families, lookup
@@ -299,7 +301,7 @@ def test_a_library_that_does_not_load_is_an_error_of_the_toolchain(install: Inst
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
-def test_an_architecture_that_an_old_nvrtc_lacks_is_named_with_the_version_that_has_it(arch: object) -> None:
+def test_an_architecture_that_an_old_nvrtc_lacks_is_named_with_the_version_that_has_it(arch: Arch) -> None:
     toolchain = nvrtc.toolchain()
     assert toolchain is not None
     version = tuple(map(int, toolchain.version.split(".")[:2]))
@@ -311,7 +313,7 @@ def test_an_architecture_that_an_old_nvrtc_lacks_is_named_with_the_version_that_
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_one_specialisation_of_each_family_compiles(family: Family, arch: object) -> None:
+def test_one_specialisation_of_each_family_compiles(family: Family, arch: Arch) -> None:
     """What CI asks of the NVRTC of each CUDA line; the whole list is test_nvrtc.py's."""
     if not nvrtc.supports(arch):
         pytest.skip("this NVRTC is too old for the architecture")
@@ -319,3 +321,13 @@ def test_one_specialisation_of_each_family_compiles(family: Family, arch: object
         cubin = nvrtc.compile_cubin(family.render(spec, arch), arch, symbol=family.symbol)
         check_elf(cubin, arch.name, family.symbol)
         assert any(text.startswith("EXIT") for text in disassemble(cubin))
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_what_it_makes_of_a_kernel_gives_the_bytes_of_the_reference(arch: str) -> None:
+    a, scale = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([100.0])
+    expected = jitfp4.nvfp4_quantize(a, scale)
+    with jitfp4.sim.device(arch):
+        simulated = jitfp4.nvfp4_quantize(a, scale)
+    assert all(torch.equal(one, other) for one, other in zip(simulated, expected, strict=True))
