@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import jitfp4
 import jitfp4.families  # registers every family
-from jitfp4 import OfflineError, engine, nvrtc
+from jitfp4 import OfflineError, engine, nvrtc, warmup
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache.entry import check_elf
+from jitfp4.cli import app
 from jitfp4.errors import ToolchainError
 from jitfp4.registry import Family, families, lookup
 from tests.support.sass import disassemble
@@ -287,6 +289,18 @@ def test_a_damaged_library_does_not_matter_to_cached_kernels(
     assert engine.build(family, one, arch).cubin == built.cubin
     with pytest.raises(OfflineError, match="jitfp4 warmup --arch sm_90a"):
         engine.build(family, other, arch)
+
+
+def test_warm_up_says_what_is_wrong_with_a_damaged_library(
+    install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("nvidia-cuda-nvrtc", "13.0.88", line(13, 0, b""))
+    plan = tmp_path / "plan.json"
+    plan.write_text(warmup.write_plan(warmup.plan([ARCHS["sm_90a"]], ["quantize/vector"])[:1]))
+    result = CliRunner().invoke(app, ["warmup", str(plan), "--cache-dir", str(tmp_path / "cache")])
+    assert result.exit_code == 2, result.output
+    assert "is not in the cache" in result.stderr
+    assert "NVRTC is damaged or cannot be read" in caplog.text
 
 
 def test_a_library_that_does_not_load_is_an_error_of_the_toolchain(install: Install) -> None:
