@@ -22,20 +22,27 @@ Jitfp4Error
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class Jitfp4Error(Exception):
     """Base of every error that jitfp4 raises on purpose.
 
-    Each one survives pickle and copy. No constructor below calls ``super().__init__``, which torch.compile cannot
-    trace: BaseException.__new__ has kept the arguments already, and ``__str__`` makes the message of them.
+    Each one survives pickle and copy: ``args`` are what its constructor takes, and the message is made of them.
     """
 
 
 class ArgumentError(Jitfp4Error, ValueError):
     """An argument's value is not allowed. Says which argument, what came, and what is allowed."""
 
-    def __init__(self, name: str, got: object, allowed: str) -> None:  # noqa: ARG002 - they are in self.args
-        self.name = name
+    if TYPE_CHECKING:  # torch.compile shows the arguments of an exception only where it has no constructor of its own
+
+        def __init__(self, name: str, got: object, allowed: str) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """The argument."""
+        return str(self.args[0])
 
     def __str__(self) -> str:
         name, got, allowed = self.args

@@ -84,5 +84,5 @@ def test_torch_compile_shows_the_error_of_a_wrong_argument(a: torch.Tensor, kind
     name, got, allowed = eager.value.args
     with pytest.raises(torch._dynamo.exc.Unsupported) as compiled:
         quantize(a, torch.ones(1))
-    assert f"raised exception {kind.__name__}('{name}', " in str(compiled.value)
-    assert str(got) in str(compiled.value) and allowed in str(compiled.value)
+    assert f"raised exception {kind.__name__}(" in str(compiled.value)
+    assert all(text in str(compiled.value) for text in (f"'{name}'", str(got), allowed))
