@@ -128,7 +128,7 @@ def own_cold(source: str, folder: Path) -> Callable[[], bool]:
     from jitfp4.arch import Arch
 
     arch = Arch.of(ARCH)
-    nvrtc._bindings()
+    nvrtc._library()
     recipe = Recipe(family="bench", arch=ARCH, options=nvrtc.compile_options(arch), source=source)
     cache = Cache(Config(cache_dir=folder))
 

@@ -68,7 +68,7 @@ def first_call() -> dict[str, Any]:
 
     steps.watch(kernel, "render", "render")
     steps.watch(nvrtc, "toolchain", "recognise NVRTC")
-    steps.watch(nvrtc, "_bindings", "load NVRTC")
+    steps.watch(nvrtc, "_library", "load NVRTC")
     steps.watch(nvrtc, "compile_cubin", "compile")
     steps.watch(store, "publish", "publish")
     steps.watch(layer.Layer, "load", "verify")

@@ -75,6 +75,8 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
     A tensor's values are never read by the host.
     """
     if isinstance(scales, (int, float)):
+        if not scales > 0:
+            raise ArgumentError(name, scales, "a finite number above 0")
         return torch.full((1,), float(scales), dtype=torch.float32, device=like.device)
     check_dtype(name, scales, _FLOATS)
     if not is_among(scales.numel(), sizes):
@@ -91,7 +93,7 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
 
 def check_layout(name: str, layout: object) -> SfLayout:
     """``layout`` is a SfLayout or its integer value."""
-    if layout not in _LAYOUTS:
+    if type(layout) not in (int, SfLayout) or layout not in _LAYOUTS:
         raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
     return _LAYOUTS[layout]
 

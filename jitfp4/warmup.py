@@ -12,7 +12,7 @@ import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4 import engine
 from jitfp4.arch import Arch
 from jitfp4.cache import Loaded
-from jitfp4.errors import ArgumentError, CompileError
+from jitfp4.errors import ArgumentError, CompileError, ToolchainError
 from jitfp4.kernel import AnyKernel, kernels, lookup
 from jitfp4.spec import KernelSpec
 
@@ -105,5 +105,5 @@ def missing(tasks: Iterable[Task]) -> list[Task]:
 def _build(task: Task) -> Outcome:
     try:
         return Outcome(task, engine.build(task.kernel, task.spec, task.arch))
-    except CompileError as error:
+    except (CompileError, ToolchainError) as error:  # an old NVRTC does not know every architecture
         return Outcome(task, None, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -17,8 +18,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on
 CacheDir = Annotated[
     Path | None, typer.Option("--cache-dir", metavar="DIR", help="The cache to use, instead of JITFP4_CACHE_DIR.")
 ]
+
+
+def _check_archs(text: str | None) -> str | None:
+    """Refuses a wrong name before a command imports torch, which takes seconds."""
+    if text is not None:
+        read_archs(text)
+    return text
+
+
 ArchNames = Annotated[
-    str | None, typer.Option("--arch", metavar="NAMES", help=f"Comma-separated: {', '.join(ARCHS)}; or all.")
+    str | None,
+    typer.Option(
+        "--arch", metavar="NAMES", callback=_check_archs, help=f"Comma-separated: {', '.join(ARCHS)}; or all."
+    ),
 ]
 
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -46,10 +59,13 @@ def read_archs(text: str) -> tuple[Arch, ...]:
     """The architectures that ``--arch`` names. Raises ArgumentError for an unknown or an empty one."""
     if text == "all":
         return tuple(ARCHS.values())
-    archs = tuple(Arch.of(name) for name in split(text))
-    if not archs:
-        raise ArgumentError("--arch", repr(text), f"{', '.join(ARCHS)}, or all")
-    return archs
+    names = split(text)
+    for name in names or (text,):
+        if name not in ARCHS:
+            like = difflib.get_close_matches(name, ARCHS, n=1, cutoff=0.8)
+            hint = f"; did you mean {like[0]}?" if like else ""
+            raise ArgumentError("--arch", repr(name), f"{', '.join(ARCHS)}, or all{hint}")
+    return tuple(ARCHS[name] for name in names)
 
 
 def read_bytes(name: str, text: str | None) -> float | None:

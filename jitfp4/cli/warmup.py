@@ -132,9 +132,12 @@ def _build(tasks: Sequence[Task], jobs: int, as_json: bool) -> None:
         put_json("warmup", jobs=jobs, seconds=round(seconds, 3), **totals, kernels=[_report(o) for o in outcomes])
     else:
         _put_summary(outcomes)
+    failed: dict[str, list[Task]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            say(f"\n{outcome.task}\n{outcome.error}")
+            failed.setdefault(str(outcome.error), []).append(outcome.task)
+    for error, (task, *more) in failed.items():
+        say(f"\n{task}{f' and {len(more)} more' if more else ''}\n{error}")
     say(f"{plural(len(tasks), 'kernel')} in {seconds:.1f} s: {', '.join(f'{counts[s]} {s}' for s in State)}")
     if counts[State.FAILED]:
         raise typer.Exit(3)

@@ -6,10 +6,10 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.arguments import Call
-from jitfp4.replay import replayed
+from jitfp4.public import public
 
 
-@replayed
+@public
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -103,7 +103,7 @@ def gated_delta_rule_mtp(
     )
 
 
-@replayed
+@public
 def gated_delta_rule_decode_pretranspose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -138,7 +138,7 @@ def gated_delta_rule_decode_pretranspose(
     """
     name, pool = ("state", state) if initial_state is None else ("initial_state", initial_state)
     if pool is None or (state is not None and initial_state is not None):
-        raise ArgumentError("state", "both or neither of state and initial_state", "exactly one of them")
+        raise ArgumentError("state, initial_state", "both or neither", "exactly one of them")
     if (initial_state is None) != (initial_state_indices is None):
         raise ArgumentError("initial_state_indices", "a pool or its indices alone", "initial_state with its indices")
     check = Call(name, q, k, v, pool, A_log, a, dt_bias, b, k_major=False)
@@ -160,7 +160,7 @@ def gated_delta_rule_decode_pretranspose(
     )
 
 
-@replayed
+@public
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -24,7 +24,7 @@ from jitfp4.families.kv.arguments import (
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
 from jitfp4.families.kv.problem import DTYPES, MAX_GRID_YZ
 from jitfp4.formats import NVFP4
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -33,7 +33,7 @@ Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tor
 NO_LISTS: Lists = (None, None, None, None)
 
 
-@replayed
+@public
 def append_by_slot(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -58,7 +58,7 @@ def append_by_slot(
     _append((k[:n], v[:n]), written, (k_scale, v_scale), (slots, None, None, None), v_sf_layout, enable_pdl)
 
 
-@replayed
+@public
 def append_by_position(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -95,7 +95,7 @@ def append_by_position(
     _append((k, v), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
 
 
-@replayed
+@public
 def dequantize_paged(
     k_out: torch.Tensor,
     v_out: torch.Tensor,

@@ -10,7 +10,7 @@ from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
 from jitfp4.families.quantize.problem import OUT_DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import (
     check_contiguous,
     check_device,
@@ -25,7 +25,7 @@ from jitfp4.tensors import (
 _SCALE_DTYPES = {NVFP4: (torch.uint8, torch.float8_e4m3fn), MXFP4: (torch.uint8,)}
 
 
-@replayed
+@public
 def nvfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -63,7 +63,7 @@ def nvfp4_dequantize(
     return _to_float(NVFP4, a_fp4, a_sf, scale, sfLayout, out_dtype, enable_pdl, out)
 
 
-@replayed
+@public
 def mxfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -138,7 +138,7 @@ def _to_float(
     return result
 
 
-@replayed
+@public
 def e2m1_and_ufp8sf_scale_to_float(
     e2m1_tensor: torch.Tensor,
     ufp8_scale_tensor: torch.Tensor,
