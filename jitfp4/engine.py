@@ -114,6 +114,8 @@ def _build_lock(family: Family, spec: KernelSpec) -> threading.Lock:  # noqa: AR
 
 @functools.cache
 def _ptx(family: Family, spec: KernelSpec, arch: Arch) -> str:
+    if cache().config.offline:
+        raise OfflineError(f"the simulator compiles {family.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
     return nvrtc.compile_ptx(family.render(spec, arch), arch, symbol=family.symbol)
 
 
