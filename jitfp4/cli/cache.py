@@ -184,7 +184,7 @@ def verify(
             say(f"{key}: no such kernel")
             status |= UNKNOWN_KEY
     for item in checked:
-        status |= item.verdict
+        status |= int(item.verdict)
     bad = [item for item in checked if item.verdict]
     if as_json:
         put_json("cache verify", status=status, recompiled=sum(compiled), entries=[_verdict(item) for item in checked])

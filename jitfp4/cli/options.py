@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CacheDir = Annotated[
-    Path | None, typer.Option("--cache-dir", metavar="DIR", help="The cache to use, instead of JITFP4_CACHE_DIR.")
+    Path | None,
+    typer.Option("--cache-dir", metavar="DIR", readable=False, help="The cache to use, instead of JITFP4_CACHE_DIR."),
 ]
 ArchNames = Annotated[
     str | None, typer.Option("--arch", metavar="NAMES", help=f"Comma-separated: {', '.join(ARCHS)}; or all.")

@@ -21,8 +21,9 @@ def say(message: str) -> None:
 
 
 def put(text: str) -> None:
-    """Data, on stdout, with a line end unless it has one. A terminal is not sent what it would not show."""
-    typer.echo(visible(text, keep="\n\t") if sys.stdout.isatty() else text, nl=not text.endswith("\n"))
+    """Data, on stdout, with a line end unless it has one: every byte to a file, and to a terminal what it can show."""
+    shown = visible(text, keep="\n\t") if sys.stdout.isatty() else text
+    typer.echo(shown, nl=not text.endswith("\n"), color=True)  # else typer drops what looks like a colour
 
 
 def visible(text: str, keep: str = "") -> str:
