@@ -87,13 +87,17 @@ def shard(tasks: Sequence[Task], index: int, count: int) -> tuple[Task, ...]:
 def warm_up(tasks: Sequence[Task], *, jobs: int, on_done: Callable[[Outcome], None] = lambda _: None) -> list[Outcome]:
     """Have every task in the cache, ``jobs`` at a time (NVRTC releases the GIL, so threads scale).
 
-    A kernel that does not compile is reported in its Outcome and does not stop the others.
+    A kernel that does not compile is reported in its Outcome and does not stop the others. An exception, such as
+    KeyboardInterrupt, leaves at once: what has not begun is dropped, and what compiles ends in its thread.
     """
     outcomes = []
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
+    pool = ThreadPoolExecutor(max_workers=jobs)
+    try:
         for future in as_completed([pool.submit(_build, task) for task in tasks]):
             outcomes.append(future.result())
             on_done(outcomes[-1])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return outcomes
 
 

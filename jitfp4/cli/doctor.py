@@ -16,8 +16,9 @@ import typer
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache import Catalog
-from jitfp4.cache.layer import check_trusted, open_folder
+from jitfp4.cache.layer import Layer
 from jitfp4.cache.lock import try_lock
+from jitfp4.cache.tree import check_trusted, open_folder
 from jitfp4.cli.gpus import Driver, cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples
 from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, say
@@ -49,7 +50,13 @@ def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     Exit status: 0 all is well, 1 something is wrong, 2 an error.
     """
     config = configure(cache_dir)
-    findings = [_versions(), _compiler(config), _cache(config), *map(_layer, config.cache_ro), _gpu(config)]
+    findings = [
+        _versions(),
+        _compiler(config),
+        _cache(config),
+        *(_layer(root, config) for root in config.cache_ro),
+        _gpu(config),
+    ]
     problems = [problem for finding in findings for problem in finding.problems]
     if as_json:
         fields = [{"topic": f.topic, "problems": f.problems, **f.facts} for f in findings]
@@ -123,7 +130,7 @@ def _cache(config: Config) -> Finding:
     if exists is None:
         return finding
     if exists:
-        _inspect_root(root, finding)
+        _inspect_root(Layer(path=root, own=True, pin=config.bundle_sha256), finding)
     place = root if exists else next(parent for parent in root.absolute().parents if parent.exists())
     _inspect_file_system(place, finding)
     if config.cache_mode == "rw":
@@ -131,11 +138,11 @@ def _cache(config: Config) -> Finding:
     return finding
 
 
-def _layer(root: Path) -> Finding:
+def _layer(root: Path, config: Config) -> Finding:
     finding = Finding("read-only layer", {"path": str(root)})
     exists = _exists(root, finding)
     if exists:
-        _inspect_root(root, finding)
+        _inspect_root(Layer(path=root, pin=config.bundle_sha256), finding)
     elif exists is not None:
         finding.problems.append(f"{root}: does not exist")
     return finding
@@ -194,17 +201,23 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
-def _inspect_root(root: Path, finding: Finding) -> None:
+def _inspect_root(layer: Layer, finding: Finding) -> None:
+    """What a load would make of this root: its owner and mode, or in their place the pinned bundle."""
     try:
-        with open_folder(root) as folder:
+        with open_folder(layer.path) as folder:
             status = os.fstat(folder)
             finding.facts |= {"owner": status.st_uid, "permissions": f"{stat.S_IMODE(status.st_mode):04o}"}
-            check_trusted(status, str(root))
-        size = Catalog(root).size()
+            if layer.own or not layer.is_pinned():
+                check_trusted(status, str(layer.path))
+        catalog = Catalog(layer.path, pin=layer.pin, own=layer.own)
+        size = catalog.size()
+        finding.facts |= {"entries": size.entries, "disk_bytes": size.disk_bytes, "quarantined": size.quarantined}
+        finding.facts["pinned"] = layer.pin
+        finding.problems += [f"{item.path}: {item.reason}" for item in catalog.findings]
+        if size.entries or not layer.own:
+            layer.check_pin()
     except (CacheError, OSError) as error:
         finding.problems.append(str(error))
-        return
-    finding.facts |= {"entries": size.entries, "disk_bytes": size.disk_bytes, "quarantined": size.quarantined}
 
 
 def _inspect_file_system(place: Path, finding: Finding) -> None:

@@ -6,17 +6,21 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.config import Config, read_config
+from jitfp4.config import Config, read_config, read_sha256
 from jitfp4.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from jitfp4.warmup import Task
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CacheDir = Annotated[
-    Path | None, typer.Option("--cache-dir", metavar="DIR", help="The cache to use, instead of JITFP4_CACHE_DIR.")
+    Path | None,
+    typer.Option("--cache-dir", metavar="DIR", readable=False, help="The cache to use, instead of JITFP4_CACHE_DIR."),
 ]
 
 
@@ -66,6 +70,38 @@ def read_archs(text: str) -> tuple[Arch, ...]:
             hint = f"; did you mean {like[0]}?" if like else ""
             raise ArgumentError("--arch", repr(name), f"{', '.join(ARCHS)}, or all{hint}")
     return tuple(ARCHS[name] for name in names)
+
+
+def read_families(text: str | None) -> tuple[str, ...]:
+    """The families that ``--family`` names, none for None. Raises ArgumentError when it is there and names none."""
+    if text is not None and not split(text):
+        raise ArgumentError("--family", repr(text), "families, or folders of them, separated by commas")
+    return split(text)
+
+
+def read_digest(text: str | None, config: Config) -> str | None:
+    """The digest that ``--digest`` or the environment pins. Raises ArgumentError when it is none."""
+    return read_sha256("--digest", text) if text is not None else config.bundle_sha256
+
+
+def read_plan(path: Path) -> tuple[Task, ...]:
+    """The tasks of a plan file. Raises ArgumentError when it is not one, OSError when it cannot be read."""
+    from jitfp4 import warmup
+
+    try:
+        return warmup.read_plan(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ArgumentError("plan", f"{path}: {error}", "a JSON document in UTF-8") from None
+    except RecursionError:
+        raise ArgumentError("plan", f"{path}: JSON that is nested too deeply", "a document of warmup") from None
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """``I/N``. Raises ArgumentError."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if not found:
+        raise ArgumentError("--shard", repr(text[:40]), "I/N with 0 <= I < N")
+    return int(found[1]), int(found[2])
 
 
 def read_bytes(name: str, text: str | None) -> float | None:

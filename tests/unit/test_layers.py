@@ -25,6 +25,8 @@ ROOMS = {
     "cuda": {"nvrtc", "driver"},
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
+    "filelock": {"cache"},
+    "zstandard": {"bundle"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.compile
 
 PYTHONPATH = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))}
 
+
 def test_equal_source_gives_equal_bytes_in_another_process() -> None:
     kernel, arch = kernels("quantize")[-1], ARCHS["sm_90a"]
     spec = next(iter(kernel.specs(arch)))

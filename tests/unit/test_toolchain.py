@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from jitfp4.kernel import AnyKernel, kernels, lookup
 from typer.testing import CliRunner
 
 import jitfp4
@@ -23,6 +22,7 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache.entry import check_elf
 from jitfp4.cli import app
 from jitfp4.errors import ToolchainError
+from jitfp4.kernel import AnyKernel, kernels, lookup
 from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.compile
@@ -278,17 +278,17 @@ def test_a_damaged_library_is_no_toolchain(
 def test_a_damaged_library_does_not_matter_to_cached_kernels(
     damage: str, offline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    family, arch = lookup("quantize/vector"), ARCHS["sm_90a"]
+    kernel, arch = lookup("quantize/vector"), ARCHS["sm_90a"]
     one, other = list(kernel.specs(arch))[:2]
     monkeypatch.setenv("JITFP4_CACHE_DIR", str(tmp_path / "cache"))
     engine.reset()
-    built = engine.build(family, one, arch)
+    built = engine.build(kernel, one, arch)
     request.getfixturevalue("install")("nvidia-cuda-nvrtc", "13.0.88", line(13, 0, DAMAGE[damage]))
     monkeypatch.setenv("JITFP4_OFFLINE", offline)
     engine.reset()
-    assert engine.build(family, one, arch).cubin == built.cubin
+    assert engine.build(kernel, one, arch).cubin == built.cubin
     with pytest.raises(OfflineError, match="jitfp4 warmup --arch sm_90a"):
-        engine.build(family, other, arch)
+        engine.build(kernel, other, arch)
 
 
 def test_warm_up_says_what_is_wrong_with_a_damaged_library(
@@ -324,8 +324,11 @@ def test_an_architecture_that_an_old_nvrtc_lacks_is_named_with_the_version_that_
             nvrtc.compile_cubin(KERNEL, arch, symbol="kernel")
 
 
+_LAUNCH_NAMES = "CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID"
+
+
 def test_the_driver_finds_what_it_uses_in_the_bindings_of_this_line() -> None:
-    names = "cuKernelSetAttribute", "CUkernel", "CUdevice", "CUfunction_attribute", "CUresult"
+    names = "cuKernelSetAttribute", "CUkernel", "CUdevice", "CUfunction_attribute", "CUresult", *_LAUNCH_NAMES
     done = run(f"from jitfp4 import driver; print(*(hasattr(driver.cuda, name) for name in {names}))")
     assert done.stdout.split() == ["True"] * len(names), done.stderr
 
