@@ -105,7 +105,7 @@ def test_operators_pass_opcheck(operator: str) -> None:
         ),
         "row_scale": (A, SCALE, rows, rows.clone(), None),
         "dequantize": (CODES, SCALES, SCALE, torch.zeros(6, 64), "nvfp4", 2, None, ""),
-        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None),
+        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None, ""),
         "gated_delta_rule": (
             *delta.values(),
             *(0.125, torch.zeros_like(DELTA_RULE["v"]), DELTA_RULE["initial_state_indices"], None, None, None),
