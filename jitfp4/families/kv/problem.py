@@ -1,14 +1,13 @@
 """What selection sees of a KV cache that is written or read back, how the kernels are cut, and how they are launched.
 
-K and V are the two *sides* of a cache. A *run* of tokens lies in one page.
+K and V are the two *sides* of a cache.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,9 +17,6 @@ from jitfp4.layouts import ceil_div
 from jitfp4.spec import Geometry, KernelSpec
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-
-MAX_RUN = 8
-"""The most tokens of a thread."""
 
 MAX_GRID_YZ = 65535
 MAX_THREADS = 256
@@ -35,27 +31,20 @@ class Addressing(StrEnum):
 
 
 class QuantizeProblem(NamedTuple):
-    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides.
-
-    ``run``: the most tokens of a thread that certainly lie in one page, where the kernel asks for that.
-    """
+    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides."""
 
     in_dtype: DType
     addressing: Addressing
     tokens: int
     blocks: int
     sides: int
-    run: int
 
     def blocks_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.tokens * self.blocks * self.sides, arch.num_sms)
 
 
 class DequantizeProblem(NamedTuple):
-    """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides.
-
-    ``run``: the most tokens of a thread that certainly lie in one page.
-    """
+    """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides."""
 
     out_dtype: DType
     paged: bool
@@ -63,7 +52,6 @@ class DequantizeProblem(NamedTuple):
     tokens: int
     chunks: int
     sides: int
-    run: int
 
     def chunks_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.sequences * self.tokens * self.chunks * self.sides, arch.num_sms)
@@ -84,7 +72,14 @@ class DequantizeTactic(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeSpec(KernelSpec):
+class Spec(KernelSpec):
+    """A CTA looks up the places of its tokens once, into ``place_bytes`` of shared memory each."""
+
+    place_bytes: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSpec(Spec):
     """A thread quantizes the same block of ``tokens_per_thread`` tokens."""
 
     in_dtype: DType
@@ -93,26 +88,15 @@ class QuantizeSpec(KernelSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DequantizeSpec(KernelSpec):
-    """A thread fills 16 bytes of ``tokens_per_thread`` tokens, ``tokens_per_lookup`` of them in one page.
-
-    Not ``paged``: there is one page, of one sequence.
-    """
+class DequantizeSpec(Spec):
+    """A thread fills 16 bytes of ``tokens_per_thread`` tokens. Not ``paged``: there is one page, of one sequence."""
 
     out_dtype: DType
     paged: bool
     tokens_per_thread: int
-    tokens_per_lookup: int
 
 
-def quantize_rejects(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> str | None:
-    """Why a tactic cannot run a problem: the place of whole pages' tokens is looked up once for each thread."""
-    if problem.run % tactic.tokens:
-        return f"{tactic.tokens} tokens of a thread may lie in two pages"
-    return None
-
-
-def dequantize_rejects(_: DequantizeProblem, __: DequantizeTactic, ___: Arch) -> None:
+def rejects(problem: QuantizeProblem | DequantizeProblem, tactic: object, arch: Arch) -> None:
     """Every tactic can run every problem."""
 
 
@@ -127,20 +111,21 @@ def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> Deq
         out_dtype=problem.out_dtype,
         paged=problem.paged,
         tokens_per_thread=tactic.tokens,
-        tokens_per_lookup=math.gcd(problem.run, tactic.tokens),
     )
 
 
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over the blocks of one, z over sides."""
     across, strips, block = _cut(problem.tokens, problem.blocks, *tactic)
-    return Geometry(grid=(across, strips, problem.sides), block=block)
+    shared = 0 if problem.addressing is Addressing.WHOLE else block[1] * tactic.tokens * Spec.place_bytes
+    return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
 
 
 def dequantize_geometry(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over sequences, z over sides and the chunks of a token."""
     across, strips, block = _cut(problem.tokens, problem.chunks, *tactic)
-    return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block)
+    shared = block[1] * tactic.tokens * Spec.place_bytes if problem.paged else 0
+    return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block, shared_bytes=shared)
 
 
 def _cut(tokens: int, items: int, tokens_per_thread: int, threads: int) -> tuple[int, int, tuple[int, int, int]]:
