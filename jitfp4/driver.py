@@ -39,9 +39,9 @@ class LoadedKernel:
             self._kernel = ObjectCode.from_cubin(cubin, name=symbol).get_kernel(symbol)
         except Exception as error:  # cuda.core raises its own CUDAError, RuntimeError or ValueError
             raise LaunchError(f"the driver refused {symbol} ({len(cubin)} bytes): {error}") from error
-        self.handle = int(self._kernel.handle)
+        self.handle = ctypes.c_void_p(int(self._kernel.handle))
         self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
-        self._configs: dict[tuple[Geometry, bool, int], tuple[Any, int]] = {}
+        self._configs: dict[tuple[Geometry, bool, int], tuple[Any, ctypes.c_void_p]] = {}
 
     def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> PreparedLaunch:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
@@ -54,13 +54,13 @@ class LoadedKernel:
         prepared.launch(stream, [tensor.data_ptr() for tensor in prepared.tensors])
         return prepared
 
-    def config(self, geometry: Geometry, pdl: bool, stream: int) -> int:
+    def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
         """Where the driver's description of a launch lies, which the kernel keeps."""
         key = geometry, pdl, stream
         if key not in self._configs:
             self._consent(geometry)
             config = _describe(geometry, pdl, stream)
-            self._configs[key] = config, config.getPtr()
+            self._configs[key] = config, ctypes.c_void_p(config.getPtr())
         return self._configs[key][1]
 
     def _consent(self, geometry: Geometry) -> None:
@@ -73,7 +73,7 @@ class LoadedKernel:
 
     def _set(self, attribute: str, value: int) -> None:
         name = getattr(cuda.CUfunction_attribute, attribute)
-        (status,) = cuda.cuKernelSetAttribute(name, value, cuda.CUkernel(self.handle), cuda.CUdevice(self.device))
+        (status,) = cuda.cuKernelSetAttribute(name, value, cuda.CUkernel(self.handle.value), cuda.CUdevice(self.device))
         if status != cuda.CUresult.CUDA_SUCCESS:
             raise LaunchError(f"{self.symbol}: {attribute} = {value}: {status.name}")
 
@@ -108,7 +108,8 @@ class PreparedLaunch:
         self._values = (ctypes.c_int64 * len(values))(*values)
         starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
         self._params = (ctypes.c_void_p * len(args))(*(starts[kind] + 8 * place for kind, place in places))
-        self._configs: dict[int, int] = {}  # by stream
+        self._where = ctypes.c_void_p(ctypes.addressof(self._params))
+        self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
         self._launch = _functions().cuLaunchKernelEx
         self._lock = threading.Lock()  # the argument memory serves one thread at a time
 
@@ -126,7 +127,7 @@ class PreparedLaunch:
             config = self._configs.get(stream)
             if config is None:
                 config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
-            status = self._launch(config, self._kernel.handle, self._params, None)
+            status = self._launch(config, self._kernel.handle, self._where, None)
         if status:
             raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
 

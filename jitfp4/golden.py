@@ -1,13 +1,14 @@
 """Golden sources: what the templates generate, committed so that a review sees what a change of a template does.
 
-Two files for each family and each of GOLDEN_ARCHS below ``tests/golden``: ``<family>/<arch>.cu`` is the source of the
-first specialisation, and ``<family>/<arch>.specs`` says of every specialisation which lines of that source it replaces.
+Two files for each kernel and each of GOLDEN_ARCHS below ``tests/golden``: ``<kernel>/<arch>.cu`` is the source of the
+first specialisation, and ``<kernel>/<arch>.csv`` has a line for each with its fields and the digest of its source.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +55,8 @@ def goldens(pattern: str | None = None) -> dict[str, str]:
         for arch in map(Arch.of, GOLDEN_ARCHS):
             rendered = {spec: kernel.render(spec, arch) for spec in kernel.specs(arch)}
             if rendered:
-                first = next(iter(rendered.values()))
-                texts[f"{kernel.name}/{arch.name}.cu"] = first
-                replaced = (_replaced_lines(first, source) for source in rendered.values())
-                texts[f"{kernel.name}/{arch.name}.specs"] = "\n".join(replaced)
+                texts[f"{kernel.name}/{arch.name}.cu"] = next(iter(rendered.values()))
+                texts[f"{kernel.name}/{arch.name}.csv"] = _table(rendered)
     return texts
 
 
@@ -98,12 +97,20 @@ def _words(spec: KernelSpec) -> Iterator[str]:
                 yield value
 
 
-def _replaced_lines(first: str, other: str) -> str:
-    """The lines in which two sources differ, ``-`` from the first, ``+`` from the other; no positions, which would
-    move.
-    """
-    lines = difflib.unified_diff(first.splitlines(), other.splitlines(), lineterm="", n=0)
-    return "".join(f"{line}\n" for line in lines if not line.startswith(("---", "+++", "@@")))
+def digest(source: str) -> str:
+    """What stands for a source in tables: the first half of its SHA-256."""
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
+
+
+def _table(rendered: Mapping[KernelSpec, str]) -> str:
+    """A line for each specialisation, sorted, so that a new one moves no other."""
+    names = next(iter(rendered)).fields()
+    lines = sorted(",".join([*map(_cell, spec.fields().values()), digest(text)]) for spec, text in rendered.items())
+    return "\n".join([",".join([*names, "source"]), *lines, ""])
+
+
+def _cell(value: str | int | bool) -> str:
+    return str(value).lower()
 
 
 def _read(root: Path, pattern: str | None) -> dict[str, str]:

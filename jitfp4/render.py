@@ -7,8 +7,9 @@ nested braces. Every value passes through a typed filter, and a name that is not
 from __future__ import annotations
 
 import functools
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +22,7 @@ from jitfp4.formats import DType
 from jitfp4.layouts import SfLayout
 from jitfp4.spec import F32, I64, KernelSpec, Param, Ptr
 
+_INCLUDE = re.compile(r'^//% include "(.*?)" %//\n', re.MULTILINE)
 _CPP_TYPES = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "float", DType.E4M3: "e4m3"}
 
 
@@ -64,7 +66,7 @@ def render(template: str, spec: KernelSpec, arch: Arch, *, symbol: str, params: 
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_dir()),
+        loader=_Loader(templates_dir()),
         variable_start_string="${",
         variable_end_string="}",
         block_start_string="//%",
@@ -87,6 +89,27 @@ def _environment() -> jinja2.Environment:
         cpp_values=cpp_values,
     )
     return environment
+
+
+class _Loader(jinja2.FileSystemLoader):
+    """A template with what it includes, and what that includes, each once and before it is needed.
+
+    Every partial begins with an ``include`` of each partial that it uses; a template names what it uses itself.
+    """
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, path, is_fresh = super().get_source(environment, template)
+        return self._expand(environment, source, set()), path, is_fresh
+
+    def _expand(self, environment: jinja2.Environment, text: str, seen: set[str]) -> str:
+        def include(found: re.Match[str]) -> str:
+            name = found[1]
+            if name in seen:
+                return ""
+            seen.add(name)
+            return self._expand(environment, super(_Loader, self).get_source(environment, name)[0], seen)
+
+        return _INCLUDE.sub(include, text)
 
 
 def cpp_bool(value: bool) -> str:

@@ -25,7 +25,7 @@ from jitfp4.tensors import ALIGNMENT, extent
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MOST = 4096  # flags that a function remembers calls for
+_MOST = 4096  # flags that a function remembers calls for, and sets of addresses that a call remembers
 
 
 class Launch(Protocol):
@@ -176,6 +176,7 @@ class _Call(NamedTuple):
     outputs: tuple[_Output, ...]
     results: tuple[int, ...]
     single: bool  # one tensor is returned, not a tuple
+    allowed: set[tuple[int, ...]]  # addresses that were looked at before
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Do it again. Returns None, having done nothing, where an address forbids it."""
@@ -183,18 +184,25 @@ class _Call(NamedTuple):
         try:
             if self.outputs:
                 tensors = (*tensors, *[empty_cuda(*output) for output in self.outputs])
-            addresses = [tensors[source].data_ptr() for source in self.sources]
-            for number in self.aligned:
-                if addresses[number] % ALIGNMENT:
+            addresses = (*[tensors[source].data_ptr() for source in self.sources],)
+            if addresses not in self.allowed:
+                if not self._allows(addresses):
                     return None
-            for first, second, size, other in self.disjoint:
-                if addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size:
-                    return None
+                if len(self.allowed) >= _MOST:
+                    self.allowed.clear()
+                self.allowed.add(addresses)
             self.launch.launch(current_stream(self.device), addresses)
         finally:
             if previous != self.device:
                 exchange_device(previous)
         return tensors[self.results[0]] if self.single else tuple([tensors[number] for number in self.results])
+
+    def _allows(self, addresses: Sequence[int]) -> bool:
+        """Whether the addresses are as aligned, and the tensors as much apart, as the operation asks for."""
+        return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
+            addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size
+            for first, second, size, other in self.disjoint
+        )
 
 
 _Memory = dict[Hashable, tuple[tuple[Callable[..., bool], _Call | None], ...]]
@@ -237,6 +245,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
         tuple(outputs),
         tuple(results),
         not isinstance(result, tuple),
+        set(),
     )
     return call, True
 
