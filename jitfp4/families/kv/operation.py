@@ -16,10 +16,11 @@ from jitfp4.families.kv.problem import (
     QuantizeProblem,
     QuantizeSpec,
     dequantize_geometry,
+    dequantize_rejects,
     dequantize_spec,
     quantize_geometry,
+    quantize_rejects,
     quantize_spec,
-    rejects,
 )
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.operation import Operation, Written
@@ -169,7 +170,7 @@ QUANTIZE = Kernel(
         *_CACHE,
     ),
     tactics=tables.QUANTIZE_TACTICS,
-    rejects=rejects,
+    rejects=quantize_rejects,
     specialise=quantize_spec,
     geometry=quantize_geometry,
     bind=_bind_quantize,
@@ -190,9 +191,14 @@ quantize = Operation(
 
 def _dequantize_problem(a: Dequantize) -> DequantizeProblem:
     sequences, tokens, heads, d = a.k_out.shape
-    paged = a.block_tables is not None
-    sides = 1 if a.v_codes is None else 2
-    return DequantizeProblem(DTYPES[a.k_out.dtype], paged, sequences, tokens, heads * d // 8, sides)
+    return DequantizeProblem(
+        out_dtype=DTYPES[a.k_out.dtype],
+        page_size=0 if a.block_tables is None else a.k_codes.shape[1],
+        sequences=sequences,
+        tokens=tokens,
+        chunks=heads * d // 8,
+        sides=1 if a.v_codes is None else 2,
+    )
 
 
 def _bind_dequantize(a: Dequantize, plan: Plan) -> Mapping[str, Any]:
@@ -251,7 +257,7 @@ DEQUANTIZE = Kernel(
         *_CACHE,
     ),
     tactics=tables.DEQUANTIZE_TACTICS,
-    rejects=rejects,
+    rejects=dequantize_rejects,
     specialise=dequantize_spec,
     geometry=dequantize_geometry,
     bind=_bind_dequantize,

@@ -43,11 +43,22 @@ class QuantizeProblem(NamedTuple):
         return ceil_div(self.tokens * self.blocks * self.sides, arch.num_sms)
 
 
+class Lookup(StrEnum):
+    """Who looks up pages: nobody, a thread for its tokens, which lie in one, or a CTA for those of all its threads."""
+
+    NONE = "none"
+    THREAD = "thread"
+    CTA = "cta"
+
+
 class DequantizeProblem(NamedTuple):
-    """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides."""
+    """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides.
+
+    ``page_size`` is 0 where there is no page table.
+    """
 
     out_dtype: DType
-    paged: bool
+    page_size: int
     sequences: int
     tokens: int
     chunks: int
@@ -65,15 +76,16 @@ class QuantizeTactic(NamedTuple):
 
 
 class DequantizeTactic(NamedTuple):
-    """How the dequantize kernel is cut: tokens of a thread, threads of a CTA."""
+    """How the dequantize kernel is cut: tokens of a thread, threads of a CTA, and who looks up their pages."""
 
     tokens: int
     threads: int
+    by_cta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A CTA looks up the places of its tokens once, into ``place_bytes`` of shared memory each."""
+    """A CTA may look up where its tokens lie, into ``place_bytes`` of shared memory each."""
 
     place_bytes: ClassVar[int] = 8
 
@@ -89,15 +101,24 @@ class QuantizeSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DequantizeSpec(Spec):
-    """A thread fills 16 bytes of ``tokens_per_thread`` tokens. Not ``paged``: there is one page, of one sequence."""
+    """A thread fills 16 bytes of ``tokens_per_thread`` tokens."""
 
     out_dtype: DType
-    paged: bool
+    lookup: Lookup
     tokens_per_thread: int
 
 
-def rejects(problem: QuantizeProblem | DequantizeProblem, tactic: object, arch: Arch) -> None:
+def quantize_rejects(_: QuantizeProblem, __: QuantizeTactic, ___: Arch) -> None:
     """Every tactic can run every problem."""
+
+
+def dequantize_rejects(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> str | None:
+    """Why a tactic cannot run a problem."""
+    if tactic.by_cta and not problem.page_size:
+        return "there are no pages to look up"
+    if not tactic.by_cta and problem.page_size % tactic.tokens:
+        return f"{tactic.tokens} tokens of a thread may lie in two pages of {problem.page_size}"
+    return None
 
 
 def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeSpec:
@@ -107,24 +128,21 @@ def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeS
 
 def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> DequantizeSpec:
     """The kernel that a tactic makes for a problem."""
-    return DequantizeSpec(
-        out_dtype=problem.out_dtype,
-        paged=problem.paged,
-        tokens_per_thread=tactic.tokens,
-    )
+    lookup = Lookup.CTA if tactic.by_cta else Lookup.THREAD if problem.page_size else Lookup.NONE
+    return DequantizeSpec(out_dtype=problem.out_dtype, lookup=lookup, tokens_per_thread=tactic.tokens)
 
 
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over the blocks of one, z over sides."""
-    across, strips, block = _cut(problem.tokens, problem.blocks, *tactic)
-    shared = 0 if problem.addressing is Addressing.WHOLE else block[1] * tactic.tokens * Spec.place_bytes
+    across, strips, block = _cut(problem.tokens, problem.blocks, tactic.tokens, tactic.threads)
+    shared = block[1] * tactic.tokens * Spec.place_bytes if problem.addressing is Addressing.POSITIONS else 0
     return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
 
 
 def dequantize_geometry(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over sequences, z over sides and the chunks of a token."""
-    across, strips, block = _cut(problem.tokens, problem.chunks, *tactic)
-    shared = block[1] * tactic.tokens * Spec.place_bytes if problem.paged else 0
+    across, strips, block = _cut(problem.tokens, problem.chunks, tactic.tokens, tactic.threads)
+    shared = block[1] * tactic.tokens * Spec.place_bytes if tactic.by_cta else 0
     return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block, shared_bytes=shared)
 
 

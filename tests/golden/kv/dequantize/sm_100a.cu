@@ -1,5 +1,5 @@
 // kv_dequantize, generated from templates/kv/dequantize.cu.j2
-// spec: {"out_dtype":"bf16","paged":false,"tokens_per_thread":2}
+// spec: {"lookup":"none","out_dtype":"bf16","tokens_per_thread":2}
 //
 // NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens.
 // Threads (w, h): a CTA is w chunks of a token by h times kTokens tokens. Grid: x over tokens, y over sequences,
@@ -366,12 +366,14 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
-constexpr bool kPaged  = false;  // else one page, of one sequence
-constexpr int  kTokens = 2;
+// Without lookup there is one page, of one sequence. A thread looks up its first token: all of them lie in one page.
+enum class Lookup { kNone, kThread, kCta };
+constexpr Lookup kLookup = Lookup::kNone;
+constexpr int    kTokens = 2;
 
 // ---- kernel ----------------------------------------------------------------
 constexpr int kChunk = 8;  // elements
-extern __shared__ Place places[];  // of the CTA's tokens
+extern __shared__ Place places[];  // of the CTA's tokens, with kCta
 
 extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     const uint8* __restrict__ k_codes,      // [pages, tokens, heads, d/2], low nibble first
@@ -413,26 +415,31 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   const ScaleColumn column(in_head / 2, uint32(cols), side == interleaved_side);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  if constexpr (kPaged) {
-    find_places(places, blockDim.y * kTokens, [&](uint32 i) -> Place {
-      const uint32 token = cta_first + i;
-      if (token >= max_tokens) return {};
-      const int64 page = index_at(block_tables, sequence * table_stride + token / uint32(page_size), wide_lists & 1);
-      if (token >= index_at(seq_lens, sequence, wide_lists & 2) || uint64(page) >= num_pages) return {};
-      return {uint32(page), token % uint32(page_size)};
-    });
+  const int64 tokens =
+      kLookup == Lookup::kNone ? max_tokens : min(index_at(seq_lens, sequence, wide_lists & 2), max_tokens);
+  const auto find = [&](uint32 token) -> Place {
+    if (kLookup == Lookup::kNone) return {0, token};
+    if (token >= max_tokens) return {};
+    const int64 page = index_at(block_tables, sequence * table_stride + token / uint32(page_size), wide_lists & 1);
+    return token < tokens && uint64(page) < num_pages ? Place{uint32(page), token % uint32(page_size)} : Place{};
+  };
+  if constexpr (kLookup == Lookup::kCta) {
+    find_places(places, blockDim.y * kTokens, [&](uint32 i) { return find(cta_first + i); });
   }
-  Place  place[kTokens];
+  if (head >= heads) return;
+
+  const Place start = kLookup == Lookup::kCta ? Place{} : find(first);
   uint32 word[kTokens] = {};
   uint8  b[kTokens]    = {};
+  bool   found[kTokens];
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    if (head >= heads) continue;
-    if constexpr (kPaged) place[i] = places[row + i];
-    if (!kPaged && first + i < max_tokens) place[i] = {0, first + i};
-    if (!place[i].found()) continue;
-    word[i] = load_codes(codes + codes_strides.at(place[i]));
-    b[i]    = ptx::ld<uint8>(sf + column.at(place[i], sf_strides));
+    Place at{start.page, start.token + i};
+    if constexpr (kLookup == Lookup::kCta) at = places[row + i];
+    found[i] = kLookup == Lookup::kCta ? at.found() : start.found() && first + i < tokens;
+    if (!found[i]) continue;
+    word[i] = load_codes(codes + codes_strides.at(at));
+    b[i]    = ptx::ld<uint8>(sf + column.at(at, sf_strides));
   }
   if constexpr (kHasPdl) ptx::griddep_launch();
 
@@ -445,6 +452,6 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     uint32 w[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) w[j] = to_pair<Out>(v[2 * j] * scale, v[2 * j + 1] * scale);
-    if (place[i].found()) ptx::st(out + i * width, make_uint4(w[0], w[1], w[2], w[3]));
+    if (found[i]) ptx::st(out + i * width, make_uint4(w[0], w[1], w[2], w[3]));
   }
 }

@@ -502,7 +502,7 @@ struct Lists {
     return uint64(page) < num_pages ? Place{uint32(page), own.token} : Place{};
   }
 };
-extern __shared__ Place places[];  // of the CTA's tokens
+extern __shared__ Place places[];  // of the CTA's tokens, with kPositions
 
 extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const In* __restrict__ k,                // [tokens, heads, d] or [pages, tokens, heads, d], d contiguous
@@ -550,17 +550,22 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const bool        wide = is_wide(x, x_page | x_token);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
+  const Lists lists{slots, batch_indices, indices, indptr, tokens, requests, num_indices, num_pages, page_size, wide_lists};
   RawUnit<In> raw[kTokens] = {};
-  Place       place[kTokens];
+  Place       place[kTokens], next = place_of(first, page_size);  // next: of kWhole
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     if (!live || first + i >= tokens) continue;
-    if constexpr (kAddressing == Addressing::kWhole) place[i] = place_of(first + i, page_size);
-    load_unit<In>(raw[i], x + x_strides.at(kAddressing == Addressing::kWhole ? place[i] : Place{0, first + i}), wide);
+    if constexpr (kAddressing == Addressing::kWhole) {
+      load_unit<In>(raw[i], x + x_strides.at(next), wide);
+      place[i] = next;
+      if (++next.token == page_size) next = {next.page + 1, 0};
+    } else {
+      load_unit<In>(raw[i], x + x_strides.at({0, first + i}), wide);
+    }
+    if constexpr (kAddressing == Addressing::kSlots) place[i] = lists.find(first + i);
   }
-  if constexpr (kAddressing != Addressing::kWhole) {
-    const Lists lists{slots, batch_indices, indices, indptr, tokens, requests, num_indices, num_pages, page_size,
-                      wide_lists};
+  if constexpr (kAddressing == Addressing::kPositions) {  // many instructions: once for a token, not for each block
     find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) place[i] = live ? places[row + i] : Place{};
