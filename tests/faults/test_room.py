@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from jitfp4.cache import Cache, Catalog, Limits
 from jitfp4.config import Config
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe
-from tests.faults.sandbox import sandboxed
+from tests.faults.sandbox import FAIL, Shim, sandboxed
 from tests.faults.trouble import in_world, mount
 
 KERNELS = 6
@@ -125,3 +126,24 @@ def recover() -> dict[str, object]:
         return {"while full": while_full, "after the prune": after}
 
     return in_world(work)
+
+
+@pytest.mark.parametrize("err", ["ENOSPC", "EDQUOT"])
+@pytest.mark.parametrize("call", ["mkdir", "rename", "open", "pwrite", "write", "chmod", "fchmod", "fsync"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_call_that_takes_a_block_is_needed(tmp_path: Path, shim: Path, action: str, call: str, err: str) -> None:
+    """A full ext4 refuses a new folder and a new name; some file systems refuse other calls as well."""
+    root = str(tmp_path / "cache")
+    seen = sandboxed("tests.faults.test_room:act_without", shim=shim, root=root, action=action, call=call, err=err)
+    assert seen == {"gone": ACTIONS[action][1], "left": KERNELS - ACTIONS[action][1]}
+
+
+def act_without(root: str, action: str, call: str, err: str) -> dict[str, object]:
+    folder, shim = Path(root), Shim()
+    cache = Cache(Config(cache_dir=folder))
+    for seed in range(KERNELS):
+        cache.get_or_build(make_recipe(seed), TOOLCHAIN, lambda seed=seed: make_built(seed))
+    shim.arm(call, 0, FAIL, getattr(errno, err))
+    gone = ACTIONS[action][0](folder)
+    shim.arm("*", 10**6, FAIL)
+    return {"gone": gone, "left": len(list(folder.glob("v1/*/*/*/entry.json")))}
