@@ -545,7 +545,8 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   uint8*    codes = (side ? v_codes : k_codes) + head * codes_head + col * (kNvfp4Block / 2);
   uint8*    sf    = (side ? v_sf : k_sf) + head * sf_head;
   const Strides     x_strides{uint32(x_page), uint32(x_token)};
-  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)}, sf_strides{uint32(sf_page), uint32(sf_token)};
+  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)};
+  const Strides     sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(col, uint32(cols), side == interleaved_side);
   const bool        wide = is_wide(x, x_page | x_token);
   if constexpr (kHasPdl) ptx::griddep_wait();
