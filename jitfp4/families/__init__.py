@@ -1,4 +1,7 @@
-"""One module per kernel family. Importing this package registers all of them."""
+"""One module per kernel family. Importing this package registers all of them.
+
+A program that torch.export saved names their operators: a process that only loads it imports ``jitfp4.families`` first.
+"""
 
 from jitfp4.families import gdn as gdn
 from jitfp4.families import kv as kv

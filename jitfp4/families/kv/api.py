@@ -32,14 +32,14 @@ from jitfp4.families.kv.calls import (
 )
 from jitfp4.families.kv.problem import DTYPES
 from jitfp4.formats import E4M3_MAX, NVFP4
+from jitfp4.public import public
 from jitfp4.reference.formats import divide
-from jitfp4.replay import replayed
 from jitfp4.tensors import check_dtype, check_same_device, scalar_f32
 
 _MIN_AMAX = 1e-12
 
 
-@replayed
+@public
 def nvfp4_kv_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float,
@@ -224,7 +224,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_by_slot(append_key, append_value, slot_mapping, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
 
-@replayed
+@public
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,

@@ -25,7 +25,7 @@ from jitfp4.families.kv.arguments import (
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
 from jitfp4.families.kv.problem import DTYPES, MAX_GRID_YZ
 from jitfp4.formats import NVFP4
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -34,7 +34,7 @@ Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tor
 NO_LISTS: Lists = (None, None, None, None)
 
 
-@replayed
+@public
 def append_by_slot(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -60,7 +60,7 @@ def append_by_slot(
     return k_codes
 
 
-@replayed
+@public
 def append_by_position(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -98,7 +98,7 @@ def append_by_position(
     return k_codes
 
 
-@replayed
+@public
 def dequantize_paged(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
