@@ -551,7 +551,8 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const bool        wide = is_wide(x, x_page | x_token);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  const Lists lists{slots, batch_indices, indices, indptr, tokens, requests, num_indices, num_pages, page_size, wide_lists};
+  const Lists lists{slots,    batch_indices, indices,   indptr,    tokens,
+                    requests, num_indices,   num_pages, page_size, wide_lists};
   RawUnit<In> raw[kTokens] = {};
   Place       place[kTokens], next = place_of(first, page_size);  // next: of kWhole
 #pragma unroll
