@@ -4,12 +4,8 @@ one.
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Generator, Iterator
-=======
 from collections import Counter
-from collections.abc import Iterator
->>>>>>> faults
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +23,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in on_gpu]
 
 
-<<<<<<< HEAD
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
     """A test of an architecture that this NVRTC is too old for (12.8 lacks two) is skipped."""
@@ -37,7 +32,8 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if "does not know" in str(error):
             pytest.skip(str(error))
         raise
-=======
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many attacks were tried, by file of tests/faults."""
     counts: Counter[tuple[str, str]] = Counter()
@@ -49,7 +45,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("fault campaign")
         for (name, outcome), count in sorted(counts.items()):
             terminalreporter.line(f"{name:<28} {count:>5} {outcome}")
->>>>>>> faults
 
 
 @pytest.fixture(scope="session")
