@@ -153,20 +153,16 @@ PROXIES = [
     Case(
         name="mbarrier used without a barrier after its initialisation",
         section="Memory Consistency Model: Data races; mbarrier.init",
-        source=CELLS
-        + "if (t == 0) {"
-        + INIT
-        + "} PIECE if (t >= 32) arrive(&full); wait(&full, 0); y[t] = t; }",
+        source=CELLS + "if (t == 0) {" + INIT + "} PIECE if (t >= 32) arrive(&full); wait(&full, 0); y[t] = t; }",
         right="__syncthreads();",
         message="no mbarrier|unordered write",
         args=ints(64, 64),
-        extra={"full)) : \"memory\");'": "full))", "b64 [%0], 1;": "b64 [%0], 32;"},
+        extra={'full)) : "memory");\'': "full))", "b64 [%0], 1;": "b64 [%0], 32;"},
     ),
     Case(
         name="non-coherent load of memory that the kernel writes",
         section="ld.global.nc",
-        source=HEAD
-        + "y[t] = x[t] + 1; __syncthreads(); int v;"
+        source=HEAD + "y[t] = x[t] + 1; __syncthreads(); int v;"
         ' asm volatile("PIECE.s32 %0, [%1];" : "=r"(v) : "l"(y + (t ^ 32))); y[64 + t] = v; }',
         right="ld.global",
         wrong="ld.global.nc",
