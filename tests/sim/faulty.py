@@ -17,7 +17,7 @@ from jitfp4.spec import Geometry
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``source`` contains PIECE, which is ``right`` or ``wrong``; ``message`` is what the simulator says of the latter."""
+    """``source`` contains PIECE, which is ``right`` or ``wrong``; of the latter the simulator says ``message``."""
 
     name: str
     section: str
@@ -143,7 +143,8 @@ PROXIES = [
         name="mbarrier initialised without a fence for the async proxy",
         section="membar/fence: fence.mbarrier_init; CUDA Programming Guide, asynchronous bulk copies",
         source=CELLS
-        + 'if (t == 0) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&full)) : "memory"); PIECE }'
+        + 'if (t == 0) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&full)) : "memory");'
+        " PIECE }"
         " __syncthreads(); if (t == 0) { expect(&full, 256); copy_in(cells, x, 256, &full); }"
         " wait(&full, 0); y[t] = cells[t]; }",
         right='asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");',

@@ -103,11 +103,12 @@ MATRIX = [
         message="accessed after the last wgmma.fence",
         **wgmma(
             "for (int i = 0; i <= again; i++)\n",
-            'for (int i = 0; i <= again; i++) {\n for (int j = 0; j < 8; j++) asm volatile("" : "+f"(c[j] *= x)::"memory"); PIECE',
+            "for (int i = 0; i <= again; i++) {\n for (int j = 0; j < 8; j++) c[j] *= x; PIN PIECE",
         ),
         extra={
             '"r"(i));': f'"r"(1)); asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); {WAIT}; }}',
             "float c[8];": "float c[8], x = d[0] + 1;",
+            "PIN": 'for (int j = 0; j < 8; j++) asm volatile("" : "+f"(c[j])::"memory");',
         },
     ),
     Case(
@@ -160,7 +161,8 @@ MATRIX = [
             lambda s: _with_piece(
                 _with_piece(s, "  if (warp == 1 && RANK == 0", "  RESET if (warp == 1 && RANK == 0"),
                 "RESET",
-                'asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {%1};" ::"r"(column + (warp << 21)), "r"(t));'
+                'asm volatile("tcgen05.st.sync.aligned.32x32b.x1.b32 [%0], {%1};"'
+                ' ::"r"(column + (warp << 21)), "r"(t));'
                 'asm volatile("tcgen05.wait::st.sync.aligned; PIECE" ::: "memory"); __syncthreads();' + _AFTER,
             )
         ),
