@@ -107,7 +107,7 @@ MATRIX = [
         ),
         extra={
             '"r"(i));': f'"r"(1)); asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); {WAIT}; }}',
-            "float c[8];": "float c[8], x = d[0] + 1;",
+            "float c[8];": "float c[8], x = again;",
             "PIN": 'for (int j = 0; j < 8; j++) asm volatile("" : "+f"(c[j])::"memory");',
         },
     ),
