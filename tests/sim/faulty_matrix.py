@@ -13,7 +13,7 @@ from tests.sim.test_matrix import COMMIT, FENCE, FREE, TCGEN05, WAIT, WGMMA, int
 
 def wgmma_args() -> list[Any]:
     a, b = (integers(seed, rows, 16).view(np.uint16) for seed, rows in ((2, 64), (3, 16)))
-    return [a, b, np.zeros((64, 16), np.float32), 1]
+    return [a, b, np.zeros((64, 16), np.float32), np.int32(1)]
 
 
 def tcgen05_args() -> list[Any]:
