@@ -13,8 +13,21 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.mutants.campaign import Verdict, candidates, judge, known_survivors
+from tests.mutants.campaign import Verdict, candidates, judge, known_survivors, reason
 from tests.mutants.launches import ARCHS, KERNELS, record
+
+
+def kind(verdict: Verdict) -> str:
+    return f"{verdict.instruction} {verdict.change}"
+
+
+def campaign(name: str, arch: str) -> list[Verdict]:
+    """Every mutant of the launches of one entry of KERNELS."""
+    verdicts = []
+    for one in record(name, arch):
+        found, want = candidates(one)
+        verdicts += [judge(one, mutant, want) for mutant in found]
+    return verdicts
 
 
 def main() -> int:
@@ -24,24 +37,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where to write every verdict as CSV")
     arguments = parser.parse_args()
     verdicts: list[Verdict] = []
+    known = known_survivors()
     for arch in arguments.arch or ARCHS:
         for name in arguments.kernel or KERNELS:
-            for one in record(name, arch):
-                found, want = candidates(one)
-                verdicts += [judge(one, mutant, want) for mutant in found]
-    total, noticed = Counter(), Counter()
-    for v in verdicts:
-        key = (v.kernel, v.arch, v.instruction, v.change)
-        total[key] += 1
-        noticed[key] += bool(v.how)
-    for key, count in total.items():
-        print(f"{key[0]:24} {key[1]:8} {key[2]:60} {key[3]:16} {noticed[key]:3} of {count:3}")
+            mine = campaign(name, arch)
+            verdicts += mine
+            total, noticed = Counter(map(kind, mine)), Counter(kind(v) for v in mine if v.how)
+            for which, count in total.items():
+                print(f"{name:24} {arch:8} {which:70} {noticed[which]:3} of {count:3}", flush=True)
+            for v in mine:
+                if not v.how and not reason(v, known):
+                    print(f"SURVIVES without a reason: {v.instruction} {v.change}, {v.source}", flush=True)
     survivors = [v for v in verdicts if not v.how]
-    known = known_survivors()
-    new = [v for v in survivors if (v.kernel, v.instruction, v.change) not in known]
-    print(f"{sum(noticed.values())} of {len(verdicts)} noticed, {len(survivors)} survive, {len(new)} without a reason")
-    for v in new:
-        print(f"SURVIVES {v.kernel} {v.arch}: {v.instruction} {v.change}, {v.source}")
+    new = [v for v in survivors if not reason(v, known)]
+    print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} noticed, {len(new)} survive without a reason")
     if arguments.out:
         with arguments.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(Verdict.__dataclass_fields__))

@@ -85,8 +85,21 @@ def judge(one: Recorded, mutant: Mutant, want: list[bytes]) -> Verdict:
     return Verdict(one.kernel, one.arch, ".".join((instr.name, *instr.mods)), source, mutant.change, how)
 
 
-def known_survivors() -> dict[tuple[str, ...], str]:
-    """Reasons of the mutants that rightly survive, by kernel, instruction, source line's text and change."""
+Known = dict[tuple[str, str, str, str], str]
+
+
+def known_survivors() -> Known:
+    """Reasons of the mutants that rightly survive, by kernel (* is every one), instruction, change and source line."""
     with SURVIVORS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {(row["kernel"], row["instruction"], row["change"]): row["reason"] for row in rows}
+    return {(row["kernel"], row["instruction"], row["change"], row["source"]): row["reason"] for row in rows}
+
+
+def reason(verdict: Verdict, known: Known) -> str | None:
+    """Why a survivor may survive."""
+    for kernel in (verdict.kernel, "*"):
+        for source in (verdict.source, "*"):
+            found = known.get((kernel, verdict.instruction, verdict.change, source))
+            if found:
+                return found
+    return None

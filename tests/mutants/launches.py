@@ -130,7 +130,10 @@ KERNELS: dict[str, Callable[[], None]] = {
     "dequantize": lambda: _quantize(_dequantize),
     "gdn, one token": lambda: _gdn(None, 1, 64),
     "gdn, four tokens": lambda: _gdn(None, 4, 128),
-    "gdn, chunk": lambda: _gdn(None, 40, 64),
+    "gdn, bulk stores": lambda: _gdn(Shape(16, 2, 2, bulk_stores=True), 3, 64),
+    "gdn, v in shared memory": lambda: _gdn(Shape(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
+    "gdn, chunk": lambda: _gdn(ChunkShape(2), 5, 64),
+    "gdn, chunk ahead": lambda: _gdn(ChunkShape(4, ahead=4), 16, 64),
 }
 
 

@@ -8,16 +8,22 @@ from typing import Any
 import numpy as np
 
 from tests.sim.faulty import FENCE_ASYNC, Case
-from tests.sim.test_matrix import COMMIT, FENCE, FREE, TCGEN05, WAIT, WGMMA, integers
+from tests.sim.matrix_kernels import COMMIT, FENCE, FREE, TCGEN05, WAIT, WGMMA
+
+
+def integers(seed: int, rows: int) -> np.ndarray:
+    """bf16 of small integers, ``[rows, 16]``: every product and sum is exact."""
+    values = np.random.default_rng(seed).integers(-4, 5, (rows, 16)).astype(np.float32)
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def wgmma_args() -> list[Any]:
-    a, b = (integers(seed, rows, 16).view(np.uint16) for seed, rows in ((2, 64), (3, 16)))
+    a, b = integers(2, 64), integers(3, 16)
     return [a, b, np.zeros((64, 16), np.float32), np.int32(1)]
 
 
 def tcgen05_args() -> list[Any]:
-    a, b = (integers(seed, rows, 16).view(np.uint16) for seed, rows in ((4, 128), (5, 16)))
+    a, b = integers(4, 128), integers(5, 16)
     return [a, b, np.zeros((128, 16), np.float32)]
 
 
