@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch
 
 import jitfp4
 from jitfp4 import SfLayout, sim
+from jitfp4.arch import Arch
 from jitfp4.families.gdn.selection import ChunkShape, Shape
 from jitfp4.families.norm import kernel
 from jitfp4.spec import Geometry, TileMap
@@ -82,15 +83,19 @@ def _norm(units: int, warps: int, clustered: bool, stream: bool, h: int) -> None
         form = {name: problem[name] for name in ("in_dtype", "block", "scale", "add")}
         return kernel.Spec(**form, units=units, warps=warps, clustered=clustered, stream=stream)
 
-    x = rows_of_all_kinds(3, h, torch.float16)
-    with mock.patch.object(kernel, "select", select):
+    def few_ctas(spec: kernel.Spec, *, arch: Arch, **problem: Any) -> tuple[Geometry, int]:
+        return geometry(spec, arch=replace(arch, num_sms=1), **problem)  # so that each meets several rows
+
+    geometry = kernel.geometry
+    x = rows_of_all_kinds(20 if h < 9000 else 6, h, torch.float16)
+    with mock.patch.multiple(kernel, select=select, geometry=few_ctas):
         kernel.plan.cache_clear()
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")
     kernel.plan.cache_clear()
 
 
 def _tma() -> None:
-    m, k, layout = 130, 144, SfLayout.layout_128x4
+    m, k, layout = 300, 1040, SfLayout.layout_128x4
     q, sf = poisoned((m, k // 2), torch.uint8, "cpu"), poisoned(layout.shape(m, k // 16), torch.uint8, "cpu")
     run_tma(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]), q, sf, layout)
 
