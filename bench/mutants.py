@@ -47,7 +47,10 @@ def main() -> int:
                 print(f"{name:24} {arch:8} {which:70} {noticed[which]:3} of {count:3}", flush=True)
             for v in mine:
                 if not v.how and not reason(v, known):
-                    print(f"SURVIVES without a reason: {v.instruction} {v.change}, {v.source}", flush=True)
+                    print(
+                        f"SURVIVES without a reason: number {v.nth} of {v.instruction} {v.change}, {v.source}",
+                        flush=True,
+                    )
     survivors = [v for v in verdicts if not v.how]
     new = [v for v in survivors if not reason(v, known)]
     print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} noticed, {len(new)} survive without a reason")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +29,14 @@ class Hangs(Exception):  # noqa: N818 - not an error of the program that runs
 
 @dataclass(frozen=True)
 class Verdict:
-    """``how`` a mutant of ``instruction`` was noticed; empty when it survived."""
+    """``how`` a mutant was noticed; empty when it survived. ``nth`` counts the launch's executed instructions that
+    read like ``instruction``, from 1.
+    """
 
     kernel: str
     arch: str
     instruction: str
+    nth: int
     source: str
     change: str
     how: str
@@ -63,8 +67,11 @@ def sanitised(one: Recorded, program: Program | str) -> tuple[sim.Stats, list[by
 def candidates(one: Recorded) -> tuple[list[Mutant], list[bytes]]:
     """The mutants of the instructions that a launch executes, and what it leaves in memory unchanged."""
     stats, want = sanitised(one, one.ptx)
-    code = load(one.ptx, one.entry).module.code
-    return [mutant for pc in sorted(stats.executed) for mutant in mutants(pc, code[pc])], want
+    program, count, found = load(one.ptx, one.entry), Counter[str](), []
+    for pc in sorted(stats.executed):
+        count[program.opcode(pc)] += 1
+        found += [replace(m, nth=count[program.opcode(pc)]) for m in mutants(pc, program.module.code[pc])]
+    return found, want
 
 
 def judge(one: Recorded, mutant: Mutant, want: list[bytes]) -> Verdict:
@@ -82,24 +89,24 @@ def judge(one: Recorded, mutant: Mutant, want: list[bytes]) -> Verdict:
         how = type(error).__name__
     except Hangs:
         how = "hangs"
-    return Verdict(one.kernel, one.arch, ".".join((instr.name, *instr.mods)), source, mutant.change, how)
+    return Verdict(one.kernel, one.arch, program.opcode(mutant.pc), mutant.nth, source, mutant.change, how)
 
 
 Known = dict[tuple[str, str, str, str], str]
 
 
 def known_survivors() -> Known:
-    """Reasons of the mutants that rightly survive, by kernel (* is every one), instruction, change and source line."""
+    """Reasons of the mutants that rightly survive, by kernel, instruction, number (* is every one) and change."""
     with SURVIVORS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {(row["kernel"], row["instruction"], row["change"], row["source"]): row["reason"] for row in rows}
+    return {(row["kernel"], row["instruction"], row["nth"], row["change"]): row["reason"] for row in rows}
 
 
 def reason(verdict: Verdict, known: Known) -> str | None:
     """Why a survivor may survive."""
     for kernel in (verdict.kernel, "*"):
-        for source in (verdict.source, "*"):
-            found = known.get((kernel, verdict.instruction, verdict.change, source))
+        for nth in (str(verdict.nth), "*"):
+            found = known.get((kernel, verdict.instruction, nth, verdict.change))
             if found:
                 return found
     return None

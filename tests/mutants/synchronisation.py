@@ -23,11 +23,12 @@ _NOTHING = Instr("pmevent", (), (), None, False, 0, "", None)
 
 @dataclass(frozen=True)
 class Mutant:
-    """The instruction at ``pc`` replaced."""
+    """The instruction at ``pc``, the ``nth`` of its kind that is executed, replaced."""
 
     pc: int
     change: str
     instead: Instr
+    nth: int = 0
 
 
 def _opcode(instr: Instr) -> str:
@@ -47,8 +48,6 @@ def mutants(pc: int, instr: Instr) -> Iterator[Mutant]:
         if instr.mods[:1] in (("try_wait",), ("test_wait",)):
             operands = (instr.operands[0], Imm(0), Imm(0))
             deleted = replace(deleted, name="setp", mods=("eq", "u32"), operands=operands)
-        elif name.startswith(("mbarrier.arrive", "cp.async.mbarrier")) and "_" not in instr.text.split("[")[0]:
-            deleted = replace(deleted, text=f"deleted: {instr.text}")
         yield Mutant(pc, "deleted", deleted)
     if name.startswith(("cp.async.wait_group", "cp.async.bulk.wait_group", "wgmma.wait_group")):
         count = instr.operands[0]
