@@ -11,11 +11,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from jitfp4.families.gdn.selection import ChunkShape, Shape
 
 import jitfp4
 from jitfp4 import SfLayout, sim
 from jitfp4.arch import Arch
-from jitfp4.families.gdn.selection import ChunkShape, Shape
 from jitfp4.families.norm import kernel
 from jitfp4.spec import Geometry, TileMap
 from tests.families.test_fp4_quantize import run_tma
