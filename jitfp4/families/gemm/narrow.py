@@ -12,22 +12,22 @@ from jitfp4.spec import I64, Geometry, KernelSpec, Param, Ptr
 
 TILE_MS = (8, 16, 32, 64)
 MAX_CLUSTER = 8
-_PITCH = TILE_ROWS + 4  # floats of a row of sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A CTA takes ``row_tiles`` tiles of 64 weight rows and ``tile_m`` rows of x at a time.
+    """A CTA takes ``tile_m`` rows of x at a time and, of the weight, 16 * ``warp_blocks`` * ``row_warps`` rows.
 
-    It has ``groups`` groups of ``row_tiles`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` tiles. ``ctas`` of them run on an SM.
+    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` of them run on an SM.
     """
 
     dtype: DType
     out_dtype: DType
     format: BlockFormat
     tile_m: int
-    row_tiles: int
+    warp_blocks: int
+    row_warps: int
     groups: int
     stages: int
     ctas: int
@@ -35,7 +35,8 @@ class Spec(KernelSpec):
     def __post_init__(self) -> None:
         for name, allowed in (
             ("tile_m", TILE_MS),
-            ("row_tiles", (1, 2, 4, 8)),
+            ("warp_blocks", (1, 2, 4)),
+            ("row_warps", (1, 2, 4, 8, 16)),
             ("groups", (1, 2, 4, 8, 16)),
             ("stages", (2, 3, 4, 5, 6)),
             ("ctas", (1, 2, 3, 4)),
@@ -45,21 +46,27 @@ class Spec(KernelSpec):
 
     @property
     def warps(self) -> int:
-        return self.row_tiles * self.groups
+        return self.row_warps * self.groups
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, that a CTA takes."""
+        return 16 * self.warp_blocks * self.row_warps
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
-        weights = self.warps * self.stages * tile_bytes(self.format)
+        piece = tile_bytes(self.format) * self.warp_blocks * 16 // TILE_ROWS
+        weights = round_up(self.warps * self.stages * piece, 128)
         x = self.groups * self.stages * self.tile_m * TILE_COLS * 2
         ring = weights + x + 8 * self.warps * self.stages
-        sums = 4 * self.warps * self.tile_m * _PITCH
+        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
 
 
 def geometry(spec: Spec, *, m: int, n: int, split: int) -> Geometry:
-    """A cluster of ``split`` CTAs shares the columns of a few row tiles; along z, ``tile_m`` rows of x at a time."""
-    grid = (split, ceil_div(ceil_div(n, TILE_ROWS), spec.row_tiles), ceil_div(m, spec.tile_m))
+    """A cluster of ``split`` CTAs shares the columns of a few rows; along z, ``tile_m`` rows of x at a time."""
+    grid = (split, ceil_div(n, spec.rows), ceil_div(m, spec.tile_m))
     return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), cluster=(split, 1, 1), shared_bytes=spec.shared_bytes)
 
 
