@@ -1,6 +1,6 @@
 """A weight in the order in which the kernels of this family read it.
 
-A prepared weight is a uint8 tensor of tiles, ``[ceil(n / 64), ceil(k / 128), tile_bytes]``: 64 rows by 128 columns each,
+A prepared weight is a uint8 tensor of tiles, ``[ceil(n / 64), ceil(k / 128), tile_bytes]``: 64 rows by 128 columns,
 one piece of memory. Rows past n and columns past k hold zero.
 
 Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 columns. Of a step, lane ``4 g + t``
