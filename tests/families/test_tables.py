@@ -15,6 +15,7 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.kv import operation as kv
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale, Tactic
@@ -179,7 +180,7 @@ def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
 def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     """A field that no problem and no candidate sets otherwise is dead."""
-    (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
+    (operation,) = (operation for operation in (*OPERATIONS, kv.quantize, kv.dequantize) if kernel in operation.kernels)
     constant = {name: set() for name in kernel.spec.__dataclass_fields__}
     for arch in ARCHS.values():
         problems = list(operation._problems(arch))
