@@ -1,9 +1,9 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
 // spec: {"ctas":1,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as fast
-// as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time, are
-// columns of the product.
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
+// fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
+// are columns of the product.
 //
 // A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
@@ -405,7 +405,8 @@ namespace ptx {
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
   uint64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
 // 16 bytes, of which the first `bytes` are read and the others zero.
