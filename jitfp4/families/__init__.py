@@ -4,6 +4,7 @@ A program that torch.export saved names their operators: a process that only loa
 """
 
 from jitfp4.families import gdn as gdn
+from jitfp4.families import gemm as gemm
 from jitfp4.families import kv as kv
 from jitfp4.families import norm as norm
 from jitfp4.families import quantize as quantize

@@ -15,6 +15,9 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic
+from jitfp4.families.gemm.problem import Problem as GemmProblem
 from jitfp4.families.kv import operation as kv
 from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
@@ -31,7 +34,17 @@ from jitfp4.selection import Row, Table, table_for
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
-OPERATIONS = [GATED_DELTA_RULE, RMSNORM, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE, DEQUANTIZE, kv.quantize, kv.dequantize]
+OPERATIONS = [
+    GATED_DELTA_RULE,
+    MM_BF16_FP4,
+    RMSNORM,
+    QUANTIZE,
+    QUANTIZE_BATCH,
+    ROW_SCALE,
+    DEQUANTIZE,
+    kv.quantize,
+    kv.dequantize,
+]
 Line = Mapping[str, str]
 Measured = dict[Any, float]
 
@@ -127,6 +140,15 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
     return kind(int(line["per_thread"]), int(line["threads"]), *more)
 
 
+def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; as many rows as the kernel for few is meant for."""
+    names = NarrowTactic.__dataclass_fields__
+    for (n, k, m), lines in cases(lines_of(MM_BF16_FP4), 3):
+        if int(m) <= 32:
+            measured = {NarrowTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+            yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+
+
 def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], list[Line]]]:
     """Lines by what their first columns say."""
     for key, group in groupby(lines, lambda line: tuple(list(line.values())[:columns])):
@@ -137,12 +159,13 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (MM_BF16_FP4, gemm_cases, 48, 1.12),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
