@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         gated_delta_rule_decode_pretranspose,
         gated_delta_rule_mtp,
     )
+    from jitfp4.families.gemm import Fp4Weight, mm_bf16_fp4, prepare_fp4_weight
     from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
     from jitfp4.families.quantize import (
         block_scale_interleave,
@@ -77,6 +78,7 @@ _HOMES = {
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
     ),
+    "jitfp4.families.gemm": ("Fp4Weight", "mm_bf16_fp4", "prepare_fp4_weight"),
     "jitfp4.families.norm": ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant"),
     "jitfp4.families.quantize": (
         "block_scale_interleave",

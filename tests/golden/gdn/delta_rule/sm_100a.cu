@@ -529,22 +529,44 @@ using Writer = RowWriter<kBulkStores>;
 // ---- gdn/operands ----------------------------------------------------------
 // What a kernel of the gated delta rule is given, and the parts of it that a CTA works on.
 struct Operands {
-  const In *q, *k, *v, *a, *b;
+  const In* q;
+  const In* k;
+  const In* v;
+  const In* a;
+  const In* b;
   const float* a_log;
   const void* dt_bias;
   State* state;
-  const void *slots, *write_slots;
+  const void* slots;
+  const void* write_slots;
   State* steps;
   const void* step_slots;
   In* out;
-  float  scale;
-  int    tokens, heads_ratio;
-  int64  batch, value_heads;
-  int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
-  int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
-  int64  steps_batch_stride, steps_token_stride;
-  int    dt_bias_type, step_slot_bytes, slot_bytes, write_slot_bytes;
-  bool   update_state, l2norm;
+  float scale;
+  int64 batch;
+  int tokens;
+  int64 value_heads;
+  int heads_ratio;
+  int64 pool;
+  int64 q_batch_stride;
+  int64 q_token_stride;
+  int64 k_batch_stride;
+  int64 k_token_stride;
+  int64 v_batch_stride;
+  int64 v_token_stride;
+  int64 a_batch_stride;
+  int64 a_token_stride;
+  int64 b_batch_stride;
+  int64 b_token_stride;
+  int64 state_stride;
+  int64 steps_batch_stride;
+  int64 steps_token_stride;
+  int dt_bias_type;
+  int step_slot_bytes;
+  int slot_bytes;
+  int write_slot_bytes;
+  bool update_state;
+  bool l2norm;
 };
 
 struct Item {
@@ -563,11 +585,13 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes).
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes); -1 for one that the pool
+// does not have.
+__device__ __forceinline__ int64 slot_at(const Operands& p, const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
+  const int64 slot = bytes == 8 ? int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n))
+                                : int64(int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n)));
+  return uint64(slot) < uint64(p.pool) ? slot : -1;
 }
 
 // Zero for every token of an item that has no state; `out` is at its first row.
@@ -597,7 +621,7 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
     const uint32 place = head % kAhead;
     const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int slot = int(slot_at(p.slots, p.slot_bytes, wanted / value_heads));
+    const int64 slot = slot_at(p, p.slots, p.slot_bytes, wanted / value_heads);
     if (slot < 0) return;
     const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
@@ -649,7 +673,7 @@ struct Inputs {
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
     if constexpr (kStoreSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p, p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
 
@@ -682,6 +706,22 @@ struct Inputs {
     return token;
   }
 };
+
+// ---- gdn/prologue ----------------------------------------------------------
+__device__ __forceinline__ Item this_item() {
+  const int x = blockIdx.x;
+  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+}
+
+// Waits for the kernels before this one, starts to load what every row of the item needs, and gives the slot of its
+// request. Without a slot the outputs, at whose first row `out` is, are zero, and nothing is left to do.
+__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int64 slot = slot_at(p, p.slots, p.slot_bytes, item.n);
+  inputs.load(p, item);
+  if (slot < 0) clear_outputs(p, out);
+  return slot;
+}
 
 // ---- shared memory ---------------------------------------------------------
 template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
@@ -745,7 +785,7 @@ struct Block {
   Rows h;
   Values<kUseSmemV> v;
 
-  __device__ __forceinline__ void load(const Operands& p, const Item& item, int slot, int row, int lane) {
+  __device__ __forceinline__ void load(const Operands& p, const Item& item, int64 slot, int row, int lane) {
     load_rows(h, p.state + slot * p.state_stride + item.rows(row, lane));
     v.load(p.v + item.values(p) + row, p.v_token_stride, p.tokens, lane);
   }
@@ -857,16 +897,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
     const float* __restrict__ a_log,       // [value_heads]
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
     State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
-    const void* __restrict__ slots,        // [batch], integers of slot_bytes; negative: no state, output zero
-    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; negative: not written
+    const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: not written
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
-    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; negative: not written
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: not written
     In* __restrict__ out,                  // [batch, tokens, value_heads, V]
     float scale,                           // of q
     int64 batch,
     int64 tokens,                          // <= kMaxTokens
-    int64 heads,
-    int64 value_heads,                     // a multiple of heads
+    int64 value_heads,
+    int64 heads_ratio,                     // value heads that share a head of q and k
+    int64 pool,                            // slots of state
     int64 q_batch_stride,                  // elements, as all strides
     int64 q_token_stride,
     int64 k_batch_stride,
@@ -890,34 +931,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  const Operands p = {
-      q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
-      int(value_heads) / int(heads), batch, value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
-      v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
-      steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
-      int(write_slot_bytes), update_state != 0, l2norm != 0};
-  const int  x    = blockIdx.x;
-  const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+  const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
+      int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
+      k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
+      b_token_stride, state_stride, steps_batch_stride, steps_token_stride, int(dt_bias_type),
+      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm)};
+  const Item item = this_item();
   if (item.n >= batch) return;
   const int lane      = threadIdx.x % kLanes;
   const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
   out += item.outputs(p);
-
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int slot = int(slot_at(slots, p.slot_bytes, item.n));
   Inputs inputs;
-  inputs.load(p, item);
-  if (slot < 0) {
-    clear_outputs(p, out);
-    return;
-  }
+  const int64 slot = begin(p, item, inputs, out);
+  if (slot < 0) return;
   Block block;
   block.load(p, item, slot, first_row, lane);
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
   // Not before: ptxas may wait for it on the spot, and nothing of the above should.
-  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
+  const int64 write_slot = p.update_state ? slot_at(p, write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 
   Writer writer = {s};

@@ -159,6 +159,31 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
 // ---- partials/async_copy ---------------------------------------------------
 // Shared memory by address, 16 bytes at a time, and copies into it that run beside the thread that starts them.
 namespace ptx {
@@ -184,69 +209,6 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 // Waits for the copies that this thread has started.
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
-
-// ---- partials/cluster ------------------------------------------------------
-// CTAs of one cluster: they run at the same time and write into each other's shared memory.
-namespace ptx {
-__device__ __forceinline__ uint32 cluster_rank() {
-  uint32 r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-__device__ __forceinline__ uint32 cluster_ctas() {
-  uint32 n;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-  return n;
-}
-__device__ __forceinline__ uint32 cluster_id() {
-  uint32 i;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
-  return i;
-}
-__device__ __forceinline__ uint32 clusters() {
-  uint32 n;
-  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
-  return n;
-}
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// To the place in the CTA `rank` that `p` has in this one.
-__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
@@ -432,6 +394,44 @@ template <typename T, bool kPacked> struct Weights {
   }
 };
 
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// To the place in the CTA `rank` that `p` has in this one.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/row_sum ------------------------------------------------------
 // The sum of a row of units, whatever threads they are spread over. Unit j belongs to lane j % 32 and turn j / 32. A
 // lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same way. A thread may hold
@@ -483,58 +483,6 @@ template <int kWarps, bool kClustered> struct RowSum {
     return mine;
   }
 };
-
-// ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-//
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
-constexpr float  kE2m1Aside = 0x1.008p-14f;
-constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
-
-// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
-__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
-  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
-}
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
-__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
-  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
-  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
-}
-
-// Codes of eight values, v[i] in nibble i.
-__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
-  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
-  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
-}
-// ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
 
 // ---- partials/ue8m0 --------------------------------------------------------
 // UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
@@ -596,6 +544,58 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 co
 }
 template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
+// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
+// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
+// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
+
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
+}
+
+// Codes of eight values, v[i] in nibble i.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
+}
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
 }
 
 // ---- partials/reciprocal ---------------------------------------------------

@@ -7,14 +7,6 @@
 // the exact formula, then compares four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread
 // sectors of block scales side by side, a lane one block in each of them.
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false;
-constexpr bool kHasPdl     = true;
-
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -30,6 +22,60 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
+// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false;
+constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // One function per instruction, and what several need.
@@ -185,6 +231,117 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
+// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
+// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
+// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
+
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
+}
+
+// Codes of eight values, v[i] in nibble i.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
+}
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/nvfp4 --------------------------------------------------------
+// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
+//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
+// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
+// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
+constexpr int kNvfp4Block = 16;
+
+__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
+__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
+  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
+}
+
+// The same for many blocks of one g.
+struct Nvfp4Multiplier {
+  float decode;
+  bool  in_range;
+  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
+    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
+  }
+  __device__ __forceinline__ float operator()(uint8 b) const {
+    const float v = decode_e4m3(b) * decode;
+    if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
+    return fminf(reciprocal_inside(v), kFltMax);
+  }
+};
+
+// x: 16 elements in 8 pairs.
+template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
+  uint32 most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
+  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
+  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
+}
+
+// Codes of x * o, element i in nibble i.
+template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
+  uint32 codes[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[2 * i]     = low<In>(x[4 * half + i]) * o;
+      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
+    }
+    codes[half] = e2m1x8(y);
+  }
+  return make_uint2(codes[0], codes[1]);
+}
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
 // kernel may write the address later.
@@ -268,163 +425,6 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   uint32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
   return d;
-}
-
-// ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-//
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
-constexpr float  kE2m1Aside = 0x1.008p-14f;
-constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
-
-// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
-__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
-  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
-}
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
-__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
-  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
-  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
-}
-
-// Codes of eight values, v[i] in nibble i.
-__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
-  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
-  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
-}
-// ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/sf_layout ----------------------------------------------------
-// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
-enum class SfLayout { k128x4, k8x4, kLinear };
-template <SfLayout> struct SfTile;
-template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
-template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
-template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
-
-// Byte offset of scale (row, col) in a buffer of padded_cols columns.
-template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
-  using Tile = SfTile<L>;
-  constexpr int kRows = Tile::kOuter * Tile::kInner;
-  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
-         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
-         col % Tile::kCols;
-}
-
-// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
-template <SfLayout L> struct Sector {
-  using Tile = SfTile<L>;
-  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
-  static constexpr int kRows     = 32 / kCols;
-  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
-  static constexpr int kPerTile  = kTileRows / kRows;
-
-  // Matrix row of byte i of sector s.
-  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
-    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
-    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
-  }
-  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
-  static constexpr int kStride = kCols * kTileRows;
-  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
-    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
-  }
-};
-
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
-  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
-}
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
-  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
-}
-
-// ---- partials/reciprocal ---------------------------------------------------
-// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
-// its remainder (Markstein).
-__device__ __forceinline__ float reciprocal_inside(float v) {
-  const float seed = ptx::rcp_approx(v);
-  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
-}
-
-// ---- partials/nvfp4 --------------------------------------------------------
-// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
-//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
-// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
-// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
-constexpr int kNvfp4Block = 16;
-
-__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
-__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
-  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
-}
-
-// The same for many blocks of one g.
-struct Nvfp4Multiplier {
-  float decode;
-  bool  in_range;
-  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
-    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
-  }
-  __device__ __forceinline__ float operator()(uint8 b) const {
-    const float v = decode_e4m3(b) * decode;
-    if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
-    return fminf(reciprocal_inside(v), kFltMax);
-  }
-};
-
-// x: 16 elements in 8 pairs.
-template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
-  uint32 most[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
-  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
-  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
-}
-
-// Codes of x * o, element i in nibble i.
-template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
-  uint32 codes[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float y[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[2 * i]     = low<In>(x[4 * half + i]) * o;
-      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
-    }
-    codes[half] = e2m1x8(y);
-  }
-  return make_uint2(codes[0], codes[1]);
 }
 
 // ---- partials/inputs -------------------------------------------------------

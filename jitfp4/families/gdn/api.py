@@ -1,0 +1,192 @@
+"""The gated delta rule under FlashInfer's names: decode on states of either order, and several tokens on a pool."""
+
+from __future__ import annotations
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gdn.arguments import Call
+from jitfp4.replay import replayed
+
+
+@replayed
+def gated_delta_rule_mtp(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803 - FlashInfer's name
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    disable_state_update: bool | None = None,
+    use_qk_l2norm: bool = True,
+    output_state_indices: torch.Tensor | None = None,
+    *,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One to 16 tokens of each request through the gated delta rule, on a pool of states: multi-token prediction.
+
+    Args:
+        q, k: [B, T, H, K] bf16 or fp16, T from 1 to 16, K 64 or 128. Heads dense; requests and tokens may be strided by
+            multiples of 16 bytes, as views of a packed projection are. Every request has T tokens: there is no
+            cu_seqlens, as in FlashInfer's function.
+        v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
+        initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
+        initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
+            its output is zero and no state is touched.
+        A_log: [HV] float32.
+        a: [B, T, HV], q's dtype, heads dense, the decay gate before its non-linearity.
+        dt_bias: [HV] float32, bf16 or fp16.
+        b: [B, T, HV], q's dtype, heads dense, the update gate before its non-linearity.
+        scale: factor of q; None means 1 / sqrt(K).
+        output: [B, T, HV, V], q's dtype, contiguous, filled in place; allocated when None.
+        intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, indexed by request and token through
+            its own strides; gets the state after every token.
+        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that gets the state after each token, in
+            place of the final write; negative ones get none. Excludes intermediate_states_buffer,
+            disable_state_update and output_state_indices.
+        disable_state_update: leave initial_state as it is. None means False, that the final state is written back.
+            (FlashInfer's releases warn and take None for True; an engine that relies on that passes True.)
+        use_qk_l2norm: divide q and k by their l2 norms.
+        output_state_indices: [B] int32 or int64, the slot that gets the final state; negative ones get none. None
+            means initial_state_indices.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        ``(output, initial_state)``.
+    Numerics:
+        Float32 throughout; a bf16 state is widened once and rounded each time that it is stored. Per token::
+
+            decay = exp(-exp(A_log) * softplus(a + dt_bias));   beta = 1 / (1 + exp(-b))
+            q, k  = q * (1 / sqrt(sum(q * q) + 1e-6)), likewise k;   q = q * scale
+            h     = decay * h;   u = (v - h k) * beta;   h = fma(u, k, h);   output = h q
+
+        Where the tokens are walked one by one, sums are formed in one order (see reference/gdn.py) on every
+        architecture, exp and log are within 2 ulp of the exact value, and everything else is correctly rounded. From 3
+        tokens on, calls that keep no states in between may take all tokens at once (the chunkwise form: Yang et al.,
+        Gated Delta Networks, 2024): the same up to rounding, about 1e-6 of the largest element of a state's row. Which
+        form a call takes depends on its shapes, not on its values (families/gdn/tables.py).
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    check = Call("initial_state", q, k, v, initial_state, A_log, a, dt_bias, b, k_major=False)
+    check.indices("initial_state_indices", initial_state_indices, check.batch)
+    if output_state_indices is not None:
+        check.indices("output_state_indices", output_state_indices, check.batch)
+    if ssm_state_indices is not None:
+        check.indices("ssm_state_indices", ssm_state_indices, check.batch, check.tokens)
+        for name, given in (
+            ("disable_state_update", disable_state_update),
+            ("intermediate_states_buffer", intermediate_states_buffer is not None),
+            ("output_state_indices", output_state_indices is not None),
+        ):
+            if given:
+                raise ArgumentError(name, "a value", "None together with ssm_state_indices")
+    if intermediate_states_buffer is not None:
+        check.steps("intermediate_states_buffer", intermediate_states_buffer)
+    return check.run(
+        scale,
+        output,
+        initial_state_indices,
+        output_state_indices,
+        intermediate_states_buffer,
+        ssm_state_indices,
+        update_state=not disable_state_update and ssm_state_indices is None,
+        use_qk_l2norm=use_qk_l2norm,
+        enable_pdl=enable_pdl,
+    )
+
+
+@replayed
+def gated_delta_rule_decode_pretranspose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor | None,
+    A_log: torch.Tensor,  # noqa: N803 - FlashInfer's name
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    output_state_indices: torch.Tensor | None = None,
+    *,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One to 16 tokens of each request through the gated delta rule; states [V, K], updated in place.
+
+    Args:
+        q, k, v: as in gated_delta_rule_mtp().
+        state: [B, HV, V, K] float32 or bf16, request n's at n, strided as a pool may be. None with a pool.
+        A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp().
+        initial_state, initial_state_indices, output_state_indices: a pool of states and its slots, as in
+            gated_delta_rule_mtp(), in place of state.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        ``(output, state)``, or ``(output, initial_state)``. The numerics are gated_delta_rule_mtp()'s.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    name, pool = ("state", state) if initial_state is None else ("initial_state", initial_state)
+    if pool is None or (state is not None and initial_state is not None):
+        raise ArgumentError("state", "both or neither of state and initial_state", "exactly one of them")
+    if (initial_state is None) != (initial_state_indices is None):
+        raise ArgumentError("initial_state_indices", "a pool or its indices alone", "initial_state with its indices")
+    check = Call(name, q, k, v, pool, A_log, a, dt_bias, b, k_major=False)
+    if initial_state_indices is not None:
+        check.indices("initial_state_indices", initial_state_indices, check.batch)
+    else:
+        check.one_state_each()
+    if output_state_indices is not None:
+        if initial_state_indices is None:
+            raise ArgumentError("output_state_indices", "given", "None without initial_state")
+        check.indices("output_state_indices", output_state_indices, check.batch)
+    return check.run(
+        scale,
+        output,
+        initial_state_indices,
+        output_state_indices,
+        use_qk_l2norm=use_qk_l2norm,
+        enable_pdl=enable_pdl,
+    )
+
+
+@replayed
+def gated_delta_rule_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803 - FlashInfer's name
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    *,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each request through the gated delta rule; states [K, V], updated in place.
+
+    Args:
+        q, k, v: as in gated_delta_rule_mtp(), T = 1.
+        state: [B, HV, K, V] float32, request n's at n; heads dense, requests apart by any multiple of 16 bytes.
+        A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp(), T = 1.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        ``(output, state)``, the same bits as gated_delta_rule_decode_pretranspose() on the transposed state.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    check = Call("state", q, k, v, state, A_log, a, dt_bias, b, k_major=True)
+    check.one_state_each()
+    return check.run(scale, output, use_qk_l2norm=use_qk_l2norm, enable_pdl=enable_pdl)

@@ -1,0 +1,223 @@
+"""The public functions: arguments are checked, outputs allocated, and one operator called."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.norm.operation import RMSNORM, Arguments
+from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
+from jitfp4.layouts import SfLayout
+from jitfp4.replay import replayed
+from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, output, scalar_f32
+
+_FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
+
+
+@replayed
+def rmsnorm_fp4quant(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    weight: torch.Tensor,
+    y_fp4: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    is_sf_swizzled_layout: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise rows and quantize them to FP4 in one pass.
+
+    Args:
+        input: [m, h] or [b, s, h], fp16 or bf16, contiguous, 16-byte aligned; h a multiple of block_size from 64 to
+            65536. Leading dimensions count as m rows.
+        weight: [h] of input's dtype.
+        y_fp4, block_scale: contiguous tensors on input's device to fill in place, of the shapes below; allocated when
+            None. Buffers of dtype uint8 are taken too.
+        global_scale: the *encode* scale, ``448 * 6 / amax(y)``: one float32 on input's device (fp16 and bf16 are
+            widened), or a Python float. Read on the device only. None means 1. An error with "ue8m0".
+        eps: added to the mean of squares.
+        block_size: 16 or 32 elements share a scale.
+        scale_format: "e4m3" or "ue8m0"; None means "e4m3" for blocks of 16 and "ue8m0" for 32. Blocks of 16 with
+            "ue8m0" are an error.
+        is_sf_swizzled_layout: scales in the 128x4 layout instead of the linear one; padding is zero.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        codes, float4_e2m1fn_x2 (uint8 where torch lacks it) [..., h/2], element 2j in the low nibble of byte j; and
+        block scales, float8_e4m3fn or, for "ue8m0", uint8: linear [..., h/block_size], or the 128x4 layout as a flat
+        tensor of ``SfLayout.layout_128x4.numel(m, h/block_size)``.
+    Numerics:
+        In float32, every operation correctly rounded::
+
+            rstd = 1 / sqrt(sum(x * x) / h + eps);   y = round((x * rstd) * weight), rounded to input's dtype
+
+        The order of the sum is that of ``jitfp4.reference.norm.sum_of_squares``; it does not depend on m. y is then
+        quantized exactly as by nvfp4_quantize() or, with "ue8m0", mxfp4_quantize():
+        ``y ~= e2m1(code) * e4m3(scale) / global_scale``, or ``e2m1(code) * 2**(scale - 127)``.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    recipe = _Recipe.of(block_size, scale_format, swizzled=is_sf_swizzled_layout, linear=not is_sf_swizzled_layout)
+    outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale)
+    codes, scales = _fused(input, None, weight, global_scale, eps, recipe, outputs, enable_pdl)
+    return codes, scales
+
+
+@replayed
+def add_rmsnorm_fp4quant(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    y_fp4: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    is_sf_swizzled_layout: bool = False,
+    output_both_sf_layouts: bool = False,
+    block_scale_unswizzled: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+    y_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add to the residual in place, normalise the sum, and quantize it to FP4, in one pass.
+
+    Args:
+        input: [m, h] or [b, s, h], as in rmsnorm_fp4quant().
+        residual: like input, contiguous, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``.
+        weight: [h] of input's dtype.
+        y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant(); block_scale is the swizzled one where
+            both are asked for.
+        global_scale: the *encode* scale, ``448 * 6 / amax(y)``, as in rmsnorm_fp4quant().
+        eps: added to the mean of squares.
+        block_size, scale_format: the FP4 format, as in rmsnorm_fp4quant().
+        is_sf_swizzled_layout: scales in the 128x4 layout instead of the linear one; padding is zero.
+        output_both_sf_layouts: give the scales in both layouts; is_sf_swizzled_layout then does not matter.
+        block_scale_unswizzled: the linear scales to fill in place when output_both_sf_layouts; allocated when None. An
+            error without output_both_sf_layouts.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        y_out: like input, contiguous, 16-byte aligned, overlapping neither input nor residual: receives y as well.
+    Returns:
+        ``(codes, block_scale)`` as rmsnorm_fp4quant() does, or with output_both_sf_layouts
+        ``(codes, swizzled block_scale, linear block_scale)``.
+    Numerics:
+        ``x = round(input + residual)``, the sum in float32; then as in rmsnorm_fp4quant(), so that the result is that
+        of the same steps one by one.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    if block_scale_unswizzled is not None and not output_both_sf_layouts:
+        raise ArgumentError("block_scale_unswizzled", "a tensor", "None without output_both_sf_layouts")
+    _check_like("residual", residual, input)
+    recipe = _Recipe.of(
+        block_size,
+        scale_format,
+        swizzled=is_sf_swizzled_layout or output_both_sf_layouts,
+        linear=not is_sf_swizzled_layout or output_both_sf_layouts,
+    )
+    outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale, block_scale_unswizzled=block_scale_unswizzled, y_out=y_out)
+    codes, *scales = _fused(input, residual, weight, global_scale, eps, recipe, outputs, enable_pdl)
+    return (codes, scales[0], scales[1]) if output_both_sf_layouts else (codes, scales[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What is made of the normalised rows."""
+
+    block: int
+    scale: Scale
+    swizzled: bool
+    linear: bool
+
+    @staticmethod
+    def of(block_size: int, scale_format: str | None, *, swizzled: bool, linear: bool) -> _Recipe:
+        if block_size not in (16, 32):
+            raise ArgumentError("block_size", block_size, "16 or 32")
+        allowed = [Scale.E4M3] if block_size == 16 else [Scale.UE8M0, Scale.E4M3]
+        if scale_format is not None and scale_format not in allowed:
+            raise ArgumentError(
+                "scale_format", repr(scale_format), f"{' or '.join(allowed)} for blocks of {block_size}"
+            )
+        return _Recipe(block=block_size, scale=Scale(scale_format or allowed[0]), swizzled=swizzled, linear=linear)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """The caller's buffers, under the names of the public functions."""
+
+    y_fp4: torch.Tensor | None
+    block_scale: torch.Tensor | None
+    block_scale_unswizzled: torch.Tensor | None = None
+    y_out: torch.Tensor | None = None
+
+
+def _fused(
+    input: torch.Tensor,  # noqa: A002
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    global_scale: torch.Tensor | float | None,
+    eps: float,
+    recipe: _Recipe,
+    outputs: _Outputs,
+    enable_pdl: bool | None,
+) -> tuple[torch.Tensor, ...]:
+    check_dtype("input", input, tuple(IN_DTYPES))
+    if input.dim() not in (2, 3):
+        raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h] or [b, s, h]")
+    *lead, h = input.shape
+    if h % recipe.block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
+        raise ArgumentError("input", f"h = {h}", f"a multiple of {recipe.block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
+    check_contiguous("input", input)
+    check_dtype("weight", weight, (input.dtype,))
+    check_same_device("weight", weight, input)
+    if tuple(weight.shape) != (h,):
+        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"({h},)")
+    check_contiguous("weight", weight)
+    if not 0 <= eps < math.inf:
+        raise ArgumentError("eps", eps, "a finite number that is not negative")
+    if global_scale is not None:
+        if recipe.scale is Scale.UE8M0:
+            raise ArgumentError("global_scale", "a scale", "None with scale_format 'ue8m0'")
+        global_scale = scalar_f32("global_scale", global_scale, like=input)
+    if outputs.y_out is not None:
+        _check_like("y_out", outputs.y_out, input)
+    m, cols = math.prod(lead), h // recipe.block
+    sf_dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else (torch.uint8,)
+    codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
+    flat, linear_shape = (SfLayout.layout_128x4.numel(m, cols),), (*lead, cols)
+    swizzled = linear = None
+    if recipe.swizzled:
+        swizzled = output("block_scale", outputs.block_scale, flat, sf_dtypes, like=input)
+    if recipe.linear:
+        name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
+        linear = output(name, getattr(outputs, name), linear_shape, sf_dtypes, like=input)
+    RMSNORM(
+        Arguments(
+            input=input.view(m, h),
+            residual=None if residual is None else residual.view(m, h),
+            weight=weight,
+            global_scale=global_scale,
+            y_fp4=codes.view(torch.uint8).view(m, h // 2),
+            block_scale=None if swizzled is None else swizzled.view(torch.uint8),
+            block_scale_unswizzled=None if linear is None else linear.view(torch.uint8).view(m, cols),
+            y_out=None if outputs.y_out is None else outputs.y_out.view(m, h),
+            eps=eps,
+            block_size=recipe.block,
+            scale_format=recipe.scale.value,
+            enable_pdl=enable_pdl,
+        )
+    )
+    return tuple(out for out in (codes, swizzled, linear) if out is not None)
+
+
+def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
+    """``tensor`` has input's shape, dtype and device, and is contiguous."""
+    check_dtype(name, tensor, (input.dtype,))
+    check_same_device(name, tensor, input)
+    if tensor.shape != input.shape:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
+    check_contiguous(name, tensor)
