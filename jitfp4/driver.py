@@ -42,6 +42,7 @@ class LoadedKernel:
         self.handle = ctypes.c_void_p(int(self._kernel.handle))
         self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
         self._configs: dict[tuple[Geometry, bool, int], tuple[Any, ctypes.c_void_p]] = {}
+        self._lock = threading.Lock()
 
     def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> PreparedLaunch:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
@@ -57,11 +58,12 @@ class LoadedKernel:
     def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
         """Where the driver's description of a launch lies, which the kernel keeps."""
         key = geometry, pdl, stream
-        if key not in self._configs:
-            self._consent(geometry)
-            config = _describe(geometry, pdl, stream)
-            self._configs[key] = config, ctypes.c_void_p(config.getPtr())
-        return self._configs[key][1]
+        with self._lock:
+            if key not in self._configs:
+                self._consent(geometry)
+                config = _describe(geometry, pdl, stream)
+                self._configs[key] = config, ctypes.c_void_p(config.getPtr())
+            return self._configs[key][1]
 
     def _consent(self, geometry: Geometry) -> None:
         """Raise the kernel's limits to what a geometry needs."""
@@ -122,8 +124,10 @@ class PreparedLaunch:
             _thread.bound = True
         with self._lock:
             self._pack(self._addresses, 0, *addresses)
+            held = []  # until it is launched: what the memo forgets is freed
             for number, i, layout in self._maps:
-                self._params[i] = _encode(layout, addresses[number])[1]
+                held.append(_encode(layout, addresses[number]))
+                self._params[i] = held[-1][1]
             config = self._configs.get(stream)
             if config is None:
                 config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
@@ -135,7 +139,7 @@ class PreparedLaunch:
 def _bits(param: Param, value: Any) -> int:
     """What a parameter's eight bytes hold: a null pointer, a float in the lower half, or an integer."""
     if isinstance(param, F32):
-        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+        return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value  # one that is too large becomes infinite
     return 0 if value is None else int(value)
 
 

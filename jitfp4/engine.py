@@ -105,6 +105,8 @@ def _build_lock(kernel: AnyKernel, spec: KernelSpec) -> threading.Lock:  # noqa:
 
 @functools.cache
 def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
+    if cache().config.offline:
+        raise OfflineError(f"the simulator compiles {kernel.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
     return nvrtc.compile_ptx(kernel.render(spec, arch), arch, symbol=kernel.symbol)
 
 

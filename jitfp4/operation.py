@@ -109,6 +109,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
     @contextmanager
     def forced(self, tactic: Any) -> Iterator[None]:
         """Calls inside the block use ``tactic``, for tests and measurements; those that it cannot run are errors."""
+        if type(tactic) not in self._kernel_of:
+            kinds = ", ".join(kind.__name__ for kind in self._kernel_of)
+            raise ArgumentError("tactic", tactic, f"one of {self.name}: {kinds}")
         token = self._forced.set(tactic)
         with replay.suspended():
             try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,6 +49,7 @@ _steps: ContextVar[list[Step | None] | None] = ContextVar("jitfp4_steps", defaul
 _memories: list[_Memory] = []
 _MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
 _suspended = 0
+_counting = threading.Lock()
 
 
 def note(step: Step | None) -> None:
@@ -71,11 +73,13 @@ def forget() -> None:
 def suspended() -> Iterator[None]:
     """Inside the block calls are neither remembered nor repeated."""
     global _suspended
-    _suspended += 1
+    with _counting:
+        _suspended += 1
     try:
         yield
     finally:
-        _suspended -= 1
+        with _counting:
+            _suspended -= 1
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:

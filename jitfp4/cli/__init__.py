@@ -7,6 +7,9 @@ NVRTC.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,6 +26,8 @@ class _Commands(TyperGroup):
     """Turns the package's errors, and those of the file system, into a message and exit status 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        if sys.stdout is None:  # closed: the work is done all the same, and no file of ours takes its number
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the end
         try:
             return super().invoke(ctx)
         except BrokenPipeError:

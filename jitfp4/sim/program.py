@@ -15,6 +15,7 @@ from jitfp4.sim.decode import CONTROLS, STEPS, Control, Decode, Source, Step, fi
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import PARAM_START, POISON, SHARED_START, GlobalMemory
 from jitfp4.sim.ptx import Array, Function, Instr, Module, Reg, Sym, Variable, Vec
+from jitfp4.sim.registers import owned, owner, registers_of, watched, watched_control
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Program:
         self.module = module
         self.entry = _entry(module, entry)
         self.registers = [_fill(kind.raw) for kind in module.registers]
+        self.owned = owned(module.code)
         self.module_bases: dict[str, int] = {}  # addresses of .global variables, set by each run
         self.places: dict[str, tuple[str, int]] = {}
         self.return_copies: dict[int, Copies] = {}
@@ -155,11 +157,16 @@ class Program:
         decode = Decode(instr, pc, self)
         decode.mods = decode.mods[name.count(".") :]
         guard = None if instr.guard is None else _guard(instr.guard, instr.negated)
+        touched = frozenset() if owner(instr) else self.owned & registers_of(instr.operands)
         if is_control:
             control = CONTROLS[name](decode)
+            if touched:
+                control = watched_control(control, touched)
             controls[pc] = control if guard is None else _guarded_control(control, guard)
         else:
             step = STEPS[name](decode)
+            if touched:
+                step = watched(step, instr, touched)
             steps[pc] = step if guard is None else _guarded_step(step, guard)
         decode.finish()
         return is_control

@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("JITFP4_CACHE_DIR", str(root))
         engine.reset()
         for task in tasks:
-            engine.build(task.family, task.spec, task.arch)
+            engine.build(task.kernel, task.spec, task.arch)
     engine.reset()
     return root
 
@@ -342,6 +342,6 @@ def test_a_cleared_cache_works_on(cache: Path) -> None:
     assert info.hits == 0
     engine.reset()
     task = plan([Arch.of("sm_90a")], ["quantize/vector"])[0]
-    assert engine.build(task.family, task.spec, task.arch).missed is not None
+    assert engine.build(task.kernel, task.spec, task.arch).missed is not None
     assert run("verify").exit_code == 0
     assert len(cubins(cache)) == 1

@@ -41,8 +41,8 @@ template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, ui
 }
 
 // A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
 template <SfLayout L> struct Sector {
   using Tile = SfTile<L>;
   static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
@@ -74,7 +74,7 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
 constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
@@ -220,7 +220,7 @@ template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __
 template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
 template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
 template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
 template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
@@ -247,7 +247,7 @@ __device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
   if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
   return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
 }
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
 __device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
   const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
   return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
@@ -377,7 +377,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: no line of L1 is spent on it.
+// Read once: does not allocate a line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -387,7 +387,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: the first to leave L2.
+// Not read again soon: evict it from L2 first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
