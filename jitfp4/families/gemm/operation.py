@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitfp4.families.gemm.problem import DTYPES, NarrowSpec, Problem, geometry, rejects, specialise
 from jitfp4.families.gemm import wide
+from jitfp4.families.gemm.problem import DTYPES, NarrowSpec, Problem, geometry, rejects, specialise
 from jitfp4.families.gemm.tables import HOPPER, TABLE, TACTICS, WIDE_TACTICS, problems
 from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, Fp4Weight
 from jitfp4.formats import MXFP4, NVFP4

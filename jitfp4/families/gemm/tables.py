@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
@@ -48,7 +49,7 @@ TABLE = Table(
 
 # Up to 32 rows of x, and of rows that ask for the same, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-HOPPER = Table(
+HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
         *rows(
@@ -156,7 +157,7 @@ _WIDE_CUTS = (
     (256, 1, 2, (1, 2)),
     (256, 2, 1, (1, 2)),
 )
-_whole = (WideTactic(*cut, split=split) for *cut, splits in _WIDE_CUTS for split in splits)
+_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
     for tile_m, groups in ((64, 3), (64, 4), (128, 2), (128, 3), (256, 2))

@@ -18,6 +18,7 @@ _MOST_SLOTS = 24
 _HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
 _BARRIERS = 16  # bytes of a slot
 _MAX_TEAMS = 4
+_MAX_ROWS = 512  # of x, over all warpgroups
 _MAX_CLUSTER = 8
 
 
@@ -64,8 +65,9 @@ class WideSpec(KernelSpec):
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
         if self.sharers > 1 and (self.cluster > 1 or self.divided):
             raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
-        if self.teams > _MAX_TEAMS or self.teams * self.tile_m > 512:
-            raise ArgumentError("groups", self.groups, "so few that registers suffice: groups * depth * tile_m <= 512")
+        if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
+            enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
+            raise ArgumentError("groups", self.groups, enough)
         if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
             raise ArgumentError("groups", self.groups, "so few that shared memory has room for their sums")
 
