@@ -44,7 +44,7 @@ class Spec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: rings, the states of its warps, where its share begins."""
-        return round_up(self.warps * (self.stages * self.stage_bytes + self.part_bytes) + 4 * self.warps + 8 + 1, 16)
+        return round_up(self.warps * (self.stages * self.stage_bytes + self.part_bytes) + (2 * 44 + 4) * self.warps + 8 + 1, 16)
 
 
 PARAMS: tuple[Param, ...] = (
