@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import DType
@@ -10,14 +11,28 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import F32, I64, KernelSpec, Param, Ptr
 
 HEAD_DIMS = (64, 128, 256)
-TILE = 16  # tokens that a warp takes at a time
+TILE = 32  # tokens that a warp takes at a time
+
+
+class Pages(StrEnum):
+    """How 32 tokens lie in pages: in one, each half in one, or in any number of them."""
+
+    WHOLE = "whole"
+    HALVES = "halves"
+    MANY = "many"
+
+    @staticmethod
+    def of(page: int) -> Pages:
+        """For pages of ``page`` tokens."""
+        return Pages.WHOLE if page % TILE == 0 else Pages.HALVES if page % (TILE // 2) == 0 else Pages.MANY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A warp takes 16 tokens of one KV head and ``rows`` query rows at a time, ``stages`` tiles ahead.
+    """A warp takes 32 tokens of one KV head and ``rows`` query rows at a time, ``stages`` tiles ahead.
 
-    ``interleaved`` tells the order of V's scales; ``whole_pages`` is for pages of a multiple of 16 tokens;
+    ``interleaved`` tells the order of V's scales; ``packed`` is for caches
+    whose rows follow each other within a page and head; with ``two_tables``, K and V have pages of their own;
     ``min_ctas`` CTAs of ``warps`` warps fit an SM.
     """
 
@@ -26,7 +41,9 @@ class Spec(KernelSpec):
     head_dim: int
     rows: int
     interleaved: bool
-    whole_pages: bool
+    pages: Pages
+    packed: bool
+    two_tables: bool
     warps: int
     stages: int
     min_ctas: int
