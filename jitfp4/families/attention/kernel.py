@@ -33,7 +33,8 @@ class Spec(KernelSpec):
 
     ``interleaved`` tells the order of V's scales; ``packed`` is for caches
     whose rows follow each other within a page and head; with ``two_tables``, K and V have pages of their own;
-    ``min_ctas`` CTAs of ``warps`` warps fit an SM.
+    ``min_ctas`` CTAs of ``warps`` warps fit an SM; ``head_warps`` of them
+    take the same tokens for different KV heads.
     """
 
     q_dtype: DType
@@ -45,6 +46,7 @@ class Spec(KernelSpec):
     packed: bool
     two_tables: bool
     warps: int
+    head_warps: int
     stages: int
     min_ctas: int
 
@@ -79,7 +81,7 @@ PARAMS: tuple[Param, ...] = (
     Ptr("out", "Out", "[tokens, heads, D]"),
     Ptr("lse", "float", "[tokens, heads] or null; base 2"),
     Ptr("counters", "uint32", "[grid], zero between launches"),
-    Ptr("partials", "float", "[grid, 2, rows * (D + 2)]"),
+    Ptr("partials", "float", "[grid, 2, head_warps * rows * (D + 2)]"),
     F32("bmm1"),
     F32("bmm2"),
     I64("batch"),
