@@ -23,13 +23,15 @@ import torch
 import jitfp4
 from jitfp4 import nvrtc, sim
 from jitfp4.arch import Arch
+from jitfp4.sim import tcgen05, wgmma
+from jitfp4.sim.tmem import Allocations
 from jitfp4.spec import Geometry
 
 ROOT = Path(__file__).parents[1]
 RUNS = 7
 ARCHS = ("sm_90a", "sm_100a")
 M, K = 64, 1024
-CALL_S, SUITE_S = 1.0, 600.0  # the bars
+CALL_S, SUITE_S, NVFP4_MMA_S, WGMMA_S = 1.0, 600.0, 0.03, 0.004  # the bars
 
 LOOPS = {
     "integer": "unsigned v = i; for (int n = 0; n < 256; ++n) v = v * 1664525u + (v >> 7) ^ n; y[i] = v;",
@@ -94,6 +96,38 @@ def measure_call(arch: str) -> list[dict[str, Any]]:
     ]
 
 
+def measure_matrix_units() -> list[dict[str, Any]]:
+    """Seconds of one instruction on normal operands in 128-byte rows, accumulating."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 256, 1 << 17, np.uint8)  # E2M1 pairs
+    scales = rng.integers(0x20, 0x58, (128, 512)).astype(np.uint32) * np.uint32(0x01010101)  # E4M3, alike in a row
+    cta = tcgen05.Cta(shared=shared, tmem=np.tile(scales[:32], (4, 1)), allocations=Allocations(blocks=((0, 512),)))
+    cta.tmem[:, :256] = 0
+    rows_of_128 = (1024 >> 4) << 32
+    a, b = 1 << 46 | 2 << 61 | rows_of_128, 1 << 46 | 2 << 61 | rows_of_128 | (1 << 15) >> 4
+    idesc = 1 << 7 | 1 << 10 | (256 >> 3) << 17 | (128 >> 7) << 27
+    halves = rng.standard_normal(3 << 13).astype(np.float32).view(np.uint16)[1::2].copy().view(np.uint8)  # bf16
+    d = rng.standard_normal((4, 32, 64)).astype(np.float32).view(np.uint32)
+
+    def nvfp4() -> None:
+        places = {"d": 0, "a": a, "b": b, "idesc": idesc, "scales": (256, 320)}
+        tcgen05.mma_block_scale((cta,), "mxf4nvf4", 16, **places, enable_input_d=True, arch="sm_100a")
+
+    def bf16() -> None:
+        left, right = 1 << 62 | rows_of_128, 1 << 62 | rows_of_128 | (1 << 13) >> 4
+        wgmma.wgmma(128, "f32.bf16.bf16", left, right, d, halves, scale_d=True, mods=wgmma.Modifiers())
+
+    rows = []
+    for case, call in (("tcgen05.mma 128x256x64 nvfp4", nvfp4), ("wgmma 64x128x16 bf16", bf16)):
+        times = []
+        for _ in range(1 + RUNS):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        rows.append({"case": case, "unit": "s", **spread(times[1:], 5)})
+    return rows
+
+
 def measure_suite() -> dict[str, Any]:
     """``pytest -m sim`` on one core."""
     start = time.perf_counter()
@@ -125,7 +159,9 @@ def main() -> int:
     from bench.stamp import stamp
 
     torch.set_num_threads(1)
-    rows = on_one_core(lambda: [*measure_loops(), *(row for arch in ARCHS for row in measure_call(arch))])
+    rows = on_one_core(
+        lambda: [*measure_loops(), *(row for arch in ARCHS for row in measure_call(arch)), *measure_matrix_units()]
+    )
     median = {row["case"]: row["median"] for row in rows}
     bars = {
         f"nvfp4_quantize [{M}, {K}] for {arch} < {CALL_S:.0f} s on one core": median[
@@ -134,6 +170,8 @@ def main() -> int:
         < CALL_S
         for arch in ARCHS
     }
+    bars[f"tcgen05.mma 128x256x64 nvfp4 <= {NVFP4_MMA_S} s"] = median["tcgen05.mma 128x256x64 nvfp4"] <= NVFP4_MMA_S
+    bars[f"wgmma 64x128x16 bf16 <= {WGMMA_S} s"] = median["wgmma 64x128x16 bf16"] <= WGMMA_S
     if not arguments.skip_suite:
         rows.append(on_one_core(lambda: [measure_suite()])[0])
         bars[f"the simulated suite < {SUITE_S:.0f} s on one core"] = rows[-1]["median"] < SUITE_S

@@ -1,119 +1,202 @@
-"""The only caller of the CUDA driver: load a cubin, launch a kernel. Never synchronises; safe under graph capture."""
+"""The only caller of the CUDA driver: load a cubin, launch a kernel. Never synchronises; safe under graph capture.
+
+Loading goes through cuda.core. A launch calls ``cuLaunchKernelEx`` itself, on argument memory that is kept between
+launches: the packing of 20 arguments would cost more than the driver does.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import math
+import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy
 from cuda.bindings import driver as cuda
-from cuda.core import Device, LaunchConfig, ObjectCode, Stream, TensorMapDescriptorOptions, launch
-from cuda.core.utils import StridedMemoryView
+from cuda.core import Device, ObjectCode
 
 from jitfp4.errors import LaunchError
 from jitfp4.spec import F32, Geometry, Param, Ptr, TensorMapParam, TileMap
 
-_PORTABLE_CLUSTER = 8  # a larger cluster needs it too
-_MAX_TENSOR_MAPS = 256
+_PORTABLE_CLUSTER = 8  # a larger cluster needs consent
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16, _UINT32, _UINT64 by element size
+_MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_NONE, _32B, _64B, _128B
+_MAP_L2_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_MAX_MAPS = 256
 _thread = threading.local()
 
 
 class LoadedKernel:
-    """A kernel on one device, ready to launch. Keeps the launch configurations that it has met."""
+    """A kernel on one device, ready to launch."""
 
     def __init__(self, cubin: bytes, symbol: str, params: Sequence[Param], device: int) -> None:
         """Load ``cubin`` and find ``symbol`` in it. Raises LaunchError when the driver refuses."""
-        self.symbol, self.device = symbol, device
+        self.symbol, self.device, self.params = symbol, device, tuple(params)
         try:
             self._kernel = ObjectCode.from_cubin(cubin, name=symbol).get_kernel(symbol)
         except Exception as error:  # cuda.core raises its own CUDAError, RuntimeError or ValueError
             raise LaunchError(f"the driver refused {symbol} ({len(cubin)} bytes): {error}") from error
-        self._count = len(params)
-        self._pointers = tuple(i for i, param in enumerate(params) if isinstance(param, Ptr))
-        self._floats = tuple(i for i, param in enumerate(params) if isinstance(param, F32))
-        self._maps = tuple(i for i, param in enumerate(params) if isinstance(param, TensorMapParam))
-        self._configs: dict[tuple[Geometry, bool], LaunchConfig] = {}
+        self.handle = ctypes.c_void_p(int(self._kernel.handle))
         self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
+        self._configs: dict[tuple[Geometry, bool, int], tuple[Any, ctypes.c_void_p]] = {}
 
-    def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> None:
+    def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> PreparedLaunch:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
 
-        ``args`` follow the family's parameters: tensors (or None for a null pointer), ints, floats and TileMaps.
-        ``pdl`` sets programmatic stream
-        serialization: the kernel may start while its predecessor drains.
+        ``args`` follow the kernel's parameters: tensors (or None for a null pointer), ints, floats and TileMaps.
+        ``pdl`` sets programmatic stream serialization: the kernel may start while its predecessor drains. Returns the
+        launch, to be repeated with other addresses.
         """
-        if not hasattr(_thread, "bound"):  # a thread that never called the driver has no current context
-            Device(self.device).set_current()
-            _thread.bound = True
-        if len(args) != self._count:
-            raise LaunchError(f"{self.symbol} takes {self._count} arguments, got {len(args)}")
-        values = list(args)
-        for i in self._pointers:
-            values[i] = 0 if values[i] is None else values[i].data_ptr()
-        for i in self._floats:
-            values[i] = numpy.float32(values[i])
-        for i in self._maps:
-            values[i] = _tensor_map(values[i])
-        config = self._configs.get((geometry, pdl)) or self._configure(geometry, pdl)
-        launch(_stream(self.device, stream), config, self._kernel, *values)
+        prepared = PreparedLaunch(self, geometry, args, pdl)
+        prepared.launch(stream, [tensor.data_ptr() for tensor in prepared.tensors])
+        return prepared
 
-    def _configure(self, geometry: Geometry, pdl: bool) -> LaunchConfig:
-        cluster = geometry.cluster[0] * geometry.cluster[1] * geometry.cluster[2]
+    def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
+        """Where the driver's description of a launch lies, which the kernel keeps."""
+        key = geometry, pdl, stream
+        if key not in self._configs:
+            self._consent(geometry)
+            config = _describe(geometry, pdl, stream)
+            self._configs[key] = config, ctypes.c_void_p(config.getPtr())
+        return self._configs[key][1]
+
+    def _consent(self, geometry: Geometry) -> None:
+        """Raise the kernel's limits to what a geometry needs."""
         if geometry.shared_bytes > self._shared_bytes:
             self._set("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", geometry.shared_bytes)
             self._shared_bytes = geometry.shared_bytes
-        if cluster > _PORTABLE_CLUSTER:
+        if math.prod(geometry.cluster) > _PORTABLE_CLUSTER:
             self._set("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
-        grid = tuple(ctas // width for ctas, width in zip(geometry.grid, geometry.cluster, strict=True))
-        config = LaunchConfig(
-            grid=grid,  # cuda.core counts clusters where there are any
-            block=geometry.block,
-            cluster=geometry.cluster if cluster > 1 else None,
-            shmem_size=geometry.shared_bytes,
-            programmatic_stream_serialization=pdl,
-        )
-        self._configs[geometry, pdl] = config
-        return config
 
     def _set(self, attribute: str, value: int) -> None:
-        kernel = cuda.CUkernel(int(self._kernel.handle))
         name = getattr(cuda.CUfunction_attribute, attribute)
-        (status,) = cuda.cuKernelSetAttribute(name, value, kernel, cuda.CUdevice(self.device))
+        (status,) = cuda.cuKernelSetAttribute(name, value, cuda.CUkernel(self.handle.value), cuda.CUdevice(self.device))
         if status != cuda.CUresult.CUDA_SUCCESS:
             raise LaunchError(f"{self.symbol}: {attribute} = {value}: {status.name}")
 
 
+class PreparedLaunch:
+    """A launch with everything fixed but the addresses of its tensors and its stream.
+
+    ``tensors`` are those of the arguments, in order: launch() takes an address for each.
+    """
+
+    def __init__(self, kernel: LoadedKernel, geometry: Geometry, args: Sequence[Any], pdl: bool) -> None:
+        if len(args) != len(kernel.params):
+            raise LaunchError(f"{kernel.symbol} takes {len(kernel.params)} arguments, got {len(args)}")
+        self._kernel, self._geometry, self._pdl = kernel, geometry, pdl
+        tensors: list[Any] = []
+        values: list[int] = []  # of the parameters that are no tensors
+        places: list[tuple[bool, int]] = []  # of each parameter: among the tensors or the values, and where
+        self._maps: list[tuple[int, int, _MapLayout]] = []  # number of the tensor, of the parameter
+        for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
+            is_map = isinstance(param, TensorMapParam)
+            is_tensor = is_map or (isinstance(param, Ptr) and arg is not None)
+            places.append((is_tensor, len(tensors if is_tensor else values)))
+            if is_map:
+                self._maps.append((len(tensors), i, _MapLayout.of(arg)))
+            if is_tensor:
+                tensors.append(arg.tensor if is_map else arg)
+            else:
+                values.append(_bits(param, arg))
+        self.tensors = tuple(tensors)
+        self._addresses = (ctypes.c_uint64 * len(tensors))()
+        self._pack = struct.Struct(f"{len(tensors)}Q").pack_into
+        self._values = (ctypes.c_int64 * len(values))(*values)
+        starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
+        self._params = (ctypes.c_void_p * len(args))(*(starts[kind] + 8 * place for kind, place in places))
+        self._where = ctypes.c_void_p(ctypes.addressof(self._params))
+        self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
+        self._launch = _functions().cuLaunchKernelEx
+        self._lock = threading.Lock()  # the argument memory serves one thread at a time
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        """Run on a raw stream of the current device, with the tensors at these addresses."""
+        try:
+            _thread.bound  # noqa: B018
+        except AttributeError:  # a thread that never called the driver has no current context
+            Device(self._kernel.device).set_current()
+            _thread.bound = True
+        with self._lock:
+            self._pack(self._addresses, 0, *addresses)
+            for number, i, layout in self._maps:
+                self._params[i] = _encode(layout, addresses[number])[1]
+            config = self._configs.get(stream)
+            if config is None:
+                config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
+            status = self._launch(config, self._kernel.handle, self._where, None)
+        if status:
+            raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
+
+
+def _bits(param: Param, value: Any) -> int:
+    """What a parameter's eight bytes hold: a null pointer, a float in the lower half, or an integer."""
+    if isinstance(param, F32):
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return 0 if value is None else int(value)
+
+
+def _describe(geometry: Geometry, pdl: bool, stream: int) -> Any:
+    attributes = []
+    if math.prod(geometry.cluster) > 1:
+        cluster = cuda.CUlaunchAttribute()
+        cluster.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = geometry.cluster
+        attributes.append(cluster)
+    if pdl:
+        overlap = cuda.CUlaunchAttribute()
+        overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        overlap.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(overlap)
+    config = cuda.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = geometry.block
+    config.sharedMemBytes, config.hStream = geometry.shared_bytes, stream
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
 @functools.cache
-def _stream(device: int, handle: int) -> Stream:  # noqa: ARG001 - a handle names a stream of one device only
-    return Stream.from_handle(handle)
+def _functions() -> ctypes.CDLL:
+    """The driver's library, which cuda.core has loaded before."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
+    library.cuTensorMapEncodeTiled.argtypes = [pointer, u32, u32, *[pointer] * 5, u32, u32, u32, u32]
+    return library
 
 
-def _tensor_map(tile: TileMap) -> Any:
-    return _encode(_View(tile.tensor), tile.box, tile.swizzle)
+class _MapLayout(NamedTuple):
+    """A TileMap without its address; sizes and strides as the driver takes them, innermost first."""
+
+    element_size: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes; without the innermost
+    box: tuple[int, ...]
+    swizzle: int
+
+    @staticmethod
+    def of(tile: TileMap) -> _MapLayout:
+        tensor, size = tile.tensor, tile.tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride()[-2::-1])
+        return _MapLayout(size, tuple(tensor.shape[::-1]), strides, tile.box[::-1], tile.swizzle)
 
 
-class _View:
-    """A tensor that compares by address, shape, strides and element size: what a tensor map depends on."""
-
-    __slots__ = ("key", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-        self.key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _View) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=_MAX_TENSOR_MAPS)
-def _encode(view: _View, box: tuple[int, ...], swizzle: int) -> Any:
-    tensor, view.tensor = view.tensor, None  # the memo must not keep the tensor's memory alive
-    swizzles = type(TensorMapDescriptorOptions(box_dim=box).swizzle)
-    return StridedMemoryView.from_any_interface(tensor, stream_ptr=-1).as_tensor_map(
-        box, swizzle=swizzles[f"SWIZZLE_{swizzle}B" if swizzle else "NONE"]
+@functools.lru_cache(maxsize=_MAX_MAPS)
+def _encode(layout: _MapLayout, address: int) -> tuple[Any, int]:
+    """The memory that holds a tensor map, and where in it the map begins."""
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    start = -ctypes.addressof(memory) % _MAP_ALIGNMENT + ctypes.addressof(memory)
+    rank = len(layout.sizes)
+    sizes, strides = (ctypes.c_uint64 * rank)(*layout.sizes), (ctypes.c_uint64 * rank)(*layout.strides)
+    box, steps = (ctypes.c_uint32 * rank)(*layout.box), (ctypes.c_uint32 * rank)(*[1] * rank)
+    kind, swizzle = _MAP_TYPES[layout.element_size], _MAP_SWIZZLES[layout.swizzle]
+    status = _functions().cuTensorMapEncodeTiled(
+        start, kind, rank, address, sizes, strides, box, steps, 0, swizzle, _MAP_L2_PROMOTION, 0
     )
+    if status:
+        raise LaunchError(f"tensor map of {layout}: {cuda.CUresult(status).name}")
+    return memory, start

@@ -1,19 +1,20 @@
 """Golden sources: what the templates generate, committed so that a review sees what a change of a template does.
 
-Two files for each family and each of GOLDEN_ARCHS below ``tests/golden``: ``<family>/<arch>.cu`` is the source of the
-first specialisation, and ``<family>/<arch>.specs`` says of every specialisation which lines of that source it replaces.
+Two files for each kernel and each of GOLDEN_ARCHS below ``tests/golden``: ``<kernel>/<arch>.cu`` is the source of the
+first specialisation, and ``<kernel>/<arch>.csv`` has a line for each with its fields and the digest of its source.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4.arch import Arch
-from jitfp4.registry import Family, families
+from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.spec import KernelSpec
 
 GOLDEN_ARCHS = ("sm_90a", "sm_100a")
@@ -29,9 +30,9 @@ class Drift:
     diff: str
 
 
-def source_path(family: Family, spec: KernelSpec, arch: Arch) -> str:
+def source_path(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     """A file name for one generated source, such as ``quantize/vector/nvfp4-bf16-layout_8x4-no_silu.sm_90a.cu``."""
-    return f"{family.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
+    return f"{kernel.name}/{'-'.join(_words(spec))}.{arch.name}.cu"
 
 
 def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]:
@@ -40,24 +41,22 @@ def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]
     Raises ArgumentError when ``pattern`` names none.
     """
     return {
-        source_path(family, spec, arch): family.render(spec, arch)
-        for family in families(pattern)
+        source_path(kernel, spec, arch): kernel.render(spec, arch)
+        for kernel in kernels(pattern)
         for arch in archs
-        for spec in family.specs(arch)
+        for spec in kernel.specs(arch)
     }
 
 
 def goldens(pattern: str | None = None) -> dict[str, str]:
     """Golden path to text of the families that ``pattern`` names (of all: None)."""
     texts = {}
-    for family in families(pattern):
+    for kernel in kernels(pattern):
         for arch in map(Arch.of, GOLDEN_ARCHS):
-            rendered = {spec: family.render(spec, arch) for spec in family.specs(arch)}
+            rendered = {spec: kernel.render(spec, arch) for spec in kernel.specs(arch)}
             if rendered:
-                first = next(iter(rendered.values()))
-                texts[f"{family.name}/{arch.name}.cu"] = first
-                replaced = (_replaced_lines(first, source) for source in rendered.values())
-                texts[f"{family.name}/{arch.name}.specs"] = "\n".join(replaced)
+                texts[f"{kernel.name}/{arch.name}.cu"] = next(iter(rendered.values()))
+                texts[f"{kernel.name}/{arch.name}.csv"] = _table(rendered)
     return texts
 
 
@@ -98,12 +97,20 @@ def _words(spec: KernelSpec) -> Iterator[str]:
                 yield value
 
 
-def _replaced_lines(first: str, other: str) -> str:
-    """The lines in which two sources differ, ``-`` from the first, ``+`` from the other; no positions, which would
-    move.
-    """
-    lines = difflib.unified_diff(first.splitlines(), other.splitlines(), lineterm="", n=0)
-    return "".join(f"{line}\n" for line in lines if not line.startswith(("---", "+++", "@@")))
+def digest(source: str) -> str:
+    """What stands for a source in tables: the first half of its SHA-256."""
+    return hashlib.sha256(source.encode()).hexdigest()[:32]
+
+
+def _table(rendered: Mapping[KernelSpec, str]) -> str:
+    """A line for each specialisation, sorted, so that a new one moves no other."""
+    names = next(iter(rendered)).fields()
+    lines = sorted(",".join([*map(_cell, spec.fields().values()), digest(text)]) for spec, text in rendered.items())
+    return "\n".join([",".join([*names, "source"]), *lines, ""])
+
+
+def _cell(value: str | int | bool) -> str:
+    return str(value).lower()
 
 
 def _read(root: Path, pattern: str | None) -> dict[str, str]:

@@ -7,7 +7,9 @@ nested braces. Every value passes through a typed filter, and a name that is not
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,8 +20,9 @@ from jitfp4.arch import Arch
 from jitfp4.errors import RenderError
 from jitfp4.formats import DType
 from jitfp4.layouts import SfLayout
-from jitfp4.spec import KernelSpec, Param
+from jitfp4.spec import F32, I64, KernelSpec, Param, Ptr
 
+_INCLUDE = re.compile(r'^//% include "(.*?)" %//\n', re.MULTILINE)
 _CPP_TYPES = {DType.BF16: "bf16", DType.F16: "f16", DType.F32: "float", DType.E4M3: "e4m3"}
 
 
@@ -63,7 +66,7 @@ def render(template: str, spec: KernelSpec, arch: Arch, *, symbol: str, params: 
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_dir()),
+        loader=_Loader(templates_dir()),
         variable_start_string="${",
         variable_end_string="}",
         block_start_string="//%",
@@ -77,8 +80,36 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters.update(cpp_bool=cpp_bool, cpp_type=cpp_type, cpp_enum=cpp_enum, cpp_params=cpp_params)
+    environment.filters.update(
+        cpp_bool=cpp_bool,
+        cpp_type=cpp_type,
+        cpp_enum=cpp_enum,
+        cpp_params=cpp_params,
+        cpp_members=cpp_members,
+        cpp_values=cpp_values,
+    )
     return environment
+
+
+class _Loader(jinja2.FileSystemLoader):
+    """A template with what it includes, and what that includes, each once and before it is needed.
+
+    Every partial begins with an ``include`` of each partial that it uses; a template names what it uses itself.
+    """
+
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, path, is_fresh = super().get_source(environment, template)
+        return self._expand(environment, source, set()), path, is_fresh
+
+    def _expand(self, environment: jinja2.Environment, text: str, seen: set[str]) -> str:
+        def include(found: re.Match[str]) -> str:
+            name = found[1]
+            if name in seen:
+                return ""
+            seen.add(name)
+            return self._expand(environment, super(_Loader, self).get_source(environment, name)[0], seen)
+
+        return _INCLUDE.sub(include, text)
 
 
 def cpp_bool(value: bool) -> str:
@@ -112,3 +143,30 @@ def cpp_params(params: Sequence[Param]) -> str:
     ]
     end = "\n" if params and params[-1].shape else ""  # a comment must not swallow what the template writes behind it
     return "\n    ".join(lines) + end
+
+
+def cpp_members(params: Sequence[Param]) -> str:
+    """The parameters as members of a struct, one line each."""
+    members = [
+        f"{param.cpp}* {param.name};" if isinstance(param, Ptr) else f"{_member_type(param)} {param.name};"
+        for param in params
+    ]
+    return "\n  ".join(members)
+
+
+def cpp_values(params: Sequence[Param]) -> str:
+    """The initialiser of a struct of cpp_members() from the parameters."""
+    values = [
+        f"{param.member}({param.name})" if isinstance(param, I64) and param.member != "int64" else param.name
+        for param in params
+    ]
+    lines = textwrap.wrap(", ".join(values), width=100)
+    return "{" + "\n      ".join(lines) + "}"
+
+
+def _member_type(param: Param) -> str:
+    if isinstance(param, I64):
+        return param.member
+    if isinstance(param, F32):
+        return "float"
+    raise jinja2.TemplateRuntimeError(f"a tensor map is no member of a struct: {param.name}")

@@ -84,10 +84,14 @@ class Ptr:
 
 @dataclass(frozen=True, slots=True)
 class I64:
-    """A 64-bit integer parameter. Every runtime integer is one: Python ints need no conversion at launch."""
+    """A 64-bit integer parameter. Every runtime integer is one: Python ints need no conversion at launch.
+
+    ``member`` is its type where the parameters are gathered in a struct.
+    """
 
     name: str
     shape: str = ""
+    member: str = "int64"
 
     @property
     def declaration(self) -> str:
@@ -119,6 +123,7 @@ class TensorMapParam:
 
 
 Param = Ptr | I64 | F32 | TensorMapParam
+"""What a kernel takes. ``declaration`` is the parameter's; all but tensor maps can also be members of a struct."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The only place that checks tensors and allocates outputs.
 
 Every check names the argument, what came, and what is allowed, and runs before anything is written. Shapes, dtypes,
-strides and devices are visible to ``torch.compile``; addresses are not, so the operators in ops.py check those.
+strides and devices are visible to ``torch.compile``; addresses are not, so operations check those.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from collections.abc import Collection, Sequence
 import torch
 
 from jitfp4.arch import Arch
+from jitfp4.dispatch import current_stream, exchange_device
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
 _LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_exchange_device = torch.cuda._exchange_device
+
+ALIGNMENT = 16
+"""Bytes of the widest access that every kernel makes."""
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
@@ -124,6 +127,22 @@ def output(
     return out
 
 
+def meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    """Whether two extents have a byte in common."""
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the first behind its last, gaps included; equal when empty."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 @functools.cache
 def device_arch(index: int) -> Arch:
     """The architecture of CUDA device ``index``."""
@@ -139,10 +158,9 @@ class on_device:  # noqa: N801 - used as a statement: with on_device(index) as s
         self._index = index
 
     def __enter__(self) -> int:
-        self._previous: int = _exchange_device(self._index)
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        self._previous = exchange_device(self._index)
+        return current_stream(self._index)
 
     def __exit__(self, *_: object) -> None:
         if self._previous != self._index:
-            _exchange_device(self._previous)
+            exchange_device(self._previous)

@@ -13,7 +13,7 @@ from jitfp4 import engine
 from jitfp4.arch import Arch
 from jitfp4.cache import Loaded
 from jitfp4.errors import ArgumentError, CompileError
-from jitfp4.registry import Family, families, lookup
+from jitfp4.kernel import AnyKernel, kernels, lookup
 from jitfp4.spec import KernelSpec
 
 PLAN_SCHEMA = 1
@@ -23,12 +23,12 @@ PLAN_SCHEMA = 1
 class Task:
     """One kernel to have: a specialisation of a family for an architecture."""
 
-    family: Family
+    kernel: AnyKernel
     spec: KernelSpec
     arch: Arch
 
     def __str__(self) -> str:
-        return f"{self.family.name}[{self.spec}] {self.arch.name}"
+        return f"{self.kernel.name}[{self.spec}] {self.arch.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,15 @@ class Outcome:
 
 def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...]:
     """Every specialisation of the families that match ``patterns`` (of all, when empty) on each of ``archs``."""
-    chosen = [family for pattern in patterns for family in families(pattern)] or families()
+    chosen = [kernel for pattern in patterns for kernel in kernels(pattern)] or kernels()
     return tuple(
-        Task(family, spec, arch) for arch in archs for family in dict.fromkeys(chosen) for spec in family.specs(arch)
+        Task(kernel, spec, arch) for arch in archs for kernel in dict.fromkeys(chosen) for spec in kernel.specs(arch)
     )
 
 
 def write_plan(tasks: Iterable[Task]) -> str:
     """A plan as JSON text: what ``read_plan`` takes."""
-    kernels = [{"family": t.family.name, "arch": t.arch.name, "spec": t.spec.fields()} for t in tasks]
+    kernels = [{"family": t.kernel.name, "arch": t.arch.name, "spec": t.spec.fields()} for t in tasks]
     return json.dumps({"schema": PLAN_SCHEMA, "kernels": kernels}, indent=2) + "\n"
 
 
@@ -61,17 +61,17 @@ def read_plan(text: str) -> tuple[Task, ...]:
     except ValueError as error:
         raise ArgumentError("plan", "text that is not JSON", str(error)) from None
     match document:
-        case {"schema": int(schema), "kernels": list(kernels)} if schema == PLAN_SCHEMA:
-            return tuple(_read_task(kernel) for kernel in kernels)
+        case {"schema": int(schema), "kernels": list(entries)} if schema == PLAN_SCHEMA:
+            return tuple(_read_task(entry) for entry in entries)
     raise ArgumentError("plan", "another document", f'{{"schema": {PLAN_SCHEMA}, "kernels": [...]}}')
 
 
-def _read_task(kernel: Mapping[str, object]) -> Task:
-    match kernel:
+def _read_task(entry: Mapping[str, object]) -> Task:
+    match entry:
         case {"family": str(name), "arch": str(arch), "spec": dict(fields)}:
-            family = lookup(name)
-            return Task(family, family.spec.from_fields(fields), Arch.of(arch))
-    raise ArgumentError("plan", kernel, '{"family": ..., "arch": ..., "spec": {...}}')
+            kernel = lookup(name)
+            return Task(kernel, kernel.spec.from_fields(fields), Arch.of(arch))
+    raise ArgumentError("plan", entry, '{"family": ..., "arch": ..., "spec": {...}}')
 
 
 def shard(tasks: Sequence[Task], index: int, count: int) -> tuple[Task, ...]:
@@ -99,11 +99,11 @@ def warm_up(tasks: Sequence[Task], *, jobs: int, on_done: Callable[[Outcome], No
 
 def missing(tasks: Iterable[Task]) -> list[Task]:
     """The tasks whose kernel is in no layer of the cache; builds nothing."""
-    return [task for task in tasks if not engine.is_cached(task.family, task.spec, task.arch)]
+    return [task for task in tasks if not engine.is_cached(task.kernel, task.spec, task.arch)]
 
 
 def _build(task: Task) -> Outcome:
     try:
-        return Outcome(task, engine.build(task.family, task.spec, task.arch))
+        return Outcome(task, engine.build(task.kernel, task.spec, task.arch))
     except CompileError as error:
         return Outcome(task, None, error)

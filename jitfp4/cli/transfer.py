@@ -128,7 +128,7 @@ def _planned(plan: Path, archs: set[str]) -> Iterable[EntryFiles]:
         say(f"{plural(len(missing), 'kernel')} missing; build them: jitfp4 warmup {plan}")
         raise typer.Exit(1)
     for task in tasks:
-        loaded = engine.build(task.family, task.spec, task.arch)
+        loaded = engine.build(task.kernel, task.spec, task.arch)
         assert loaded.toolchain is not None  # noqa: S101 - it was found, so it has a place
         yield engine.cache().read(loaded.digest, loaded.toolchain)
 

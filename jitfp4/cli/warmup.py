@@ -77,12 +77,12 @@ def default_jobs() -> int:
 
 def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard: str) -> tuple[Task, ...]:
     from jitfp4 import warmup
-    from jitfp4.registry import families
+    from jitfp4.kernel import kernels
 
     if path is not None:
         archs = read_archs("all" if arch is None else arch)
-        chosen = {family for pattern in patterns or (None,) for family in families(pattern)}
-        tasks = tuple(t for t in warmup.read_plan(path.read_text()) if t.arch in archs and t.family in chosen)
+        chosen = {kernel for pattern in patterns or (None,) for kernel in kernels(pattern)}
+        tasks = tuple(t for t in warmup.read_plan(path.read_text()) if t.arch in archs and t.kernel in chosen)
     else:
         tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
     index, _, count = shard.partition("/")
@@ -154,7 +154,7 @@ def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
         bar = progress.add_task("", total=len(tasks))
 
         def advance(outcome: Outcome) -> None:
-            progress.update(bar, advance=1, description=f"{outcome.task.family.name} {outcome.task.arch.name}")
+            progress.update(bar, advance=1, description=f"{outcome.task.kernel.name} {outcome.task.arch.name}")
 
         return warm_up(tasks, jobs=jobs, on_done=advance)
 
@@ -162,7 +162,7 @@ def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
 def _put_summary(outcomes: Sequence[Outcome]) -> None:
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault((outcome.task.family.name, outcome.task.arch.name), []).append(outcome)
+        groups.setdefault((outcome.task.kernel.name, outcome.task.arch.name), []).append(outcome)
     rows = []
     for (family, arch), group in groups.items():
         counts = Counter(map(_state, group))
@@ -193,4 +193,4 @@ def _report(outcome: Outcome) -> dict[str, object]:
 
 
 def _fields(task: Task) -> dict[str, object]:
-    return {"family": task.family.name, "arch": task.arch.name, "spec": task.spec.fields()}
+    return {"family": task.kernel.name, "arch": task.arch.name, "spec": task.spec.fields()}

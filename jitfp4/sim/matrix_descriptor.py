@@ -12,6 +12,7 @@ them before ``read`` takes them from a CTA's shared memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,7 @@ class MatrixDescriptor:
 
         ``k_bytes`` counts the bytes of k in one row of the operand; ``element_bytes`` matters for MN-major operands.
         """
-        row = np.arange(rows, dtype=np.int64)[:, None]
-        byte = np.arange(k_bytes, dtype=np.int64)[None, :]
-        logical = self._mn_major(row, byte, element_bytes) if mn_major else self._k_major(row, byte)
-        return swizzled(logical, self.swizzle)
+        return _addresses(self, rows, k_bytes, element_bytes, mn_major)
 
     def read(
         self, shared: NDArray[np.uint8], rows: int, k_bytes: int, *, element_bytes: int = 1, mn_major: bool = False
@@ -93,6 +91,17 @@ class MatrixDescriptor:
         next_span, next_eight = (self.sbo, self.lbo) if self.swizzle is Swizzle.NONE else (self.lbo, self.sbo)
         inside = along % span + k % 8 * span
         return np.asarray(self.start + along // span * next_span + k // 8 * next_eight + inside)
+
+
+@lru_cache(maxsize=256)
+def _addresses(descriptor: MatrixDescriptor, rows: int, k_bytes: int, element_bytes: int, mn_major: bool) -> Array:
+    """Kept because a loop over k comes back to the same stages, and an instruction looks twice. Not to be written."""
+    row = np.arange(rows, dtype=np.int64)[:, None]
+    byte = np.arange(k_bytes, dtype=np.int64)[None, :]
+    logical = descriptor._mn_major(row, byte, element_bytes) if mn_major else descriptor._k_major(row, byte)
+    out = swizzled(logical, descriptor.swizzle)
+    out.flags.writeable = False
+    return out
 
 
 def _decoded(bits: int, swizzle: Swizzle, *, lbo_is_address: bool = False) -> MatrixDescriptor:

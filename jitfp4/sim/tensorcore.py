@@ -25,7 +25,9 @@ from jitfp4.sim.formats import FloatFormat
 Array = NDArray[Any]
 
 # Below every exponent that a nonzero product can have, so that zero never decides the alignment.
-_NO_EXPONENT = -2000
+_NO_EXPONENT = np.int16(-2000)
+_CACHED_TERMS = 32768
+"""Products computed at a time: 256 KiB of float64."""
 _MIN_EXPONENT = {"f32": -126, "e8m13": -126, "f16": -14}
 _E8M13 = FloatFormat(
     name="e8m13", exponent_bits=8, mantissa_bits=13, max_code=(255 << 13) - 1, nan_code=(1 << 21) - 1, has_inf=True
@@ -102,29 +104,45 @@ def block_scaled_dot_add(
     repeated for blocks of 32; c ``[..., m, n]``. ``scale_format`` is E4M3 (without signs) or None for UE8M0.
     """
     min_exponent = -127 if scale_format is None else scale_format.min_exponent
-    factors = []
-    for scale in (sfa, sfb):
-        value = np.where(np.isnan(scale), 0.0, scale).astype(np.float64)
-        exponent = _exponents(value, min_exponent)
-        factors.append((np.moveaxis(np.ldexp(value, -exponent), -1, 0), np.moveaxis(exponent, -1, 0)))
-    (significand_a, exponent_a), (significand_b, exponent_b) = factors
-    groups_a, groups_b = (np.moveaxis(x.reshape(*x.shape[:-1], -1, 16), -2, 0).astype(np.float64) for x in (a, b))
-    sums = groups_a @ np.swapaxes(groups_b, -1, -2)
-    terms = sums * (significand_a[..., :, None] * significand_b[..., None, :])
-    exponents = np.where(terms == 0, _NO_EXPONENT, exponent_a[..., :, None] + exponent_b[..., None, :])
-    finite = np.where(np.isfinite(c), c, 0.0).astype(np.float64)
-    aligned = _aligned_sum(terms, exponents, finite, 35, "f32")
-    poisoned = np.isnan(sfa.sum(-1))[..., :, None] | np.isnan(sfb.sum(-1))[..., None, :]
-    return _rounded(np.where(poisoned, np.nan, np.where(np.isfinite(c), aligned, c)), "f32")
+    (significand_a, exponent_a), (significand_b, exponent_b) = (_significands(x, min_exponent) for x in (sfa, sfb))
+    groups_a, groups_b = (_by_group(x, y) for x, y in ((a, significand_a), (b, significand_b)))
+    terms = groups_a @ np.swapaxes(groups_b, -1, -2)  # below 2**12 in units of 2**-8 (2**-14 with subnormals): exact
+    exponents = exponent_a[..., :, None] + exponent_b[..., None, :]
+    np.copyto(exponents, _NO_EXPONENT, where=terms == 0)
+    c = np.asarray(c, np.float32)
+    finite = np.isfinite(c)
+    plain = finite.all() and not (np.isnan(sfa).any() or np.isnan(sfb).any())
+    wide = np.asarray(c if plain else np.where(finite, c, 0.0), np.float64)
+    top = np.maximum(exponents.max(0), np.maximum(_exponents(wide, -126), np.int16(-126)))
+    total = np.trunc(wide * _power(35 - top))
+    for term, exponent in zip(terms, exponents, strict=True):
+        total += np.trunc(term * _power(exponent + (35 - top)))
+    total *= _power(top - 35)
+    total += 0.0  # a sum of integers has no -0
+    if not plain:
+        poisoned = np.isnan(sfa.sum(-1))[..., :, None] | np.isnan(sfb.sum(-1))[..., None, :]
+        total = np.where(poisoned, np.nan, np.where(finite, total, c))
+    return _rounded(total, "f32")
+
+
+def _significands(scale: Array, min_exponent: int) -> tuple[Array, Array]:
+    """Significands float32 and exponents int16 of scales, blocks of k first; NaN counts as zero."""
+    value = np.where(np.isnan(scale), 0.0, scale).astype(np.float64)
+    exponent = _exponents(value, min_exponent)
+    return np.moveaxis(np.ldexp(value, -exponent), -1, 0).astype(np.float32), np.moveaxis(exponent, -1, 0)
+
+
+def _by_group(values: Array, significands: Array) -> Array:
+    """Groups of 16 elements times their block's significand, groups first: float32 ``[k/16, ..., rows, 16]``."""
+    groups = np.moveaxis(values.reshape(*values.shape[:-1], -1, 16), -2, 0)
+    return np.asarray(groups.astype(np.float32) * significands[..., None])
 
 
 def _fused_step(a: Operand, b: Operand, c: Array, unit: DotUnit) -> Array:
     """One chunk: align, cut, add, round."""
     special = [x for x in (a.values, b.values, c) if not np.isfinite(x).all()]
     finite_a, finite_b, finite_c = (np.where(np.isfinite(x), x, 0.0) if special else x for x in (a.values, b.values, c))
-    terms = _outer(np.multiply, finite_a, finite_b)
-    exponents = _outer(np.add, a.exponents, b.exponents)
-    total = _aligned_sum(terms, exponents, finite_c, unit.fraction_bits, unit.result, scaled_terms=False)
+    total = _aligned_dot(_by_k(finite_a, finite_b), _by_k(a.exponents, b.exponents), finite_c, unit)
     if special:
         with np.errstate(invalid="ignore"):
             plain = a.values @ np.swapaxes(b.values, -1, -2) + c
@@ -132,38 +150,55 @@ def _fused_step(a: Operand, b: Operand, c: Array, unit: DotUnit) -> Array:
     return _rounded(total, unit.result)
 
 
-def _outer(function: np.ufunc, a: Array, b: Array) -> Array:
-    """``function`` of every row of a and row of b, with k first: ``[k, ..., m, n]``."""
-    return np.asarray(function(np.moveaxis(a, -1, 0)[..., :, None], np.moveaxis(b, -1, 0)[..., None, :]))
+def _by_k(a: Array, b: Array) -> tuple[Array, Array]:
+    """Columns of a and rows of b that meet in an outer product, k first: ``[k, ..., m, 1]``, ``[k, ..., 1, n]``."""
+    first, second = np.ascontiguousarray(np.moveaxis(a, -1, 0)), np.ascontiguousarray(np.moveaxis(b, -1, 0))
+    return first[..., :, None], second[..., None, :]
 
 
-def _aligned_sum(
-    terms: Array, exponents: Array, c: Array, fraction_bits: int, result: str, *, scaled_terms: bool = True
-) -> Array:
-    """Exact sum over the first axis of ``terms`` and ``c``, each cut ``fraction_bits`` below the largest exponent.
+def _aligned_dot(values: tuple[Array, Array], exponents: tuple[Array, Array], c: Array, unit: DotUnit) -> Array:
+    """Exact sum of the products and ``c``, each cut below the largest exponent; pieces of k that stay in the cache."""
+    zero = np.maximum(_exponents(c, _MIN_EXPONENT[unit.result]), _MIN_EXPONENT["f32"])
+    step = max(1, _CACHED_TERMS // max(c.size, 1))
+    pieces = [slice(k, k + step) for k in range(0, len(values[0]), step)]
+    top = zero
+    for piece in pieces:
+        top = np.maximum(top, np.add(exponents[0][piece], exponents[1][piece]).max(0))
+    scale = _power(unit.fraction_bits - top)
+    total = np.trunc(c * scale)
+    for piece in pieces:
+        terms = np.multiply(values[0][piece], values[1][piece])
+        terms *= scale
+        total += np.trunc(terms, out=terms).sum(0)
+    total *= _power(top - unit.fraction_bits)
+    total += 0.0  # a sum of integers has no -0
+    return np.asarray(total)
 
-    With ``scaled_terms`` a term still lacks its ``2**exponent``; otherwise it is the full product.
-    """
-    top = np.maximum(exponents.max(0), _exponents(c, _MIN_EXPONENT[result], zero=_MIN_EXPONENT["f32"]))
-    unit = np.ldexp(1.0, fraction_bits - top)
-    shift = np.ldexp(1.0, exponents + (fraction_bits - top)) if scaled_terms else unit
-    total: Array = np.trunc(terms * shift).sum(0) + np.trunc(c * unit)
-    return np.asarray(total * np.ldexp(1.0, top - fraction_bits) + 0.0)  # a sum of integers has no -0
+
+def _power(exponent: Array) -> Array:
+    """``2.0**exponent`` of int16 exponents up to 1023; from -1022 down the smallest normal number."""
+    return np.asarray((np.maximum(exponent, -1022).astype(np.int64) + 1023 << 52).view(np.float64))
 
 
-def _exponents(values: Array, min_exponent: int, zero: int = _NO_EXPONENT) -> Array:
-    """Exponents of finite values: that of the leading bit, ``min_exponent`` for subnormals, ``zero`` for zero."""
-    exponent = np.maximum(np.frexp(values)[1] - 1, min_exponent)
-    return np.where(values == 0, zero, exponent).astype(np.int16)
+def _exponents(values: Array, min_exponent: int) -> Array:
+    """int16 exponents of finite values: that of the leading bit, ``min_exponent`` for subnormals, none for zero."""
+    bits = np.ascontiguousarray(values, np.float64).view(np.int64)
+    exponent = ((bits >> 52 & 0x7FF) - 1023).astype(np.int16)
+    np.maximum(exponent, np.int16(min_exponent), out=exponent)
+    np.copyto(exponent, _NO_EXPONENT, where=values == 0)
+    return exponent
 
 
 def _rounded(total: Array, result: str) -> Array:
     """float32 values of ``result``: float16 to nearest even, otherwise towards zero with overflow to infinity."""
     if result == "f16":
         return formats.f16_to_f32(formats.f32_to_f16(total))
-    with np.errstate(invalid="ignore"):
-        total = np.where(np.abs(total) >= 2.0**128, np.copysign(np.inf, total), total)
-    bits = formats.encode(formats.F32 if result == "f32" else _E8M13, total, "rz")
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = np.asarray(total, np.float32)
+        # a float32 beyond 2**128 is infinite; any other that the nearest one exceeds is the next towards zero
+        beyond = (np.abs(near) > np.abs(total)) & (np.abs(total) < 2.0**128)
+    bits = near.view(np.uint32) - beyond
     if result == "e8m13":
-        bits = np.where(np.isnan(total), formats.F32_NAN, bits << np.uint32(10)).astype(np.uint32)
-    return np.asarray(bits.view(np.float32))
+        bits &= np.uint32(0xFFFFFC00)
+    np.copyto(bits, formats.F32_NAN, where=np.isnan(total))
+    return np.asarray(bits.astype(np.uint32, copy=False).view(np.float32))

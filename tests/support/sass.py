@@ -18,19 +18,19 @@ def disassemble(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_tool(), "-c", "--no-dataflow", file.name]  # opcodes are the same, a quarter sooner
+        command = [tool("nvdisasm"), "-c", "--no-dataflow", file.name]  # opcodes are the same, a quarter sooner
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [match.group(1) for line in listing.splitlines() if (match := _INSTRUCTION.search(line))]
 
 
 @functools.cache
-def _tool() -> str:
-    """nvdisasm: the package's, else the one on the path."""
+def tool(name: str) -> str:
+    """nvdisasm or cuobjdump: the package's, else the one on the path."""
     try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    packaged = [Path(str(file.locate())) for file in files if file.name == "nvdisasm"]
-    found = str(packaged[0]) if packaged else shutil.which("nvdisasm")
-    assert found, "install nvidia-cuda-nvdisasm"
+    packaged = [Path(str(file.locate())) for file in files if file.name == name]
+    found = str(packaged[0]) if packaged else shutil.which(name)
+    assert found, f"install nvidia-cuda-{name}"
     return found

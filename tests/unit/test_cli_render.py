@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +19,8 @@ from typer.testing import CliRunner, Result
 from jitfp4 import render as renderer
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli import app
-from jitfp4.golden import GOLDEN_ARCHS, goldens, source_path, sources
-from jitfp4.registry import families, lookup
+from jitfp4.golden import GOLDEN_ARCHS, digest, goldens, source_path, sources
+from jitfp4.kernel import AnyKernel, kernels, lookup
 
 ROOT = Path(__file__).parents[2]
 FAMILY = "quantize/vector"
@@ -87,14 +90,20 @@ def test_update_rewrites_adds_and_removes(templates: Path, golden: Path) -> None
     template = templates / f"{FAMILY}.cu.j2"
     template.write_text(template.read_text() + "// the end\n")
     renderer._environment.cache_clear()
-    (golden / FAMILY / "sm_90a.specs").unlink()
+    (golden / FAMILY / "sm_90a.csv").unlink()
     (golden / FAMILY / "extra.cu").write_text("")
     result = run("--update", FAMILY, "--golden", golden)
     assert result.exit_code == 0
     verbs = [line.split()[0] for line in result.stdout.splitlines()]
-    assert sorted(verbs) == sorted(["added", "removed", *["rewritten"] * len(GOLDEN_ARCHS)])
-    ends = {path: "// the end\n" if path.endswith(".cu") else "" for path in before}
-    assert files(golden) == {path: text + ends[path] for path, text in before.items()}
+    assert sorted(verbs) == sorted(["added", "removed", *["rewritten"] * (2 * len(GOLDEN_ARCHS) - 1)])
+    after = files(golden)
+    assert after.keys() == before.keys()
+    for path, text in before.items():
+        if path.endswith(".cu"):
+            assert after[path] == text + "// the end\n"
+        else:  # the same specialisations, with other digests
+            fields, other = ([line.rpartition(",")[0] for line in t.splitlines()] for t in (text, after[path]))
+            assert fields == other and text != after[path]
     assert run("--check", FAMILY, "--golden", golden).exit_code == 0
 
 
@@ -106,24 +115,43 @@ def test_a_missing_end_of_line_is_drift(golden: Path) -> None:
     assert f"changed: {path}" in result.stderr
 
 
-def test_golden_files_say_every_line_of_every_specialisation() -> None:
-    """A source is the family's first with the lines replaced that its block in the .specs file lists."""
-    files_ = goldens(FAMILY)
-    family = lookup(FAMILY)
+def test_a_golden_table_has_every_specialisation_and_the_digest_of_its_source() -> None:
+    texts, kernel = goldens(FAMILY), lookup(FAMILY)
     for arch in map(Arch.of, GOLDEN_ARCHS):
-        first, blocks = files_[f"{FAMILY}/{arch.name}.cu"], files_[f"{FAMILY}/{arch.name}.specs"].split("\n\n")
-        specs = list(family.specs(arch))
-        assert len(blocks) == len(specs) - 1  # the first replaces nothing: its block is empty
-        for spec, block in zip(specs[1:], blocks, strict=True):
-            removed, added = ([line[1:] for line in block.strip().splitlines() if line[0] == sign] for sign in "-+")
-            want = family.render(spec, arch).splitlines()
-            assert sorted(set(first.splitlines()) - set(want)) == sorted(set(removed) - set(want))
-            assert spec.json() in added[0] and all(line in want for line in added)
+        rows = list(csv.DictReader(io.StringIO(texts[f"{FAMILY}/{arch.name}.csv"])))
+        want = {(*map(str, spec.fields().values()),): digest(kernel.render(spec, arch)) for spec in kernel.specs(arch)}
+        found = {(*map(str, list(row.values())[:-1]),): row["source"] for row in rows}
+        assert {tuple(value.lower() for value in spec): source for spec, source in want.items()} == found
+
+
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
+def test_sources_differ_only_in_the_lines_that_the_spec_renders(kernel: AnyKernel) -> None:
+    """So that one golden source and a table of fields say all of what is generated."""
+    for arch in map(Arch.of, GOLDEN_ARCHS):
+        specs = kernel.specs(arch)
+        if not specs:
+            continue
+        declared = [re.compile(line) for line in spec_lines(kernel.template)]
+        first = kernel.render(specs[0], arch).splitlines()
+        for spec in specs[1:]:
+            source = kernel.render(spec, arch).splitlines()
+            assert len(source) == len(first)
+            for one, other in zip(first, source, strict=True):
+                assert one == other or any(line.fullmatch(other) for line in declared), other
+
+
+def spec_lines(template: str) -> Iterator[str]:
+    """Patterns of the lines that a template and what it includes fill from the spec."""
+    for line in (ROOT / "templates" / template).read_text().splitlines():
+        if include := re.search(r'include "(.*?)"', line):
+            yield from spec_lines(include[1])
+        elif "${spec." in line or "${header.spec_json}" in line:
+            yield ".*".join(re.escape(part) for part in re.split(r"\$\{.*?\}", line))
 
 
 def test_every_specialisation_has_a_file_name_of_its_own() -> None:
     archs = [Arch.of(name) for name in GOLDEN_ARCHS]
-    places = [source_path(f, spec, arch) for f in families() for arch in archs for spec in f.specs(arch)]
+    places = [source_path(k, spec, arch) for k in kernels() for arch in archs for spec in k.specs(arch)]
     assert len(set(places)) == len(places)
     assert sources(archs).keys() == set(places)
 

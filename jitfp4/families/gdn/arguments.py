@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.kernel import HEAD_DIMS, MAX_TOKENS
-from jitfp4.families.gdn.operator import BIAS_TYPES, DTYPES, STATE_DTYPES, gated_delta_rule
+from jitfp4.families.gdn.operation import BIAS_TYPES, DTYPES, GATED_DELTA_RULE, STATE_DTYPES, Arguments
+from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS
 from jitfp4.tensors import check_device, check_dtype, check_same_device, output
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -115,27 +115,28 @@ class Call:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch. Returns the output and the state."""
         out = output("output", out, tuple(self.v.shape), (self.q.dtype,), like=self.q)
-        if self.batch:
-            factor = self.q.shape[-1] ** -0.5 if scale is None else float(scale)
-            A_log, a, dt_bias, b = self.gates  # noqa: N806
-            gated_delta_rule(
-                self.q,
-                self.k,
-                self.v,
-                self.state,
-                A_log,
-                a,
-                dt_bias,
-                b,
-                factor,
-                out,
-                indices,
-                output_indices,
-                steps,
-                step_indices,
-                update_state,
-                use_qk_l2norm,
-                self.k_major,
-                enable_pdl,
+        A_log, a, dt_bias, b = self.gates  # noqa: N806
+        GATED_DELTA_RULE(
+            Arguments(
+                q=self.q,
+                k=self.k,
+                v=self.v,
+                state=self.state,
+                A_log=A_log,
+                a=a,
+                dt_bias=dt_bias,
+                b=b,
+                scale=self.q.shape[-1] ** -0.5 if scale is None else float(scale),
+                output=out,
+                initial_state_indices=indices,
+                output_state_indices=output_indices,
+                intermediate_states_buffer=steps,
+                ssm_state_indices=step_indices,
+                update_state=update_state,
+                use_qk_l2norm=use_qk_l2norm,
+                k_major=self.k_major,
+                enable_pdl=enable_pdl,
+                names=f"state={self.state_name}",
             )
+        )
         return out, self.state

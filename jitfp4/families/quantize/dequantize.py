@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
-
 import torch
 
-from jitfp4.arch import Arch
-from jitfp4.engine import Launch, target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.quantize.kernels import sector_geometry
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
+from jitfp4.families.quantize.problem import OUT_DTYPES
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
-from jitfp4.ops import operator
-from jitfp4.reference import quantize as reference
-from jitfp4.registry import Family, register
-from jitfp4.spec import I64, KernelSpec, Ptr
+from jitfp4.replay import replayed
 from jitfp4.tensors import (
     check_contiguous,
     check_device,
@@ -30,81 +21,10 @@ from jitfp4.tensors import (
     scalar_f32,
 )
 
-_OUT_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-_THREADS = 256
+_SCALE_DTYPES = {NVFP4: (torch.uint8, torch.float8_e4m3fn), MXFP4: (torch.uint8,)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec(KernelSpec):
-    """One block format to one float type, from one scale layout."""
-
-    block_format: BlockFormat
-    out_dtype: DType
-    sf_layout: SfLayout
-
-
-def specs(_arch: Arch) -> Iterator[Spec]:
-    """Every architecture has every specialisation."""
-    for block_format, out_dtype, sf_layout in product(BlockFormat, _OUT_DTYPES.values(), SfLayout):
-        yield Spec(block_format=block_format, out_dtype=out_dtype, sf_layout=sf_layout)
-
-
-DEQUANTIZE = register(
-    Family(
-        name="quantize/dequantize",
-        spec=Spec,
-        params=(
-            Ptr("q", "const uint8", "[m, k/2], low nibble first"),
-            Ptr("sf", "const uint8", "block scales in kSfLayout"),
-            Ptr("global_scale", "const float", "[1], decode; null for UE8M0"),
-            Ptr("out", "Out", "[m, k]"),
-            I64("m"),
-            I64("k"),
-        ),
-        specs=specs,
-    )
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(block_format: str, dtype: torch.dtype, layout: int, m: int, k: int) -> Launch:
-    spec = Spec(block_format=BlockFormat(block_format), out_dtype=_OUT_DTYPES[dtype], sf_layout=SfLayout(layout))
-    cols = k // spec.block_format.block
-    geometry = sector_geometry(spec.sf_layout, m=m, cols=cols, sectors_per_warp=1, threads=_THREADS)
-    return Launch(DEQUANTIZE, spec, geometry)
-
-
-def _reference(
-    q: torch.Tensor,
-    sf: torch.Tensor,
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-    block_format: str,
-    layout: int,
-    _: bool | None,
-) -> None:
-    out.copy_(reference.dequantize(q, sf, BlockFormat(block_format), scale, SfLayout(layout)))
-
-
-@operator(
-    "dequantize(Tensor a_fp4, Tensor a_sf, Tensor? scale, Tensor(a!) out, str format, int layout, bool? enable_pdl)",
-    reference=_reference,
-    aligned=("a_fp4", "a_sf", "out"),
-)
-def _dequantize(
-    q: torch.Tensor,
-    sf: torch.Tensor,
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-    block_format: str,
-    layout: int,
-    enable_pdl: bool | None,
-) -> None:
-    m, k = out.shape
-    plan = _plan(block_format, out.dtype, layout, m, k)
-    plan.run((q, sf, scale, out, m, k), target_of(q), pdl=enable_pdl)
-
-
+@replayed
 def nvfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -138,11 +58,11 @@ def nvfp4_dequantize(
     """
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
-    check_dtype("a_sf", a_sf, (torch.uint8, torch.float8_e4m3fn))
     scale = scalar_f32("global_decode_scale", global_decode_scale, like=a_fp4)
     return _to_float(NVFP4, a_fp4, a_sf, scale, sfLayout, out_dtype, enable_pdl, out)
 
 
+@replayed
 def mxfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -167,7 +87,6 @@ def mxfp4_dequantize(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_dtype("a_sf", a_sf, (torch.uint8,))
     return _to_float(MXFP4, a_fp4, a_sf, None, sfLayout, out_dtype, enable_pdl, out)
 
 
@@ -180,30 +99,45 @@ def _to_float(
     out_dtype: torch.dtype,
     enable_pdl: bool | None,
     out: torch.Tensor | None,
+    names: tuple[str, str] = ("a_fp4", "a_sf"),
 ) -> torch.Tensor:
-    """Check what both formats have in common, and run the operator."""
+    """Check what both formats have in common, and run the operation. ``names`` are those of codes and scales."""
+    codes_name, scales_name = names
+    check_dtype(scales_name, sf, _SCALE_DTYPES[block_format])
     layout = check_layout("sfLayout", sf_layout)
-    if out_dtype not in _OUT_DTYPES:
-        raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, _OUT_DTYPES)))
-    check_dtype("a_fp4", q, (torch.uint8,))
-    check_device("a_fp4", q)
-    check_contiguous("a_fp4", q)
+    if out_dtype not in OUT_DTYPES:
+        raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, OUT_DTYPES)))
+    check_dtype(codes_name, q, (torch.uint8,))
+    check_device(codes_name, q)
+    check_contiguous(codes_name, q)
     block = block_format.block
     if q.dim() < 2 or q.shape[-1] == 0 or q.shape[-1] % (block // 2):
-        raise ArgumentError("a_fp4", f"shape {tuple(q.shape)}", f"[..., m, k/2] with k a positive multiple of {block}")
+        raise ArgumentError(
+            codes_name, f"shape {tuple(q.shape)}", f"[..., m, k/2] with k a positive multiple of {block}"
+        )
     k = 2 * q.shape[-1]
     m = q.numel() * 2 // k
-    check_same_device("a_sf", sf, q)
-    check_contiguous("a_sf", sf)
+    check_same_device(scales_name, sf, q)
+    check_contiguous(scales_name, sf)
     if sf.numel() != layout.numel(m, k // block):
-        raise ArgumentError("a_sf", f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
+        raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
-    if m:
-        codes, scales, values = q.view(m, k // 2), sf.view(torch.uint8), result.view(m, k)
-        _dequantize(codes, scales, scale, values, block_format.value, int(layout), enable_pdl)
+    DEQUANTIZE(
+        DequantizeArguments(
+            a_fp4=q.view(m, k // 2),
+            a_sf=sf.view(torch.uint8),
+            scale=scale,
+            out=result.view(m, k),
+            format=block_format.value,
+            layout=int(layout),
+            enable_pdl=enable_pdl,
+            names=f"a_fp4={codes_name},a_sf={scales_name}",
+        )
+    )
     return result
 
 
+@replayed
 def e2m1_and_ufp8sf_scale_to_float(
     e2m1_tensor: torch.Tensor,
     ufp8_scale_tensor: torch.Tensor,
@@ -230,14 +164,18 @@ def e2m1_and_ufp8sf_scale_to_float(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
-    if (ufp8_type, sf_vec_size) == (0, 32):
-        if global_scale_tensor is not None:
-            raise ArgumentError("global_scale_tensor", "a tensor", "None with ufp8_type 0: UE8M0 has no global scale")
-        return mxfp4_dequantize(e2m1_tensor, ufp8_scale_tensor, layout)
-    if (ufp8_type, sf_vec_size) != (1, 16):
+    if (ufp8_type, sf_vec_size) not in ((0, MXFP4.block), (1, NVFP4.block)):
         raise ArgumentError(
             "ufp8_type, sf_vec_size", (ufp8_type, sf_vec_size), "(1, 16) for NVFP4 or (0, 32) for MXFP4"
         )
-    if global_scale_tensor is None:
+    form = NVFP4 if ufp8_type else MXFP4
+    if form is MXFP4 and global_scale_tensor is not None:
+        raise ArgumentError("global_scale_tensor", "a tensor", "None with ufp8_type 0: UE8M0 has no global scale")
+    if form is NVFP4 and global_scale_tensor is None:
         raise ArgumentError("global_scale_tensor", None, "a decode scale with ufp8_type 1")
-    return nvfp4_dequantize(e2m1_tensor, ufp8_scale_tensor, global_scale_tensor, layout)
+    check_dtype("e2m1_tensor", e2m1_tensor, (torch.uint8,))
+    scale = None
+    if global_scale_tensor is not None:
+        scale = scalar_f32("global_scale_tensor", global_scale_tensor, like=e2m1_tensor)
+    names = "e2m1_tensor", "ufp8_scale_tensor"
+    return _to_float(form, e2m1_tensor, ufp8_scale_tensor, scale, layout, torch.float32, None, None, names)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.quantize import ops
+from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import SfLayout, ceil_div
+from jitfp4.replay import replayed
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
+_HALVES = (torch.bfloat16, torch.float16)
 _LAYOUT = SfLayout.layout_128x4
+_TILE = 512  # bytes of 128 rows by 4 scales
 
 
+@replayed
 def nvfp4_batched_quantize(
     a: torch.Tensor, a_global_sf: torch.Tensor | float, sf_vec_size: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,11 +38,11 @@ def nvfp4_batched_quantize(
     scale = scales_f32("a_global_sf", a_global_sf, (1, m), like=a)
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     sf = torch.empty(batch, _LAYOUT.numel(m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
-    if q.numel():
-        ops.quantize_batch(a, None, scale, scale.numel() > 1, q, sf, False, None)
+    _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
     return q, sf
 
 
+@replayed
 def scaled_fp4_grouped_quantize(
     a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +63,7 @@ def scaled_fp4_grouped_quantize(
     return _grouped(a, mask, a_global_sf, silu=False)
 
 
+@replayed
 def silu_and_mul_scaled_nvfp4_experts_quantize(
     a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,13 +94,27 @@ def _grouped(
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     tiles = ceil_div(m, 128), ceil_div(k, 64)
     sf = torch.empty(batch, *tiles, 32, 4, 4, dtype=torch.uint8, device=a.device)
-    if q.numel():
-        ops.quantize_batch(a, mask, scale, False, q, sf.view(batch, -1), silu, None)
+    _run(a, mask, scale, q, sf.view(batch, tiles[0] * tiles[1] * _TILE), silu=silu)
     return q.permute(1, 2, 0), sf.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 
+def _run(
+    a: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: torch.Tensor,
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    *,
+    by_row: bool = False,
+    silu: bool = False,
+) -> None:
+    QUANTIZE_BATCH(
+        BatchArguments(a=a, mask=mask, scale=scale, by_row=by_row, out=q, out_sf=sf, silu=silu, enable_pdl=None)
+    )
+
+
 def _check_batch(a: torch.Tensor, block: int) -> tuple[int, int, int]:
-    check_dtype("a", a, ops.HALVES)
+    check_dtype("a", a, _HALVES)
     check_device("a", a)
     if a.dim() != 3:
         raise ArgumentError("a", f"shape {tuple(a.shape)}", "[b, m, k]")

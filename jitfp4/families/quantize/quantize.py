@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.quantize import ops
+from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
+from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
+from jitfp4.replay import replayed
 from jitfp4.tensors import (
     as_rows,
     check_device,
@@ -22,9 +24,11 @@ from jitfp4.tensors import (
 )
 
 _BACKENDS = ("cuda", "cute-dsl", "auto")
+_HALVES = (torch.bfloat16, torch.float16)
 _SHUFFLE_TILE = 128  # rows of the epilogue tile that do_shuffle prepares for
 
 
+@replayed
 def nvfp4_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor | float,
@@ -79,7 +83,7 @@ def nvfp4_quantize(
     if expanded_idx_to_permuted_idx is not None:
         raise ArgumentError("expanded_idx_to_permuted_idx", "a tensor", "None: index maps are not supported")
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, ops.HALVES if per_token_activation else ops.DTYPES)
+    check_dtype("a", a, _HALVES if per_token_activation else DTYPES)
     check_device("a", a)
     rows = as_rows("a", a, NVFP4.block)
     m = rows.shape[0]
@@ -90,20 +94,21 @@ def nvfp4_quantize(
     per_token: tuple[torch.Tensor, ...] = ()
     if per_token_activation:
         encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
-        if m:
-            ops.row_scale(rows, scale, encode, decode, enable_pdl)
-        scale, per_token = encode, (decode,)
+        ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
+        shuffled = shuffle_rows(decode, _SHUFFLE_TILE) if do_shuffle else decode
+        scale, per_token = encode, (shuffled,)
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
-        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, False, enable_pdl)
+        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl)
         q.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
         sf.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
     else:
-        _run(rows, scale, q, sf, NVFP4, layout, False, enable_pdl)
+        _run(rows, scale, q, sf, NVFP4, layout, enable_pdl)
     return q, sf, *per_token
 
 
+@replayed
 def mxfp4_quantize(
     a: torch.Tensor,
     backend: str = "cuda",
@@ -130,14 +135,15 @@ def mxfp4_quantize(
     """
     _check_backend(backend)
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, ops.HALVES)
+    check_dtype("a", a, _HALVES)
     check_device("a", a)
     rows = as_rows("a", a, MXFP4.block)
     q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
-    _run(rows, None, q, sf, MXFP4, layout, False, enable_pdl)
+    _run(rows, None, q, sf, MXFP4, layout, enable_pdl)
     return q, sf
 
 
+@replayed
 def fp4_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float | None = None,
@@ -170,7 +176,7 @@ def fp4_quantize(
     if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
-    check_dtype("input", input, ops.HALVES if form is MXFP4 else ops.DTYPES)
+    check_dtype("input", input, _HALVES if form is MXFP4 else DTYPES)
     check_device("input", input)
     transposed = input.dim() == 2 and input.stride(-1) != 1 and input.stride(-2) == 1
     a = input.t() if transposed else input
@@ -178,10 +184,11 @@ def fp4_quantize(
     m = rows.shape[0]
     scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
     q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
-    _run(rows, scale, q, sf, form, layout, False, enable_pdl)
+    _run(rows, scale, q, sf, form, layout, enable_pdl, names="a=input")
     return (q.t(), sf.t()) if transposed else (q, sf)
 
 
+@replayed
 def silu_and_mul_nvfp4_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float,
@@ -210,14 +217,14 @@ def silu_and_mul_nvfp4_quantize(
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
-    check_dtype("input", input, ops.HALVES)
+    check_dtype("input", input, _HALVES)
     check_device("input", input)
     rows = as_rows("input", input, 2 * NVFP4.block)
     scale = scalar_f32("global_scale", global_scale, like=input)
     m, k = rows.shape[0], rows.shape[1] // 2
     q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
     sf = torch.empty(layout.shape(m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
-    _run(rows, scale, q, sf, NVFP4, layout, True, enable_pdl)
+    _run(rows, scale, q, sf, NVFP4, layout, enable_pdl, silu=True, names="a=input")
     return q, sf
 
 
@@ -255,10 +262,21 @@ def _run(
     sf: torch.Tensor,
     form: BlockFormat,
     layout: SfLayout,
-    silu: bool,
-    pdl: bool | None,
+    enable_pdl: bool | None,
+    *,
+    silu: bool = False,
+    names: str = "",
 ) -> None:
-    if rows.shape[0]:
-        ops.quantize(
-            rows, scale, q if q.dim() == 2 else q.view(rows.shape[0], -1), sf, form.value, int(layout), silu, pdl
+    QUANTIZE(
+        Arguments(
+            a=rows,
+            scale=scale,
+            out=q if q.dim() == 2 else q.view(rows.shape[0], -1),
+            out_sf=sf,
+            format=form.value,
+            layout=int(layout),
+            silu=silu,
+            enable_pdl=enable_pdl,
+            names=names,
         )
+    )

@@ -181,7 +181,7 @@ template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __
 template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
 template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
 template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
 template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
@@ -278,7 +278,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: no line of L1 is spent on it.
+// Read once: does not allocate a line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -288,7 +288,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: the first to leave L2.
+// Not read again soon: evict it from L2 first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -341,12 +341,12 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], ui
 }  // namespace ptx
 
 // ---- gdn/bulk_copy ---------------------------------------------------------
-// Copies that run beside the thread that starts them: from shared to global memory, from memory to L2.
+// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
 namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// kOnce: the first to leave L2.
+// kOnce: evict the lines from L2 first.
 template <bool kOnce>
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
   const uint32 source = shared_address(from);
@@ -400,12 +400,12 @@ static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
 
 using Rows = f32x2[kIlpRows][kPairs];
 
-// k of every token, then q of every token: vectors
+// The vectors that h is multiplied with: k of every token, then q of every token.
 constexpr int kVectors = 2 * kMaxTokens;
-constexpr int kBlocks  = kVectors / 8;  // columns of a matrix of the tensor cores: 8
+constexpr int kBlocks  = kVectors / 8;  // an mma covers 8 columns
 constexpr int kTokenBlocks = kMaxTokens / 8;
-constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // TF32 numbers that make up one of the state
-constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // of vectors in shared memory: lanes meet few conflicts
+constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
+constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // padded against bank conflicts
 
 static_assert(kHeadDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
 static_assert(kMaxTokens % 8 == 0, "whole blocks");
@@ -506,24 +506,46 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
 }
 
 // ---- gdn/operands ----------------------------------------------------------
-// What a kernel of the gated delta rule is given, and the parts of it that a CTA works on.
+// The kernel's parameters as one struct, and the item of work of a CTA.
 struct Operands {
-  const In *q, *k, *v, *a, *b;
+  const In* q;
+  const In* k;
+  const In* v;
+  const In* a;
+  const In* b;
   const float* a_log;
   const void* dt_bias;
   State* state;
-  const void *slots, *write_slots;
+  const void* slots;
+  const void* write_slots;
   State* steps;
   const void* step_slots;
   In* out;
-  float  scale;
-  int    tokens, heads_ratio;
-  int64  batch, value_heads;
-  int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
-  int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
-  int64  steps_batch_stride, steps_token_stride;
-  int    dt_bias_type, step_slot_bytes, slot_bytes, write_slot_bytes;
-  bool   update_state, l2norm;
+  float scale;
+  int64 batch;
+  int tokens;
+  int64 value_heads;
+  int heads_ratio;
+  int64 pool;
+  int64 q_batch_stride;
+  int64 q_token_stride;
+  int64 k_batch_stride;
+  int64 k_token_stride;
+  int64 v_batch_stride;
+  int64 v_token_stride;
+  int64 a_batch_stride;
+  int64 a_token_stride;
+  int64 b_batch_stride;
+  int64 b_token_stride;
+  int64 state_stride;
+  int64 steps_batch_stride;
+  int64 steps_token_stride;
+  int dt_bias_type;
+  int step_slot_bytes;
+  int slot_bytes;
+  int write_slot_bytes;
+  bool update_state;
+  bool l2norm;
 };
 
 struct Item {
@@ -542,14 +564,16 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes).
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes); -1 for one that the pool
+// does not have.
+__device__ __forceinline__ int64 slot_at(const Operands& p, const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
+  const int64 slot = bytes == 8 ? int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n))
+                                : int64(int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n)));
+  return uint64(slot) < uint64(p.pool) ? slot : -1;
 }
 
-// Zero for every token of an item that has no state; `out` is at its first row.
+// Writes zero for every token of an item that has no state; `out` points to the item's first row.
 __device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
   for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
     out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
@@ -565,18 +589,18 @@ __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
   return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
 }
 
-constexpr int kShare = 4;  // heads of a group, brought by one CTA
+constexpr int kShare = 4;  // heads that one CTA prefetches
 static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
 
-// DRAM loses time wherever it turns from writing to reading. So the heads of a batch are cut into groups, and the CTAs
-// of a group's first heads bring the whole next group into L2: reads come in bursts, and the loads find them there.
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups, and
+// the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in bursts.
 __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
   if constexpr (kAhead > 0) {
     const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
     const uint32 place = head % kAhead;
     const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int slot = int(slot_at(p.slots, p.slot_bytes, wanted / value_heads));
+    const int64 slot = slot_at(p, p.slots, p.slot_bytes, wanted / value_heads);
     if (slot < 0) return;
     const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
@@ -586,7 +610,7 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
 // ---- gdn/inputs ------------------------------------------------------------
 constexpr float kNormEps = 1e-6f;
 
-// What the kernel needs to know of a token. step: elements from steps to where h goes; negative: nowhere
+// The gates of a token, and the offset in `steps` (in elements) to which h goes after it; negative: h is not kept
 template <bool kStep> struct Token { float decay, beta; int64 step; };
 template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
 
@@ -596,7 +620,7 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 // log(1 + exp(x)), which is x itself from about 17 on
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// What every row of an item needs: load() issues the loads, the others work on what came.
+// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
 struct Inputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
   static constexpr int kTeams    = kThreads / kRowLanes;
@@ -628,7 +652,7 @@ struct Inputs {
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
     if constexpr (kStoreSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p, p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
 
@@ -662,12 +686,28 @@ struct Inputs {
   }
 };
 
+// ---- gdn/prologue ----------------------------------------------------------
+__device__ __forceinline__ Item this_item() {
+  const int x = blockIdx.x;
+  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+}
+
+// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
+// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
+__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int64 slot = slot_at(p, p.slots, p.slot_bytes, item.n);
+  inputs.load(p, item);
+  if (slot < 0) clear_outputs(p, out);
+  return slot;
+}
+
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
-  alignas(16) float vectors[kVectors][kStride];   // as they came; zero past the last token
-  float mix[kMaxTokens][kVectors];                // of u of token s, what goes to vector n
-  float start[kVectors];                          // of h times vector n, what goes to vector n
-  float norms[kVectors];                          // of k, and of q times scale
+  alignas(16) float vectors[kVectors][kStride];   // not normalised; zero past the last token
+  float mix[kMaxTokens][kVectors];                // [s][n]: the factor of u_s in the result of vector n
+  float start[kVectors];                          // [n]: the factor of (h times vector n) in the result of vector n
+  float norms[kVectors];                          // 1 / length of k; 1 / length of q, times scale
   float span[kMaxTokens][kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
   Token<false> tokens[kMaxTokens];                // past the last one, decay and beta are zero
 };
@@ -729,7 +769,7 @@ __device__ __forceinline__ void stage_mix(Shared& s) {
   const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
   for (int tile = kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += kWarps) {
     const int source = tile % kSources * 8, target = tile / kSources * 16 + g;
-    float products[4][4] = {};  // sums that do not wait for each other
+    float products[4][4] = {};  // four independent accumulators, so that no mma waits for the one before
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const float4 k = columns_of(s, source + g, i, t);
@@ -807,7 +847,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared
   }
 }
 
-// From the products of h to u and the outputs, in place.
+// Solves for u token by token; sums then hold u and the outputs.
 __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values& values, int tokens, int t) {
 #pragma unroll
   for (int i = 0; i < kBlocks * 2; ++i) {
@@ -832,7 +872,7 @@ __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values&
       const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][n]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if ((n + i) % kMaxTokens < token) continue;  // done; and u may be no number
+        if ((n + i) % kMaxTokens < token) continue;  // this token's result is final, and u may be NaN
         const float factor = i ? mix.y : mix.x;
         sums[b][0][i] = fmaf(u[0], factor, sums[b][0][i]);
         sums[b][1][i] = fmaf(u[1], factor, sums[b][1][i]);
@@ -881,7 +921,7 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& 
 }
 
 // ---- kernel ----------------------------------------------------------------
-// Warps of an SM that registers must suffice for, 168 or 128 each; packed floats lie in pairs, which takes more.
+// Warps that must fit on an SM: this caps registers at 168 or 128 a thread. Packed floats need register pairs, so more.
 constexpr int kMinWarps = kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
 extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_chunk(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
@@ -892,16 +932,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     const float* __restrict__ a_log,       // [value_heads]
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
     State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
-    const void* __restrict__ slots,        // [batch], integers of slot_bytes; negative: no state, output zero
-    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; negative: not written
+    const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: not written
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
-    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; negative: not written
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: not written
     In* __restrict__ out,                  // [batch, tokens, value_heads, V]
     float scale,                           // of q
     int64 batch,
     int64 tokens,                          // <= kMaxTokens
-    int64 heads,
-    int64 value_heads,                     // a multiple of heads
+    int64 value_heads,
+    int64 heads_ratio,                     // value heads that share a head of q and k
+    int64 pool,                            // slots of state
     int64 q_batch_stride,                  // elements, as all strides
     int64 q_token_stride,
     int64 k_batch_stride,
@@ -925,27 +966,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  const Operands p = {
-      q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
-      int(value_heads) / int(heads), batch, value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
-      v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
-      steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
-      int(write_slot_bytes), update_state != 0, l2norm != 0};
-  const int  x    = blockIdx.x;
-  const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+  const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
+      int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
+      k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
+      b_token_stride, state_stride, steps_batch_stride, steps_token_stride, int(dt_bias_type),
+      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm)};
+  const Item item = this_item();
   if (item.n >= batch) return;
   const int lane      = threadIdx.x % kLanes;
   const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
   out += item.outputs(p);
-
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int slot = int(slot_at(slots, p.slot_bytes, item.n));
   Inputs inputs;
-  inputs.load(p, item);
-  if (slot < 0) {
-    clear_outputs(p, out);
-    return;
-  }
+  const int64 slot = begin(p, item, inputs, out);
+  if (slot < 0) return;
   const int g = threadIdx.x % kWarp / kLanes, t = lane;
   const int64 offset = item.rows(first_row, t);
   Rows h;
@@ -955,8 +988,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Not before: ptxas may wait for it on the spot, and nothing of the above should.
-  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
+  // Loaded only now: ptxas may wait for a load where it stands, and nothing above should wait for this one.
+  const int64 write_slot = p.update_state ? slot_at(p, write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 
   stage_mix(s);

@@ -175,7 +175,7 @@ template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __
 template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
 template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
 template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
 template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
@@ -272,7 +272,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: no line of L1 is spent on it.
+// Read once: does not allocate a line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -282,7 +282,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: the first to leave L2.
+// Not read again soon: evict it from L2 first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -323,12 +323,12 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- gdn/bulk_copy ---------------------------------------------------------
-// Copies that run beside the thread that starts them: from shared to global memory, from memory to L2.
+// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
 namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// kOnce: the first to leave L2.
+// kOnce: evict the lines from L2 first.
 template <bool kOnce>
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
   const uint32 source = shared_address(from);
@@ -386,8 +386,8 @@ static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
 using Rows = f32x2[kIlpRows][kPairs];
 
 constexpr int kPassRows = kWarps * kWarpRows;
-// Warps of an SM that registers must suffice for, 80 or 96 each: left alone, the compiler takes more than pays. Packed
-// floats lie in pairs, which takes more.
+// Warps that must fit on an SM: this caps registers at 80 or 96 a thread, which measured faster than what the compiler
+// would take. Packed floats need register pairs, so more.
 constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 
 static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
@@ -491,24 +491,24 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
 }
 
 // ---- gdn/row_writer --------------------------------------------------------
-// A warp's rows on their way to memory: those that leave, and those that come next.
+// Two buffers of a warp's rows in shared memory: one is being copied out while the other is filled.
 template <bool kUsed> struct Slices { alignas(16) State rows[kWarps][2][kWarpRows * kHeadDim]; };
 template <> struct Slices<false> {};
 
 // Writes a lane's rows to a state. Either each lane stores its own; or the warp's rows, which are neighbours, are
-// gathered in shared memory and leave as one piece of some KiB, which DRAM rewards.
+// gathered in shared memory and written by one bulk copy of some KiB, which is faster than many small stores.
 template <bool kBulk> struct RowWriter {
   Slices<kBulk>& slices;
   int turn = 0;
 
-  // `p` is the lane's; the first lane's is where the warp's rows begin. kOnce: nobody reads them soon.
+  // `p` is the lane's; the first lane's is where the warp's rows begin. kOnce: they are not read again soon.
   template <bool kOnce>
   __device__ __forceinline__ void write(Rows& h, State* p) {
     if constexpr (kBulk) {
       const int thread = threadIdx.x % kWarp;
       State* slice = slices.rows[threadIdx.x / kWarp][turn];
       turn ^= 1;
-      if (thread == 0) ptx::bulk_wait_read<1>();  // what left from this slice
+      if (thread == 0) ptx::bulk_wait_read<1>();  // the copy that still reads this buffer
       __syncwarp();
       store_rows<To::kShared>(h, slice + lane_offset(thread / kLanes * kIlpRows, thread % kLanes));
       ptx::fence_proxy_async();
@@ -519,7 +519,7 @@ template <bool kBulk> struct RowWriter {
     }
   }
 
-  // Shared memory must outlive what is read from it.
+  // The CTA must not end while a bulk copy still reads its shared memory.
   __device__ __forceinline__ void finish() const {
     if (kBulk && threadIdx.x % kWarp == 0) ptx::bulk_wait_read<0>();
   }
@@ -527,24 +527,46 @@ template <bool kBulk> struct RowWriter {
 using Writer = RowWriter<kBulkStores>;
 
 // ---- gdn/operands ----------------------------------------------------------
-// What a kernel of the gated delta rule is given, and the parts of it that a CTA works on.
+// The kernel's parameters as one struct, and the item of work of a CTA.
 struct Operands {
-  const In *q, *k, *v, *a, *b;
+  const In* q;
+  const In* k;
+  const In* v;
+  const In* a;
+  const In* b;
   const float* a_log;
   const void* dt_bias;
   State* state;
-  const void *slots, *write_slots;
+  const void* slots;
+  const void* write_slots;
   State* steps;
   const void* step_slots;
   In* out;
-  float  scale;
-  int    tokens, heads_ratio;
-  int64  batch, value_heads;
-  int64  q_batch_stride, q_token_stride, k_batch_stride, k_token_stride, v_batch_stride, v_token_stride;
-  int64  a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride;
-  int64  steps_batch_stride, steps_token_stride;
-  int    dt_bias_type, step_slot_bytes, slot_bytes, write_slot_bytes;
-  bool   update_state, l2norm;
+  float scale;
+  int64 batch;
+  int tokens;
+  int64 value_heads;
+  int heads_ratio;
+  int64 pool;
+  int64 q_batch_stride;
+  int64 q_token_stride;
+  int64 k_batch_stride;
+  int64 k_token_stride;
+  int64 v_batch_stride;
+  int64 v_token_stride;
+  int64 a_batch_stride;
+  int64 a_token_stride;
+  int64 b_batch_stride;
+  int64 b_token_stride;
+  int64 state_stride;
+  int64 steps_batch_stride;
+  int64 steps_token_stride;
+  int dt_bias_type;
+  int step_slot_bytes;
+  int slot_bytes;
+  int write_slot_bytes;
+  bool update_state;
+  bool l2norm;
 };
 
 struct Item {
@@ -563,14 +585,16 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes).
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes); -1 for one that the pool
+// does not have.
+__device__ __forceinline__ int64 slot_at(const Operands& p, const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int(ptx::ld<uint32>(static_cast<const int*>(slots) + n));
+  const int64 slot = bytes == 8 ? int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n))
+                                : int64(int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n)));
+  return uint64(slot) < uint64(p.pool) ? slot : -1;
 }
 
-// Zero for every token of an item that has no state; `out` is at its first row.
+// Writes zero for every token of an item that has no state; `out` points to the item's first row.
 __device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
   for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
     out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
@@ -586,18 +610,18 @@ __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
   return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
 }
 
-constexpr int kShare = 4;  // heads of a group, brought by one CTA
+constexpr int kShare = 4;  // heads that one CTA prefetches
 static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
 
-// DRAM loses time wherever it turns from writing to reading. So the heads of a batch are cut into groups, and the CTAs
-// of a group's first heads bring the whole next group into L2: reads come in bursts, and the loads find them there.
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups, and
+// the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in bursts.
 __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
   if constexpr (kAhead > 0) {
     const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
     const uint32 place = head % kAhead;
     const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int slot = int(slot_at(p.slots, p.slot_bytes, wanted / value_heads));
+    const int64 slot = slot_at(p, p.slots, p.slot_bytes, wanted / value_heads);
     if (slot < 0) return;
     const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
@@ -607,7 +631,7 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
 // ---- gdn/inputs ------------------------------------------------------------
 constexpr float kNormEps = 1e-6f;
 
-// What the kernel needs to know of a token. step: elements from steps to where h goes; negative: nowhere
+// The gates of a token, and the offset in `steps` (in elements) to which h goes after it; negative: h is not kept
 template <bool kStep> struct Token { float decay, beta; int64 step; };
 template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
 
@@ -617,7 +641,7 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 // log(1 + exp(x)), which is x itself from about 17 on
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// What every row of an item needs: load() issues the loads, the others work on what came.
+// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
 struct Inputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
   static constexpr int kTeams    = kThreads / kRowLanes;
@@ -649,7 +673,7 @@ struct Inputs {
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
     if constexpr (kStoreSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p, p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
 
@@ -683,6 +707,22 @@ struct Inputs {
   }
 };
 
+// ---- gdn/prologue ----------------------------------------------------------
+__device__ __forceinline__ Item this_item() {
+  const int x = blockIdx.x;
+  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+}
+
+// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
+// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
+__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int64 slot = slot_at(p, p.slots, p.slot_bytes, item.n);
+  inputs.load(p, item);
+  if (slot < 0) clear_outputs(p, out);
+  return slot;
+}
+
 // ---- shared memory ---------------------------------------------------------
 template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
 template <> struct ValueTile<false> {};
@@ -695,14 +735,15 @@ struct Shared : Slices<kBulkStores>, ValueTile<kUseSmemV> {
 
 static_assert(sizeof(Shared) == 4416, "the launch counts on it");
 
-// Where four columns from `column` on stand in Shared::kq: a lane's fours are kLanes fours apart, free of conflicts.
+// Index in a row of Shared::kq of the four columns that begin at `column`. The eight lanes of a row read neighbouring
+// groups of four, so that there are no bank conflicts.
 __device__ __forceinline__ int column_slot(int column) {
   constexpr int kFours = kVec / 4;
   return ((column / (kLanes * kVec) * kFours + column / 4 % kFours) * kLanes + column / kVec % kLanes) * 4;
 }
 
 // ---- rows of a lane --------------------------------------------------------
-// v of a lane's rows at every token: in shared memory, or lane t of a row carries tokens t and t + kLanes of it.
+// v of a lane's rows at every token. It lies in shared memory, or lane t of a row holds v of tokens t and t + kLanes.
 template <bool kSmem> struct Values {
   static constexpr int kSets  = kSmem ? 1 : (kMaxTokens + kLanes - 1) / kLanes;
   static constexpr int kWords = (kIlpRows + 1) / 2;
@@ -745,14 +786,14 @@ struct Block {
   Rows h;
   Values<kUseSmemV> v;
 
-  __device__ __forceinline__ void load(const Operands& p, const Item& item, int slot, int row, int lane) {
+  __device__ __forceinline__ void load(const Operands& p, const Item& item, int64 slot, int row, int lane) {
     load_rows(h, p.state + slot * p.state_stride + item.rows(row, lane));
     v.load(p.v + item.values(p) + row, p.v_token_stride, p.tokens, lane);
   }
 };
 
 // ---- once for all rows of an item ------------------------------------------
-// Leaves in shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
+// Writes to shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
 __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
   if (threadIdx.x < p.tokens) s.tokens[threadIdx.x] = inputs.token(p, item);
   inputs.for_rows(p, item, 2 * p.tokens, [&](int r, uint2 halves) {
@@ -809,7 +850,7 @@ __device__ __forceinline__ void walk(
     Block& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
-  float sum[2 * kIlpRows] = {};  // h k of this token and h q of the last one: they travel through the lanes together
+  float sum[2 * kIlpRows] = {};  // h k of this token, and h q of the one before: one reduction serves both
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
     const Token<kStoreSteps> token = s.tokens[t];
@@ -834,7 +875,8 @@ __device__ __forceinline__ void walk(
   if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + kIlpRows);
 }
 
-// All outputs of an item at once: DRAM likes them whole. `out` is at its first row.
+// Writes all outputs of an item at once, in 16-byte stores, which DRAM takes better than scattered ones. `out` points
+// to the item's first row.
 __device__ __forceinline__ void store_outputs(const Shared& s, const Operands& p, In* out) {
   constexpr int kPiece = kTileV < 8 ? kTileV : 8, kPieces = kTileV / kPiece;
   __syncthreads();
@@ -857,16 +899,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
     const float* __restrict__ a_log,       // [value_heads]
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
     State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
-    const void* __restrict__ slots,        // [batch], integers of slot_bytes; negative: no state, output zero
-    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; negative: not written
+    const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: not written
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
-    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; negative: not written
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: not written
     In* __restrict__ out,                  // [batch, tokens, value_heads, V]
     float scale,                           // of q
     int64 batch,
     int64 tokens,                          // <= kMaxTokens
-    int64 heads,
-    int64 value_heads,                     // a multiple of heads
+    int64 value_heads,
+    int64 heads_ratio,                     // value heads that share a head of q and k
+    int64 pool,                            // slots of state
     int64 q_batch_stride,                  // elements, as all strides
     int64 q_token_stride,
     int64 k_batch_stride,
@@ -890,34 +933,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  const Operands p = {
-      q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, int(tokens),
-      int(value_heads) / int(heads), batch, value_heads, q_batch_stride, q_token_stride, k_batch_stride, k_token_stride,
-      v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride, b_token_stride, state_stride,
-      steps_batch_stride, steps_token_stride, int(dt_bias_type), int(step_slot_bytes), int(slot_bytes),
-      int(write_slot_bytes), update_state != 0, l2norm != 0};
-  const int  x    = blockIdx.x;
-  const Item item = {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
+  const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
+      int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
+      k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
+      b_token_stride, state_stride, steps_batch_stride, steps_token_stride, int(dt_bias_type),
+      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm)};
+  const Item item = this_item();
   if (item.n >= batch) return;
   const int lane      = threadIdx.x % kLanes;
   const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
   out += item.outputs(p);
-
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int slot = int(slot_at(slots, p.slot_bytes, item.n));
   Inputs inputs;
-  inputs.load(p, item);
-  if (slot < 0) {
-    clear_outputs(p, out);
-    return;
-  }
+  const int64 slot = begin(p, item, inputs, out);
+  if (slot < 0) return;
   Block block;
   block.load(p, item, slot, first_row, lane);
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Not before: ptxas may wait for it on the spot, and nothing of the above should.
-  const int write_slot = p.update_state ? int(slot_at(write_slots, p.write_slot_bytes, item.n)) : -1;
+  // Loaded only now: ptxas may wait for a load where it stands, and nothing above should wait for this one.
+  const int64 write_slot = p.update_state ? slot_at(p, write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 
   Writer writer = {s};

@@ -2,8 +2,8 @@
 // spec: {"add":false,"block":16,"clustered":false,"in_dtype":"bf16","scale":"e4m3","stream":false,"units":1,"warps":1}
 //
 // Persistent groups of threads take row after row: part of a warp or a warp (kWarps is 1), up to kWarps warps of a CTA,
-// or such a CTA in each place of a cluster. A thread owns kUnits units of a row and keeps them as floats between the
-// sum of squares and the quantization, while its next row is on its way to shared memory. A row that is too long for
+// or all CTAs of a cluster. A thread owns kUnits units of a row and keeps them as floats between the
+// sum of squares and the quantization, while its next row is being copied to shared memory. A row that is too long for
 // that (kStream) is read twice.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -159,8 +159,33 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
 // ---- partials/async_copy ---------------------------------------------------
-// Shared memory by address, 16 bytes at a time, and copies into it that run beside the thread that starts them.
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
 namespace ptx {
 __device__ __forceinline__ uint4 ld_shared(uint32 p) {
   uint4 v;
@@ -168,7 +193,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// Of what does not change: may move to where it suits, but not past a change of p.
+// For data that does not change: the compiler may move the load, but not past a change of p.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -184,69 +209,6 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 // Waits for the copies that this thread has started.
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
-
-// ---- partials/cluster ------------------------------------------------------
-// CTAs of one cluster: they run at the same time and write into each other's shared memory.
-namespace ptx {
-__device__ __forceinline__ uint32 cluster_rank() {
-  uint32 r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-__device__ __forceinline__ uint32 cluster_ctas() {
-  uint32 n;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
-  return n;
-}
-__device__ __forceinline__ uint32 cluster_id() {
-  uint32 i;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
-  return i;
-}
-__device__ __forceinline__ uint32 clusters() {
-  uint32 n;
-  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
-  return n;
-}
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// To the place in the CTA `rank` that `p` has in this one.
-__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
@@ -283,7 +245,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: no line of L1 is spent on it.
+// Read once: does not allocate a line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -293,7 +255,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: the first to leave L2.
+// Not read again soon: evict it from L2 first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -340,8 +302,8 @@ constexpr int kUnit = 16, kTurn = kUnit * kWarp;
 using Unit = uint32[kUnit / 2];  // pairs
 
 // A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies take them in order, lanes side by side; a
-// thread takes the two vectors of its unit. They lie so that eight lanes meet no bank conflict either way: those of a
-// unit in bytes p and p ^ 16, and vector i + 32 behind vector i by half a turn.
+// thread takes the two vectors of its unit. They are placed so that neither access has bank conflicts: the two of a
+// unit at bytes p and p ^ 16, and vector i + 32 half a turn after vector i.
 constexpr int kTurnBytes = kTurn * 2;
 __device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
 
@@ -432,6 +394,44 @@ template <typename T, bool kPacked> struct Weights {
   }
 };
 
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// To the place in the CTA `rank` that `p` has in this one.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/row_sum ------------------------------------------------------
 // The sum of a row of units, whatever threads they are spread over. Unit j belongs to lane j % 32 and turn j / 32. A
 // lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same way. A thread may hold
@@ -484,58 +484,6 @@ template <int kWarps, bool kClustered> struct RowSum {
   }
 };
 
-// ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-//
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
-constexpr float  kE2m1Aside = 0x1.008p-14f;
-constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
-
-// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
-__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
-  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
-}
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
-__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
-  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
-  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
-}
-
-// Codes of eight values, v[i] in nibble i.
-__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
-  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
-  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
-}
-// ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
 // ---- partials/ue8m0 --------------------------------------------------------
 // UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
 // 0 up to 2^-127.
@@ -570,8 +518,8 @@ template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, ui
 }
 
 // A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
 template <SfLayout L> struct Sector {
   using Tile = SfTile<L>;
   static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
@@ -596,6 +544,58 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 co
 }
 template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
+// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
+// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
+// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
+
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
+}
+
+// Codes of eight values, v[i] in nibble i.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
+}
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
 }
 
 // ---- partials/reciprocal ---------------------------------------------------
@@ -676,11 +676,11 @@ struct Shared {
   RowSum<kWarps, kClustered> row_sum;
   float multiplier[256];  // by scale byte
 };
-// Behind it lie the weights, widened once, not in every row, where the inputs leave room for it; then the next row of
-// each warp, on its way. Warps that take a row each share the weights.
+// After it come the weights (widened to float once, where the inputs leave room for that) and then the next row of each
+// warp, which is being copied. Warps that take a row each share the weights.
 using Weight = Weights<In, kAdd>;
 constexpr int kWeightBytes = kUnits * Weight::kBytes;  // of a warp
-constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp brings there
+constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp copies there
 static_assert(kWarps > 1 || kUnits <= kThreads / kWarp, "each turn has a warp");
 constexpr int kInputBytes  = kUnits * kTurnBytes;
 constexpr int kSlotBytes   = (kAdd ? 2 : 1) * kInputBytes;
@@ -736,7 +736,7 @@ struct Operands {
 // What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. The second is of a later row
 // where rows share the warp.
 struct Vectors {
-  static constexpr int kMiddle = kUnits / 2 * kTurn;  // offsets that a copy takes for free reach 2 KiB either way
+  static constexpr int kMiddle = kUnits / 2 * kTurn;  // the immediate offset of a copy reaches 2 KiB either way
   const In* x;
   In*       residual;      // both at the middle of the first
   int64     step, second;  // elements to the next row; from the first to the second
@@ -761,7 +761,7 @@ struct Vectors {
   }
   // f(elements, bytes) for every vector, or every one that exists: from the middle, and from the first in the slots.
   template <bool kAll, typename F> __device__ __forceinline__ void each(F f) {
-    asm volatile("" : "+l"(x), "+r"(to));  // else computed for every vector
+    asm volatile("" : "+l"(x), "+r"(to));  // keeps the compiler from computing the addresses again for every vector
     if constexpr (kAdd) asm volatile("" : "+l"(residual));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -839,7 +839,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
       if constexpr (!kStream) {
         ptx::copy_async_wait();
         __syncwarp();
-        asm volatile("" : "+r"(input_at));  // else computed again
+        asm volatile("" : "+r"(input_at));  // keeps the compiler from computing it again
       }
 #pragma unroll
       for (int v = 0; v < kUnits; ++v) {
@@ -876,7 +876,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
       uint8* to_q       = p.q + (uint64(at) >> 1);
       uint8* to_linear  = p.sf_linear + (uint64(row) * cols + col);
       uint8* to_swizzle = p.sf_128x4 + sf_offset<SfLayout::k128x4>(row, col, sf_cols);
-      // Else these are computed again for every unit.
+      // Keeps the compiler from computing these again for every unit.
       asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
 #pragma unroll
       for (int v = 0; v < kUnits; ++v) {
@@ -934,7 +934,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
 
   if constexpr (kClustered) ptx::cluster_sync();  // all have started: their shared memory may be written
   if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();
-  // All that is read is on its way before the first of it is waited for.
+  // All copies are started before the first is waited for.
   if (!kStream && place.row0 < p.rows) vectors.fetch<false>();
   const float g = kScale == Scale::kE4m3 && global_scale ? ptx::ld_f32(global_scale) : 1.0f;
   if constexpr (!kStream) {
@@ -949,7 +949,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       if (v < turns && place.row < p.rows) continue;
-      store_unit(input_at + v * kTurnBytes, {});  // nothing is copied here, or not at once
+      store_unit(input_at + v * kTurnBytes, {});  // zero where no copy writes, or where one comes only later
       if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, {});
     }
   }

@@ -4,14 +4,6 @@
 // A warp decodes the blocks of one sector of block scales, in kTurns turns; a lane fills 16 bytes of out in each.
 // Threads (32 * w, h): a CTA is w warps along K by h sectors down the matrix. Grid: x along K, y and z down.
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_100a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = true;
-constexpr bool kHasLd256   = true;
-constexpr bool kHasPdl     = true;
-
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -157,31 +149,6 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
 // kernel may write the address later.
@@ -217,7 +184,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: no line of L1 is spent on it.
+// Read once: does not allocate a line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -227,7 +194,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: the first to leave L2.
+// Not read again soon: evict it from L2 first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -267,34 +234,6 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
-//
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
-constexpr float  kE2m1Aside = 0x1.008p-14f;
-constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
-
-// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
-__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
-  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
-}
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
-__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
-  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
-  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
-}
-
-// Codes of eight values, v[i] in nibble i.
-__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
-  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
-  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
-}
 // ---- partials/e2m1_decode --------------------------------------------------
 // Code i of a word, in bits 4i to 4i+3, to v[i]. As the top bits of a float16's sign, exponent and mantissa, a code is
 // its value times 2^-14 (a subnormal for 0.5). Both halves of a register are used: they hold codes i and i + 4.
@@ -306,46 +245,6 @@ __device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
     v[i]     = ptx::cvt_f32_f16(uint16(pair)) * 0x1p14f;
     v[i + 4] = ptx::cvt_f32_f16(uint16(pair >> 16)) * 0x1p14f;
   }
-}
-
-// ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/ue8m0 --------------------------------------------------------
-// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
-// 0 up to 2^-127.
-__device__ __forceinline__ uint8 encode_ue8m0(float v) {
-  const uint32 bits = __float_as_uint(v);
-  return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
-}
-// 2^(127 - b), exact.
-__device__ __forceinline__ float ue8m0_multiplier(uint8 b) {
-  return __uint_as_float(b == 254 ? 0x00400000u : (254u - b) << 23);
-}
-// Byte 255 is NaN.
-__device__ __forceinline__ float decode_ue8m0(uint8 b) {
-  return __uint_as_float(b == 255 ? 0x7FFFFFFFu : b == 0 ? 0x00400000u : uint32(b) << 23);
 }
 
 // ---- partials/sf_layout ----------------------------------------------------
@@ -366,8 +265,8 @@ template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, ui
 }
 
 // A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
 template <SfLayout L> struct Sector {
   using Tile = SfTile<L>;
   static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
@@ -392,6 +291,91 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 co
 }
 template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_100a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true;
+constexpr bool kHasPdl     = true;
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/e2m1 ---------------------------------------------------------
+// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+//
+// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
+// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
+// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
+// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+constexpr float  kE2m1Aside = 0x1.008p-14f;
+constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
+
+// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
+__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
+  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
+  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
+  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
+}
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
+__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
+  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
+  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
+}
+
+// Codes of eight values, v[i] in nibble i.
+__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
+  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
+  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
+  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
+}
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
 }
 
 // ---- partials/reciprocal ---------------------------------------------------
@@ -451,6 +435,22 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
     codes[half] = e2m1x8(y);
   }
   return make_uint2(codes[0], codes[1]);
+}
+
+// ---- partials/ue8m0 --------------------------------------------------------
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
+// 0 up to 2^-127.
+__device__ __forceinline__ uint8 encode_ue8m0(float v) {
+  const uint32 bits = __float_as_uint(v);
+  return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
+}
+// 2^(127 - b), exact.
+__device__ __forceinline__ float ue8m0_multiplier(uint8 b) {
+  return __uint_as_float(b == 254 ? 0x00400000u : (254u - b) << 23);
+}
+// Byte 255 is NaN.
+__device__ __forceinline__ float decode_ue8m0(uint8 b) {
+  return __uint_as_float(b == 255 ? 0x7FFFFFFFu : b == 0 ? 0x00400000u : uint32(b) << 23);
 }
 
 // ---- partials/formats ------------------------------------------------------

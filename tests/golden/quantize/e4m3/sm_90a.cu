@@ -7,14 +7,6 @@
 // the exact formula, then compares four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread
 // sectors of block scales side by side, a lane one block in each of them.
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false;
-constexpr bool kHasPdl     = true;
-
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -30,6 +22,60 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false;
+constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // One function per instruction, and what several need.
@@ -174,7 +220,7 @@ template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __
 template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
 template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
 template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
 template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
@@ -183,91 +229,6 @@ template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint
 template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
-// ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
-namespace ptx {
-template <typename T> __device__ T ld(const void* p);
-template <> __device__ __forceinline__ uint8 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
-  return uint8(v);
-}
-template <> __device__ __forceinline__ uint16 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint32 ld(const void* p) {
-  uint32 v;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint64 ld(const void* p) {
-  uint64 v;
-  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint2 ld(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint4 ld(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-// Read once: no line of L1 is spent on it.
-__device__ __forceinline__ uint4 ld_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void st(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Not read again soon: the first to leave L2.
-__device__ __forceinline__ void st_once(void* p, uint4 v) {
-  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-}  // namespace ptx
-
-// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
-template <int N>
-__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
-  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
-  if constexpr (N == 4) {
-    const uint2 v = ptx::ld<uint2>(p);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (N == 8) {
-    const uint4 v = ptx::ld<uint4>(p);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-template <int N>
-__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
-  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
-  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
-  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
-}
-
-// Two floats rounded to a pair of 16-bit floats, the first in the low half.
-template <typename T> __device__ uint32 to_pair(float lo, float hi);
-template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
-template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
-  uint32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
@@ -286,7 +247,7 @@ __device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
   if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
   return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
 }
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
 __device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
   const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
   return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
@@ -320,52 +281,6 @@ __device__ __forceinline__ float decode_e4m3(uint8 b) {
 __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
   if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
   return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/sf_layout ----------------------------------------------------
-// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
-enum class SfLayout { k128x4, k8x4, kLinear };
-template <SfLayout> struct SfTile;
-template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
-template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
-template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
-
-// Byte offset of scale (row, col) in a buffer of padded_cols columns.
-template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
-  using Tile = SfTile<L>;
-  constexpr int kRows = Tile::kOuter * Tile::kInner;
-  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
-         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
-         col % Tile::kCols;
-}
-
-// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
-template <SfLayout L> struct Sector {
-  using Tile = SfTile<L>;
-  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
-  static constexpr int kRows     = 32 / kCols;
-  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
-  static constexpr int kPerTile  = kTileRows / kRows;
-
-  // Matrix row of byte i of sector s.
-  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
-    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
-    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
-  }
-  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
-  static constexpr int kStride = kCols * kTileRows;
-  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
-    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
-  }
-};
-
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
-  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
-}
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
-  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
 // ---- partials/reciprocal ---------------------------------------------------
@@ -425,6 +340,91 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
     codes[half] = e2m1x8(y);
   }
   return make_uint2(codes[0], codes[1]);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
 }
 
 // ---- partials/inputs -------------------------------------------------------

@@ -5,14 +5,6 @@
 // convert them, kBlocksPerThread sectors of block scales in each tile. A tile is wide rather than high, so that its
 // rows are long runs of memory: 4 sectors high in the swizzled layouts, 16 (which are 16 rows) in the linear one.
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_100a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = true;
-constexpr bool kHasLd256   = true;
-constexpr bool kHasPdl     = true;
-
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
 using uint16 = unsigned short;
@@ -191,11 +183,11 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }  // namespace ptx
 
 // ---- partials/tma ----------------------------------------------------------
-// What the host encodes to describe a tensor to the copy engine.
+// A tensor map: what the host encodes to describe a tensor to TMA.
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Holds in one lane of a converged warp.
+// True in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -220,6 +212,60 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 // Where the 16-byte chunk of a row lies in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_100a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true;
+constexpr bool kHasPdl     = true;
+
 // ---- partials/pairs --------------------------------------------------------
 // Two 16-bit floats in one register, the first element in the low half.
 constexpr uint32 kPairSigns = 0x80008000u;
@@ -234,7 +280,7 @@ template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __
 template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
 template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
 
-// The larger magnitude in each half, with a sign that means nothing; NaN only where both are NaN.
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
 template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
 template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
   if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
@@ -261,7 +307,7 @@ __device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
   if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
   return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
 }
-// The codes of four values, in the upper nibbles of four bytes. The lower ones mean nothing.
+// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
 __device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
   const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
   return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
@@ -295,52 +341,6 @@ __device__ __forceinline__ float decode_e4m3(uint8 b) {
 __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
   if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
   return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/sf_layout ----------------------------------------------------
-// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
-enum class SfLayout { k128x4, k8x4, kLinear };
-template <SfLayout> struct SfTile;
-template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
-template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
-template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
-
-// Byte offset of scale (row, col) in a buffer of padded_cols columns.
-template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
-  using Tile = SfTile<L>;
-  constexpr int kRows = Tile::kOuter * Tile::kInner;
-  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
-         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
-         col % Tile::kCols;
-}
-
-// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
-// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and their fellows
-// 32, 64 and 96 below, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
-template <SfLayout L> struct Sector {
-  using Tile = SfTile<L>;
-  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
-  static constexpr int kRows     = 32 / kCols;
-  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
-  static constexpr int kPerTile  = kTileRows / kRows;
-
-  // Matrix row of byte i of sector s.
-  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
-    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
-    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
-  }
-  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
-  static constexpr int kStride = kCols * kTileRows;
-  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
-    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
-  }
-};
-
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
-  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
-}
-template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
-  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
 // ---- partials/reciprocal ---------------------------------------------------
@@ -422,10 +422,13 @@ constexpr int kOuter      = SfTile<kSfLayout>::kOuter;
 constexpr int kBoxBytes   = kBoxRows * 128, kColBytes = kOuter * kBoxBytes;
 constexpr int kTileBytes  = kTileCols / kBoxCols * kColBytes;
 
+static_assert(kBoxRows == 8 && kBoxCols * kNvfp4Block == 64, "boxes of the tensor map");
+
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   tile[kStages][kTileBytes];
   Barrier full[kStages], empty[kStages];
 };
+static_assert(sizeof(Shared) == 197632, "the launch counts on it");
 
 // Which tile a CTA works on, and in which stage of the ring.
 struct Cursor {
@@ -482,8 +485,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_tma(
     return;
   }
 
-  // Which byte of its sector a lane converts: in 128x4, eight lanes must read rows of unlike parity to meet no bank
-  // conflict.
+  // Which byte of its sector a lane converts: in 128x4, eight lanes must read rows of both parities to avoid bank
+  // conflicts.
   const uint32 byte = kSfLayout == SfLayout::k128x4 ? lane % 4 + lane / 8 * 4 + lane / 4 % 2 * 16 : lane;
   const uint32 high = warp % kHigh, wide = warp / kHigh * Sf::kCols + byte % Sf::kCols;  // its first block in a tile
   const uint32 inner = Sf::row(high, byte) % kBoxRows, outer = kOuter == 1 ? 0 : Sf::row(0, byte) / 32;

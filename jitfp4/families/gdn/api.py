@@ -6,8 +6,10 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.arguments import Call
+from jitfp4.replay import replayed
 
 
+@replayed
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,7 +70,7 @@ def gated_delta_rule_mtp(
         architecture, exp and log are within 2 ulp of the exact value, and everything else is correctly rounded. From 3
         tokens on, calls that keep no states in between may take all tokens at once (the chunkwise form: Yang et al.,
         Gated Delta Networks, 2024): the same up to rounding, about 1e-6 of the largest element of a state's row. Which
-        form a call takes depends on its shapes, not on its values (families/gdn/selection.py).
+        form a call takes depends on its shapes, not on its values (families/gdn/tables.py).
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -100,6 +102,7 @@ def gated_delta_rule_mtp(
     )
 
 
+@replayed
 def gated_delta_rule_decode_pretranspose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,6 +159,7 @@ def gated_delta_rule_decode_pretranspose(
     )
 
 
+@replayed
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,

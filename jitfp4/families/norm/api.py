@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.norm.kernel import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
-from jitfp4.families.norm.operator import rmsnorm
+from jitfp4.families.norm.operation import RMSNORM, Arguments
+from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.layouts import SfLayout
+from jitfp4.replay import replayed
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
 
 
+@replayed
 def rmsnorm_fp4quant(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     weight: torch.Tensor,
@@ -65,6 +67,7 @@ def rmsnorm_fp4quant(
     return codes, scales
 
 
+@replayed
 def add_rmsnorm_fp4quant(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -192,21 +195,22 @@ def _fused(
     if recipe.linear:
         name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
         linear = output(name, getattr(outputs, name), linear_shape, sf_dtypes, like=input)
-    if m:
-        rmsnorm(
-            input.view(m, h),
-            None if residual is None else residual.view(m, h),
-            weight,
-            global_scale,
-            codes.view(torch.uint8).view(m, h // 2),
-            None if swizzled is None else swizzled.view(torch.uint8),
-            None if linear is None else linear.view(torch.uint8).view(m, cols),
-            None if outputs.y_out is None else outputs.y_out.view(m, h),
-            eps,
-            recipe.block,
-            recipe.scale.value,
-            enable_pdl,
+    RMSNORM(
+        Arguments(
+            input=input.view(m, h),
+            residual=None if residual is None else residual.view(m, h),
+            weight=weight,
+            global_scale=global_scale,
+            y_fp4=codes.view(torch.uint8).view(m, h // 2),
+            block_scale=None if swizzled is None else swizzled.view(torch.uint8),
+            block_scale_unswizzled=None if linear is None else linear.view(torch.uint8).view(m, cols),
+            y_out=None if outputs.y_out is None else outputs.y_out.view(m, h),
+            eps=eps,
+            block_size=recipe.block,
+            scale_format=recipe.scale.value,
+            enable_pdl=enable_pdl,
         )
+    )
     return tuple(out for out in (codes, swizzled, linear) if out is not None)
 
 

@@ -1,0 +1,75 @@
+"""What this package needs of torch's internals: one place, each with a public way for a torch that lacks it.
+
+The public ways are right and slower; bench/results/h200/launch.csv has what a call costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def _internal(path: str) -> Callable[..., Any] | None:
+    """The function at a dotted path below torch, or None where this torch has none."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found if callable(found) else None
+
+
+_count_modes = _internal("_C._len_torch_dispatch_stack")
+_transform = _internal("_C._functorch.peek_interpreter_stack")
+_raw_stream = _internal("_C._cuda_getCurrentRawStream")
+_exchange = _internal("cuda._exchange_device")
+_guards = _internal("_C._dynamo.guards.TensorGuards")
+_empty = _internal("_C._dynamo.guards._empty_strided_cuda")
+
+
+def is_watched() -> bool:
+    """Whether somebody traces, fakes or transforms what torch does now, or might, for all that can be known."""
+    return _count_modes is None or _transform is None or bool(_count_modes()) or _transform() is not None
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether ``tensor`` is torch's own on a CUDA device: nothing wraps it."""
+    return (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter) and tensor.is_cuda
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says of as many tensors whether they have the types, dtypes, shapes, strides and devices of
+    these.
+    """
+    if _guards is not None:
+        check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check
+    known = [_facts(tensor) for tensor in tensors]
+    return lambda *others: [_facts(tensor) for tensor in others] == known
+
+
+def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def exchange_device(index: int) -> int:
+    """Make CUDA device ``index`` current. Returns the one before."""
+    if _exchange is not None:
+        return _exchange(index)  # type: ignore[no-any-return]
+    previous = torch.cuda.current_device()
+    torch.cuda.set_device(index)
+    return previous
+
+
+def current_stream(index: int) -> int:
+    """The handle of the current stream of a CUDA device."""
+    if _raw_stream is not None:
+        return _raw_stream(index)  # type: ignore[no-any-return]
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """torch.empty_strided() on the current CUDA device."""
+    if _empty is not None:
+        return _empty(shape, stride, dtype)  # type: ignore[no-any-return]
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")

@@ -1,0 +1,255 @@
+"""What selection sees of the gated delta rule, how its kernels can be cut, and how they are launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.formats import DType
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+DTYPES = (DType.BF16, DType.F16)
+STATE_DTYPES = (DType.F32, DType.BF16)
+HEAD_DIMS = (128, 64)
+MAX_TOKENS = (4, 16)
+MAX_CHUNK = (8, 16)
+CHUNK_ROWS = 16  # of a state, in a warp of the chunkwise kernel
+AHEAD_GRAIN = 4  # heads that one CTA brings into L2
+_ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
+_MAX_GRID_Y = 65535
+_CTA_RESERVE = 1024  # shared memory that the hardware keeps for itself in every CTA
+
+
+class StateLayout(StrEnum):
+    """The order of a head's state in memory: [V, K] or [K, V]."""
+
+    VK = "vk"
+    KV = "kv"
+
+
+class Problem(NamedTuple):
+    """What selection depends on.
+
+    ``store_steps``: the state after every token is kept; ``step_slots``: in slots that the caller chose, which may be
+    one and the same.
+    """
+
+    dtype: DType
+    state_dtype: DType
+    state_layout: StateLayout
+    head_dim: int
+    tokens: int
+    batch: int
+    value_heads: int
+    store_steps: bool
+    step_slots: bool = False
+
+    @property
+    def heads(self) -> int:
+        """Value heads in the whole batch."""
+        return self.batch * self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class WalkTactic:
+    """How the kernel that walks over the tokens is cut: fields of its Spec, and the most CTAs that an SM takes, 0 for
+    as many as fit.
+    """
+
+    tile_v: int
+    ilp_rows: int
+    warps: int
+    use_smem_v: bool = False
+    keep_state: bool = False
+    ctas_per_sm: int = 0
+    bulk_stores: bool = False
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTactic:
+    """How the chunkwise kernel is cut: fields of its ChunkSpec."""
+
+    warps: int
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WalkSpec(KernelSpec):
+    """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
+
+    ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
+    ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2,
+    from where the next call reads it, and has everything else leave first; ``bulk_stores`` has the copy engine write
+    the states, a warp's rows at a time; ``ahead`` heads are brought into L2 in one burst, before their CTAs load them.
+    """
+
+    dtype: DType
+    state_dtype: DType
+    state_layout: StateLayout
+    head_dim: int
+    max_tokens: int
+    tile_v: int
+    ilp_rows: int
+    warps: int
+    use_smem_v: bool
+    store_steps: bool
+    keep_state: bool
+    bulk_stores: bool
+    ahead: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("head_dim", HEAD_DIMS),
+            ("max_tokens", MAX_TOKENS),
+            ("ilp_rows", (1, 2, 4, 8)),
+            ("warps", (1, 2, 4, 8)),
+            ("tile_v", tuple(rows for rows in (4, 8, 16, 32, 64, 128) if rows <= self.head_dim)),
+        ):
+            _require(self, name, allowed)
+        pass_rows = _ROWS_OF_WARP * self.ilp_rows * self.warps
+        if self.tile_v % pass_rows:
+            raise ArgumentError("tile_v", self.tile_v, f"a multiple of 4 * ilp_rows * warps = {pass_rows}")
+        if self.state_layout is StateLayout.KV and (self.state_dtype is not DType.F32 or self.ilp_rows % 4):
+            raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
+        if self.state_layout is StateLayout.KV and self.bulk_stores:
+            raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are no piece of memory")
+        _require_grain(self.ahead)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: k and q, outputs, gates and step offsets, staged v, states that leave."""
+        token = 2 * 4 * self.head_dim + 2 * self.tile_v + (16 if self.store_steps else 8)
+        token += 4 * self.tile_v if self.use_smem_v else 0
+        warp_rows = _ROWS_OF_WARP * self.ilp_rows * self.head_dim * (4 if self.state_dtype is DType.F32 else 2)
+        return round_up(self.max_tokens * token, 16) + (2 * self.warps * warp_rows if self.bulk_stores else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSpec(KernelSpec):
+    """A warp takes 16 rows of a [V, K] state and up to ``max_tokens`` tokens at once; ``ahead`` is as in WalkSpec."""
+
+    dtype: DType
+    state_dtype: DType
+    head_dim: int
+    max_tokens: int
+    warps: int
+    ahead: int
+
+    def __post_init__(self) -> None:
+        _require(self, "head_dim", HEAD_DIMS)
+        _require(self, "max_tokens", MAX_CHUNK)
+        _require(self, "warps", tuple(warps for warps in (1, 2, 4, 8) if warps * CHUNK_ROWS <= self.head_dim))
+        _require_grain(self.ahead)
+
+    @property
+    def tile_v(self) -> int:
+        """Rows of a state that a CTA takes."""
+        return CHUNK_ROWS * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: k and q, factors between tokens, gates."""
+        tokens, padding = self.max_tokens, 16 if self.state_dtype is DType.F32 else 4
+        floats_of_token = 2 * (self.head_dim + padding) + 2 * tokens + 2 * 2 + (tokens + 1) + 2
+        return 4 * tokens * floats_of_token
+
+
+def _require(spec: KernelSpec, name: str, allowed: tuple[int, ...]) -> None:
+    if getattr(spec, name) not in allowed:
+        raise ArgumentError(name, getattr(spec, name), f"one of {allowed}")
+
+
+def _require_grain(ahead: int) -> None:
+    if ahead < 0 or ahead % AHEAD_GRAIN:
+        raise ArgumentError("ahead", ahead, f"a multiple of {AHEAD_GRAIN}")
+
+
+def walk_spec(problem: Problem, tactic: WalkTactic) -> WalkSpec:
+    """Raises ArgumentError for a tactic that cannot be."""
+    cut = asdict(tactic)
+    del cut["ctas_per_sm"]
+    return WalkSpec(
+        dtype=problem.dtype,
+        state_dtype=problem.state_dtype,
+        state_layout=problem.state_layout,
+        head_dim=problem.head_dim,
+        max_tokens=_bound(problem, MAX_TOKENS),
+        store_steps=problem.store_steps,
+        **cut,
+    )
+
+
+def walk_rejects(problem: Problem, tactic: WalkTactic, arch: Arch) -> str | None:
+    """Bulk stores and bursts need a copy engine; bulk stores keep no order, which slots that coincide ask for."""
+    if not arch.has_tma and (tactic.bulk_stores or tactic.ahead):
+        return "the GPU has no copy engine"
+    if tactic.bulk_stores and problem.step_slots:
+        return "bulk stores keep no order, and slots may coincide"
+    try:
+        spec = walk_spec(problem, tactic)
+    except ArgumentError as error:
+        return str(error)
+    return _too_large(spec, arch)
+
+
+def chunk_spec(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
+    """Raises ArgumentError for a tactic that cannot be."""
+    return ChunkSpec(
+        dtype=problem.dtype,
+        state_dtype=problem.state_dtype,
+        head_dim=problem.head_dim,
+        max_tokens=_bound(problem, MAX_CHUNK),
+        warps=tactic.warps,
+        ahead=tactic.ahead,
+    )
+
+
+def chunk_rejects(problem: Problem, tactic: ChunkTactic, arch: Arch) -> str | None:
+    if problem.store_steps or problem.state_layout is not StateLayout.VK:
+        return "it takes [V, K] states whose steps are not kept"
+    if not arch.has_tma and tactic.ahead:
+        return "the GPU has no copy engine"
+    try:
+        spec = chunk_spec(problem, tactic)
+    except ArgumentError as error:
+        return str(error)
+    return _too_large(spec, arch)
+
+
+def walk_geometry(problem: Problem, tactic: WalkTactic, arch: Arch) -> Geometry:
+    return _geometry(problem, walk_spec(problem, tactic), share_of_sm(arch, tactic.ctas_per_sm))
+
+
+def chunk_geometry(problem: Problem, tactic: ChunkTactic, _arch: Arch) -> Geometry:
+    return _geometry(problem, chunk_spec(problem, tactic), 0)
+
+
+def share_of_sm(arch: Arch, ctas_per_sm: int) -> int:
+    """So much shared memory that no more CTAs than ``ctas_per_sm`` fit; 0 for no bound.
+
+    With few, what is being written at a time stays close together, which DRAM rewards.
+    """
+    return (arch.shared_bytes + _CTA_RESERVE) // ctas_per_sm - _CTA_RESERVE if ctas_per_sm else 0
+
+
+def _geometry(problem: Problem, spec: WalkSpec | ChunkSpec, least_shared_bytes: int) -> Geometry:
+    """``head_dim / tile_v`` CTAs for each value head; requests along y and, past the limit of y, z."""
+    grid_y = min(problem.batch, _MAX_GRID_Y)
+    grid = (problem.value_heads * (spec.head_dim // spec.tile_v), grid_y, ceil_div(problem.batch, grid_y))
+    shared_bytes = max(spec.shared_bytes, least_shared_bytes)
+    return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=shared_bytes)
+
+
+def _bound(problem: Problem, bounds: tuple[int, ...]) -> int:
+    return next(bound for bound in bounds if problem.tokens <= bound)
+
+
+def _too_large(spec: WalkSpec | ChunkSpec, arch: Arch) -> str | None:
+    """Why a CTA does not fit on an SM."""
+    fits = spec.shared_bytes <= arch.shared_bytes
+    return None if fits else f"it needs {spec.shared_bytes} bytes of shared memory"

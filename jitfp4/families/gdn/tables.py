@@ -1,0 +1,158 @@
+"""Which tactic a call of the gated delta rule gets, and the problems that meet every row.
+
+512 float32 states of 64 KiB stay in an L2 of 50 MB. What loads and stores without arithmetic reach is measured in
+bench/results/h200/gdn_ceiling.csv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.families.gdn.problem import (
+    DTYPES,
+    HEAD_DIMS,
+    MAX_CHUNK,
+    MAX_TOKENS,
+    STATE_DTYPES,
+    ChunkTactic,
+    Problem,
+    StateLayout,
+    WalkTactic,
+)
+from jitfp4.formats import DType
+from jitfp4.selection import Row, Table
+
+Tactic = WalkTactic | ChunkTactic
+
+
+def _rows(*rows: tuple[int, int | None, Tactic], **when: Any) -> Iterator[Row[Tactic]]:
+    """Rows of (tokens at most, value heads in the batch at most, tactic).
+
+    Behind each tactic comes what is left of it where bulk stores, and then bursts, are not to be had.
+    """
+    for tokens, heads, tactic in rows:
+        limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
+        plain = replace(tactic, bulk_stores=False) if isinstance(tactic, WalkTactic) else tactic
+        for one in dict.fromkeys((tactic, plain, replace(plain, ahead=0))):
+            yield Row(one, when | limits)
+
+
+TABLE = Table(
+    (
+        *_rows(
+            (16, 64, WalkTactic(32, 4, 2)),
+            (16, 512, WalkTactic(64, 4, 4)),
+            (16, None, WalkTactic(64, 4, 4, ahead=96)),
+            state_layout=StateLayout.KV,
+        ),
+        *_rows(  # not searched
+            (16, 64, WalkTactic(32, 1, 8)),
+            (16, 1024, WalkTactic(64, 4, 4, keep_state=True)),
+            (16, None, WalkTactic(64, 4, 4)),
+            head_dim=64,
+        ),
+        *_rows(
+            (16, 64, WalkTactic(32, 1, 8)),
+            (4, 256, WalkTactic(32, 1, 8, keep_state=True)),
+            (4, 512, WalkTactic(64, 4, 4, keep_state=True)),
+            (2, None, WalkTactic(16, 1, 4, ctas_per_sm=6, bulk_stores=True, ahead=48)),
+            (4, None, WalkTactic(16, 1, 4, ctas_per_sm=6, bulk_stores=True, ahead=96)),
+            (16, 256, WalkTactic(64, 2, 8, keep_state=True, bulk_stores=True)),
+            (16, 512, WalkTactic(128, 8, 4, keep_state=True)),
+            (16, 1024, WalkTactic(16, 1, 4, ctas_per_sm=6, bulk_stores=True, ahead=96)),
+            (16, None, WalkTactic(16, 1, 4, ctas_per_sm=4, bulk_stores=True, ahead=96)),
+            state_dtype=DType.F32,
+            store_steps=True,
+        ),
+        *_rows(
+            (4, 64, WalkTactic(32, 1, 8)),
+            (2, 256, WalkTactic(64, 4, 4)),
+            (2, 512, WalkTactic(64, 2, 8)),
+            (2, 1024, WalkTactic(32, 2, 4, ahead=32)),
+            (2, None, WalkTactic(16, 2, 2)),
+            (16, 64, ChunkTactic(4)),
+            (16, 512, ChunkTactic(8)),
+            (4, 1024, WalkTactic(32, 2, 4, ahead=32)),
+            (4, None, WalkTactic(64, 4, 4, ahead=96)),
+            (16, None, ChunkTactic(4, ahead=96)),
+            state_dtype=DType.F32,
+            store_steps=False,
+        ),
+        *_rows(
+            (16, 64, WalkTactic(32, 1, 8)),
+            (16, 512, WalkTactic(128, 4, 8, keep_state=True)),
+            (16, None, WalkTactic(32, 2, 4, bulk_stores=True, ahead=48)),
+            state_dtype=DType.BF16,
+            store_steps=True,
+        ),
+        *_rows(
+            (4, 64, WalkTactic(32, 1, 8)),
+            (16, 64, ChunkTactic(4)),
+            (2, None, WalkTactic(32, 4, 2)),
+            (16, None, ChunkTactic(8)),
+            state_dtype=DType.BF16,
+            store_steps=False,
+        ),
+    ),
+    measured="h200/gdn_search.csv",
+)
+
+# Rows of a tile and of a lane, warps.
+_CUTS = (
+    (8, 1, 2),
+    (16, 1, 4),
+    (16, 2, 2),
+    (32, 1, 8),
+    (32, 2, 4),
+    (32, 4, 2),
+    (64, 2, 8),
+    (64, 4, 4),
+    (128, 4, 8),
+    (128, 8, 4),
+)
+_CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 3, 4, 5, 6), 8: (0, 2, 3)}  # by warps
+_AHEAD = (0, 32, 48, 96)
+
+
+def _walk_tactics() -> Iterator[WalkTactic]:
+    """Small batches live in L2, large ones are bound by memory, and kept states by writing."""
+    yield from (row.tactic for row in TABLE.rows if isinstance(row.tactic, WalkTactic))
+    for cut in _CUTS:
+        for bulk_stores, keep_state in product((False, True), (False, True)):
+            yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
+        for ahead, use_smem_v in product(_AHEAD, (False, True)):
+            yield WalkTactic(*cut, ahead=ahead, use_smem_v=use_smem_v)
+        for ctas_per_sm, ahead in product(_CTAS_PER_SM[cut[2]], _AHEAD):
+            yield WalkTactic(*cut, ctas_per_sm=ctas_per_sm, bulk_stores=True, ahead=ahead)
+
+
+WALK_TACTICS = tuple(dict.fromkeys(_walk_tactics()))
+CHUNK_TACTICS = tuple(ChunkTactic(warps, ahead) for warps, ahead in product((2, 4, 8), _AHEAD))
+
+
+def problems(_arch: Arch) -> Iterator[Problem]:
+    """Some that fall into each row of the table, in each dtype."""
+    tokens = sorted({row.when["tokens"] for row in TABLE.rows} | set(MAX_TOKENS) | set(MAX_CHUNK))
+    heads = sorted({row.when.get("heads", 4096) for row in TABLE.rows})
+    steps = ((True, False), (True, True), (False, False))
+    for dtype, state_dtype, head_dim, count, (store_steps, step_slots), size in product(
+        DTYPES, STATE_DTYPES, HEAD_DIMS, tokens, steps, heads
+    ):
+        problem = Problem(
+            dtype=dtype,
+            state_dtype=state_dtype,
+            state_layout=StateLayout.VK,
+            head_dim=head_dim,
+            tokens=count,
+            batch=size // 32 or 1,
+            value_heads=min(size, 32),
+            store_steps=store_steps,
+            step_slots=step_slots,
+        )
+        yield problem
+        if state_dtype is DType.F32 and not store_steps:
+            yield problem._replace(state_layout=StateLayout.KV, tokens=1)

@@ -1,0 +1,153 @@
+"""What selection sees of a norm, how its kernel can be cut, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+from jitfp4.arch import Arch
+from jitfp4.formats import DType
+from jitfp4.layouts import SfLayout, ceil_div
+from jitfp4.spec import Geometry, KernelSpec
+
+IN_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+MIN_HIDDEN, MAX_HIDDEN = 64, 65536
+
+_UNIT = 16  # elements that a thread takes at once
+_WARP = 32
+TURN = _UNIT * _WARP
+"""Elements that a warp takes at once."""
+
+_FEW_ELEMENTS = 8192  # for each SM
+_MAX_CTAS = 8  # of a cluster
+
+
+class Scale(StrEnum):
+    """Type of a block scale."""
+
+    E4M3 = "e4m3"
+    UE8M0 = "ue8m0"
+
+
+class Problem(NamedTuple):
+    """m rows of h elements. ``padded``: the padding rows of the 128x4 layout must be written too."""
+
+    in_dtype: DType
+    block: int
+    scale: Scale
+    add: bool
+    padded: bool
+    m: int
+    h: int
+
+    def few(self, arch: Arch) -> bool:
+        """Whether the rows should be spread over many threads, which are then done sooner."""
+        return self.m * self.h <= _FEW_ELEMENTS * arch.num_sms or 2 * self.m <= arch.num_sms
+
+    def elements_per_sm(self, arch: Arch) -> int:
+        return ceil_div(self.m * self.h, arch.num_sms)
+
+
+@dataclass(frozen=True, slots=True)
+class Tactic:
+    """How the kernel is cut: fields of its Spec."""
+
+    units: int
+    warps: int
+    clustered: bool = False
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec(KernelSpec):
+    """A kernel in which up to ``warps`` warps of a CTA share a row, or a cluster of such CTAs.
+
+    A thread holds ``units`` units of 16 elements in registers or, when ``stream``, reads them twice. With one warp and
+    one unit, rows may share the warp.
+    """
+
+    in_dtype: DType
+    block: int
+    scale: Scale
+    add: bool
+    units: int
+    warps: int
+    clustered: bool
+    stream: bool
+
+    @property
+    def max_threads(self) -> int:
+        """Of a CTA; rows of one warp get four warps to a CTA."""
+        return _WARP * (4 if self.warps == 1 else self.warps)
+
+    @property
+    def min_ctas(self) -> int:
+        """CTAs that an SM must have registers for: 64, 80, 96 or 128 of a thread keep its units out of local memory."""
+        threads = {1: 1024, 2: 768, 3: 512 if self.add else 640}.get(self.units, 512)
+        return threads // self.max_threads
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of a thread for its inputs."""
+        return 2 * _UNIT * self.units * (2 if self.add else 1)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Shared memory of a thread for its weights: as they come, beside two inputs, or float32."""
+        return (2 if self.add else 4) * _UNIT * self.units
+
+    @property
+    def common_bytes(self) -> int:
+        """Shared memory of a CTA besides: two sets of partial sums of 32 lanes, and 256 multipliers."""
+        return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
+
+    def shared_bytes(self, threads: int) -> int:
+        weights = self.weight_bytes * (threads if self.warps > 1 else _WARP)
+        return self.common_bytes + (0 if self.stream else weights + self.slot_bytes * threads)
+
+    def capacity(self, arch: Arch) -> int:
+        """Elements of the longest row that this kernel can take on ``arch``."""
+        if self.shared_bytes(self.max_threads) > arch.shared_bytes or (self.clustered and not arch.has_tma):
+            return 0
+        return TURN * self.units * self.warps * (_MAX_CTAS if self.clustered else 1)
+
+
+def specialise(problem: Problem, tactic: Tactic) -> Spec:
+    """The kernel that a tactic makes for a problem."""
+    return Spec(in_dtype=problem.in_dtype, block=problem.block, scale=problem.scale, add=problem.add, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """Why a tactic cannot hold the rows of a problem."""
+    capacity = specialise(problem, tactic).capacity(arch)
+    if not tactic.stream and problem.h > capacity:
+        return f"it holds rows of at most {capacity} elements"
+    return None
+
+
+def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
+    """A persistent grid, no larger than the rows need."""
+    spec = specialise(problem, tactic)
+    rows = SfLayout.layout_128x4.shape(problem.m, 1)[0] if problem.padded else problem.m
+    share = row_threads(problem.h, spec)
+    ctas = ceil_div(ceil_div(problem.h, TURN * spec.units), spec.warps) if spec.clustered else 1
+    threads = share if spec.warps > 1 else spec.max_threads
+    shared_bytes = spec.shared_bytes(threads)
+    by_registers = spec.min_ctas * spec.max_threads // threads
+    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
+    resident = arch.num_sms * max(1, min(by_registers, by_memory)) // ctas * ctas
+    needed = ceil_div(rows * share, threads) * ctas
+    grid = (min(needed, resident), 1, 1)
+    return Geometry(grid, block=(threads, 1, 1), cluster=(ctas, 1, 1), shared_bytes=shared_bytes)
+
+
+def row_threads(h: int, spec: Spec) -> int:
+    """How many threads of a CTA share a row."""
+    if spec.clustered:
+        return spec.max_threads
+    if spec.warps > 1 or spec.units > 1:
+        return ceil_div(h, TURN * spec.units) * _WARP
+    return max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length())  # 8: whole tiles of 4 scales, also in blocks of 32

@@ -1,0 +1,86 @@
+"""Which tactic a quantization gets, and the problems that meet every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from jitfp4.arch import Arch
+from jitfp4.families.quantize.problem import (
+    HALVES,
+    OUT_DTYPES,
+    BatchProblem,
+    DequantizeProblem,
+    DequantizeTactic,
+    GroupedTactic,
+    Problem,
+    RowScaleProblem,
+    RowScaleTactic,
+    TableTactic,
+    TmaTactic,
+    VectorTactic,
+)
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.layouts import SfLayout
+from jitfp4.selection import Row, Table, rows
+
+_MEASURED = "h200/quantize_variants.csv"
+
+Tactic = VectorTactic | TmaTactic | TableTactic
+Rows = tuple[Row[Tactic], ...]
+
+VECTOR_TACTICS = tuple(VectorTactic(blocks, threads) for blocks, threads in product((1, 2, 4), (64, 128, 256)))
+TMA_TACTICS = (TmaTactic(6, 1, 2), TmaTactic(3, 2, 2), TmaTactic(6, 2, 1))
+TABLE_TACTICS = (TableTactic(4, ctas_per_sm=4), TableTactic(2, ctas_per_sm=4))
+GROUPED_TACTICS = (GroupedTactic(2, 256), GroupedTactic(1, 128), GroupedTactic(4, 256))
+ROW_SCALE_TACTICS = (RowScaleTactic(),)
+DEQUANTIZE_TACTICS = (DequantizeTactic(256), DequantizeTactic(128))
+
+_MXFP4: Rows = rows(
+    (VectorTactic(1, 128), {"work": (1 << 27) - 1}),
+    (VectorTactic(2, 128), {}),
+    block_format=MXFP4,
+)
+_SILU: Rows = rows(
+    (VectorTactic(1, 64), {"work": (1 << 24) - 1}),
+    (VectorTactic(2, 128), {}),
+    silu=True,
+)
+_SMALL: Row[Tactic] = Row(VectorTactic(1, 128), {"work": (1 << 23) - 1})
+_E4M3: Row[Tactic] = Row(TABLE_TACTICS[0])  # without the conversion to E2M1, instructions are the bound
+_NVFP4: Rows = (Row(VectorTactic(2, 128), {"work": (1 << 25) - 1}), Row(VectorTactic(4, 256)))
+_TMA: Row[Tactic] = Row(TMA_TACTICS[0], {"suits_tma": True})
+
+# On an H200 the vector kernel wins at every size. On these two, copies by TMA are selected where FlashInfer #2838
+# measured them to win on a B200; that is not measured by us.
+MATRIX_TABLES = (
+    Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
+    Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, archs=("sm_100a", "sm_103a")),
+)
+BATCH_TABLES = (Table((Row(GROUPED_TACTICS[0]),), _MEASURED),)
+ROW_SCALE_TABLES = (Table((Row(ROW_SCALE_TACTICS[0]),), "h200/quantize_others.csv"),)
+DEQUANTIZE_TABLES = (Table((Row(DEQUANTIZE_TACTICS[0]),), "h200/quantize_others.csv"),)
+
+
+def matrix_problems(_arch: Arch) -> Iterator[Problem]:
+    """Each kind of input in each layout, from small to large."""
+    kinds = [(NVFP4, in_dtype, False) for in_dtype in (*HALVES, DType.E4M3)]
+    kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES] + [(MXFP4, in_dtype, False) for in_dtype in HALVES]
+    sizes = (1 << 10, 1 << 13, 1 << 14, 1 << 16)
+    for (block_format, in_dtype, silu), layout, by_row, m in product(kinds, SfLayout, (False, True), sizes):
+        yield Problem(block_format, in_dtype, layout, silu, by_row, m, 2048)
+
+
+def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
+    """Masked with and without silu, the plain batch without."""
+    for in_dtype, (masked, silu) in product(HALVES, ((False, False), (True, False), (True, True))):
+        yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
+
+
+def row_scale_problems(_arch: Arch) -> Iterator[RowScaleProblem]:
+    yield from (RowScaleProblem(in_dtype, 128) for in_dtype in HALVES)
+
+
+def dequantize_problems(_arch: Arch) -> Iterator[DequantizeProblem]:
+    for block_format, out_dtype, layout in product(BlockFormat, OUT_DTYPES.values(), SfLayout):
+        yield DequantizeProblem(block_format, out_dtype, layout, 128, 2048)

@@ -1,0 +1,144 @@
+"""Kernels: what each generated kernel is called, is made from, takes, and which problems it can run how.
+
+A *problem* is what selection sees of a call: dtypes, sizes and flags. A *tactic* is one way to run it: a kernel and the
+values of its tunable fields. A *spec* is what a tactic makes of the kernel's source. Importing ``jitfp4.families``
+registers all kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError, LaunchError
+from jitfp4.render import render
+from jitfp4.spec import Geometry, KernelSpec, Param
+
+ArgumentsT = TypeVar("ArgumentsT")
+ProblemT = TypeVar("ProblemT")
+TacticT = TypeVar("TacticT")
+
+Which = Literal["selected", "all"]
+"""The specs that selection returns for some problem, or those of every tactic that is legal for one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
+    """One template and everything that is specific to it.
+
+    Args:
+        name: the template's path without its suffix, such as ``quantize/vector``: it finds the template, the golden
+            files and, with ``/`` read as ``_``, the kernel's symbol.
+        spec: the type of its specifications.
+        params: what it takes, declared once: the C++ parameter list is rendered from it, and bind() gives its values.
+        tactics: every tactic that is worth trying, of one type that belongs to this kernel alone.
+        rejects: why a tactic cannot run a problem on an architecture; None when it can. The only statement of that.
+        specialise: the spec that a tactic gives for a problem.
+        geometry: the launch of a tactic for a problem.
+        bind: the value of each parameter, by name, for the arguments of a call and its plan.
+    """
+
+    name: str
+    spec: type[KernelSpec]
+    params: tuple[Param, ...]
+    tactics: tuple[TacticT, ...]
+    rejects: Callable[[ProblemT, TacticT, Arch], str | None]
+    specialise: Callable[[ProblemT, TacticT], KernelSpec]
+    geometry: Callable[[ProblemT, TacticT, Arch], Geometry]
+    bind: Callable[[ArgumentsT, Plan], Mapping[str, Any]]
+
+    @property
+    def template(self) -> str:
+        return f"{self.name}.cu.j2"
+
+    @property
+    def symbol(self) -> str:
+        return self.name.replace("/", "_")
+
+    @property
+    def tactic(self) -> type[TacticT]:
+        """The type of its tactics."""
+        return type(self.tactics[0])
+
+    def render(self, spec: KernelSpec, arch: Arch) -> str:
+        """The generated source of one specialisation."""
+        if type(spec) is not self.spec:
+            raise ArgumentError("spec", type(spec).__name__, f"{self.spec.__name__}, the spec of {self.name}")
+        return render(self.template, spec, arch, symbol=self.symbol, params=self.params)
+
+    def candidates(self, problem: ProblemT, arch: Arch) -> Iterator[TacticT]:
+        """The tactics that can run a problem."""
+        return (tactic for tactic in self.tactics if self.rejects(problem, tactic, arch) is None)
+
+    def plan(self, problem: ProblemT, tactic: TacticT, arch: Arch) -> Plan:
+        """The launch of a tactic. Raises ArgumentError when it cannot run the problem."""
+        if why := self.rejects(problem, tactic, arch):
+            raise ArgumentError("tactic", tactic, f"another one for this problem on {arch.name}: {why}")
+        return Plan(self, self.specialise(problem, tactic), self.geometry(problem, tactic, arch), problem)
+
+    def values(self, bound: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What bind() gave, in the order of ``params``. Raises LaunchError unless every parameter has one value."""
+        names = {param.name for param in self.params}
+        if bound.keys() != names:
+            missing, unknown = sorted(names - bound.keys()), sorted(bound.keys() - names)
+            raise LaunchError(f"{self.name}: parameters without a value: {missing}; values without one: {unknown}")
+        return tuple(bound[param.name] for param in self.params)
+
+    def specs(self, arch: Arch, which: Which = "selected") -> tuple[KernelSpec, ...]:
+        """Its specialisations on ``arch``; none where it does not exist."""
+        return tuple(_registered[self.name].specs(arch, which))
+
+
+AnyKernel = Kernel[Any, Any, Any]
+
+
+class Plan(NamedTuple):
+    """How a problem is run: one specialisation of a kernel at one geometry."""
+
+    kernel: AnyKernel
+    spec: Any  # of the kernel's type, as the problem is of its operation's
+    geometry: Geometry
+    problem: Any
+
+    def values(self, arguments: Any) -> tuple[Any, ...]:
+        """The kernel's arguments, in the order of its parameters."""
+        return self.kernel.values(self.kernel.bind(arguments, self))
+
+
+class _Registered(NamedTuple):
+    kernel: AnyKernel
+    specs: Callable[[Arch, Which], Iterable[KernelSpec]]
+
+
+_registered: dict[str, _Registered] = {}
+
+
+def register(kernel: AnyKernel, specs: Callable[[Arch, Which], Iterable[KernelSpec]]) -> None:
+    """Add a kernel and what lists its specialisations; a second registration of a name is an error."""
+    if kernel.name in _registered:
+        raise ArgumentError("kernel", repr(kernel.name), "a name that is not registered yet")
+    _registered[kernel.name] = _Registered(kernel, specs)
+
+
+def kernels(pattern: str | None = None) -> tuple[AnyKernel, ...]:
+    """All kernels in name order, or those called ``pattern`` or lying below it (``quantize`` names that whole family).
+
+    Raises ArgumentError when ``pattern`` names none.
+    """
+    found = tuple(
+        known.kernel
+        for name, known in sorted(_registered.items())
+        if pattern is None or name == pattern or name.startswith(f"{pattern}/")
+    )
+    if not found:
+        raise ArgumentError("family", repr(pattern), ", ".join(sorted(_registered)))
+    return found
+
+
+def lookup(name: str) -> AnyKernel:
+    """The kernel called ``name`` exactly."""
+    if name not in _registered:
+        raise ArgumentError("family", repr(name), ", ".join(sorted(_registered)))
+    return _registered[name].kernel

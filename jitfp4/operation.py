@@ -1,0 +1,211 @@
+"""Operations: one torch operator each, in the namespace ``jitfp4``, so that eager, torch.compile and graphs agree.
+
+An operator writes into tensors that its caller allocated and returns nothing. So its Meta implementation is empty, and
+torch.compile sees ordinary allocations around a mutation that it knows how to functionalise.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from jitfp4 import engine, replay, sim
+from jitfp4.arch import Arch
+from jitfp4.dispatch import is_plain, is_watched
+from jitfp4.errors import ArgumentError
+from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
+from jitfp4.selection import Table, table_for
+from jitfp4.spec import KernelSpec
+from jitfp4.tensors import ALIGNMENT, extent, meet
+
+ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
+ProblemT = TypeVar("ProblemT")
+
+Written = Annotated[torch.Tensor, "written"]
+"""The type of an argument that the operator fills or updates in place."""
+
+_library = torch.library.Library("jitfp4", "DEF")
+_TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
+
+
+class Operation(Generic[ArgumentsT, ProblemT]):
+    """One torch operator: its arguments, the kernels that can run it, and which of them a call gets.
+
+    Args:
+        arguments: a NamedTuple whose fields are the operator's arguments, under the names of the public function, and
+            whose types give its schema; ``Written`` ones are mutated. The field ``enable_pdl`` is programmatic
+            dependent launch. A field ``names`` may hold other public names, as in ``"a=input"``, which errors then use.
+        name: the operator is ``torch.ops.jitfp4.<name>``.
+        kernels: the kernels that can run it.
+        problem: what selection sees of a call.
+        problems: for an architecture, problems that together meet every row of every table.
+        tables: measured choices; see Table.
+        reference: what runs on CPU tensors; inside ``sim.device(arch)`` the kernel runs instead.
+        output: the argument that a call is about: when it has no elements, nothing runs.
+        aligned: the arguments that must start at a multiple of 16 bytes. Addresses exist only in here: torch.compile
+            does not see them.
+        exclusive: the written arguments that may share no memory with any other argument.
+    """
+
+    def __init__(
+        self,
+        arguments: type[ArgumentsT],
+        *,
+        name: str,
+        kernels: tuple[Kernel[ArgumentsT, ProblemT, Any], ...],
+        problem: Callable[[ArgumentsT], ProblemT],
+        problems: Callable[[Arch], Iterable[ProblemT]],
+        tables: tuple[Table[Any], ...],
+        reference: Callable[[ArgumentsT], None],
+        output: str,
+        aligned: tuple[str, ...] = (),
+        exclusive: tuple[str, ...] = (),
+    ) -> None:
+        self.arguments, self.name, self.kernels = arguments, name, kernels
+        self.tables, self.problem, self._problems, self._reference = tables, problem, problems, reference
+        self._output, self._aligned = output, aligned
+        fields = [field for field, hint in _hints(arguments).items() if _bare(hint)[0] is torch.Tensor]
+        pairs = (pair for pair in itertools.product(exclusive, fields) if pair[0] != pair[1])
+        self._disjoint = list({frozenset(pair): pair for pair in pairs}.values())
+        self._tensors = sorted({name for pair in self._disjoint for name in pair})
+        self._kernel_of = {kernel.tactic: kernel for kernel in kernels}
+        self._forced: ContextVar[Any] = ContextVar(f"jitfp4_{name}_forced", default=None)
+        self.plan = functools.lru_cache(maxsize=4096)(self._plan)
+        for kernel in kernels:
+            register(kernel, functools.partial(self._specs, kernel))
+        _library.define(_schema(name, arguments))
+        self.operator = getattr(torch.ops.jitfp4, name).default
+        _library.impl(name, lambda *args: self._launch(self._checked(args)), "CUDA")
+        _library.impl(name, self._on_cpu, "CPU")
+        _library.impl(name, lambda *_: None, "Meta")  # shapes are the caller's: there is nothing to infer
+
+    def __call__(self, arguments: ArgumentsT) -> None:
+        """Run it: through torch's dispatcher, unless the tensors are plain CUDA tensors and nobody is watching."""
+        if not (torch.compiler.is_dynamo_compiling() or is_watched()) and is_plain(getattr(arguments, self._output)):
+            self._launch(self._checked(arguments))
+        else:
+            self.operator(*arguments)
+
+    # ---- selection ---------------------------------------------------------------------------------------------------
+
+    def candidates(self, problem: ProblemT, arch: Arch) -> Iterator[Any]:
+        """Every tactic that can run a problem."""
+        return itertools.chain.from_iterable(kernel.candidates(problem, arch) for kernel in self.kernels)
+
+    def select(self, problem: ProblemT, arch: Arch) -> Any:
+        """The tactic that the tables give. Pure: reads no device, no clock and no environment."""
+        for row in table_for(self.tables, arch).rows:
+            kernel = self._kernel_of[type(row.tactic)]
+            if row.fits(problem, arch) and kernel.rejects(problem, row.tactic, arch) is None:
+                return row.tactic
+        raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
+
+    @contextmanager
+    def forced(self, tactic: Any) -> Iterator[None]:
+        """Calls inside the block use ``tactic``, for tests and measurements; those that it cannot run are errors."""
+        token = self._forced.set(tactic)
+        with replay.suspended():
+            try:
+                yield
+            finally:
+                self._forced.reset(token)
+
+    def _plan(self, problem: ProblemT, arch: Arch, tactic: Any = None) -> Plan:
+        """The launch of a problem, by ``tactic`` or by the one that select() gives. Remembered."""
+        tactic = self.select(problem, arch) if tactic is None else tactic
+        return self._kernel_of[type(tactic)].plan(problem, tactic, arch)
+
+    def _specs(self, kernel: AnyKernel, arch: Arch, which: Which) -> Iterable[KernelSpec]:
+        return (spec for known, spec in self._all_specs(arch, which) if known is kernel)
+
+    @functools.cache  # noqa: B019 - operations live as long as the process
+    def _all_specs(self, arch: Arch, which: Which) -> tuple[tuple[AnyKernel, KernelSpec], ...]:
+        found: dict[tuple[AnyKernel, KernelSpec], None] = {}
+        for problem in self._problems(arch):
+            tactics = [self.select(problem, arch)] if which == "selected" else self.candidates(problem, arch)
+            for tactic in tactics:
+                kernel = self._kernel_of[type(tactic)]
+                found[kernel, kernel.specialise(problem, tactic)] = None
+        return tuple(found)
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
+
+    def _on_cpu(self, *args: Any) -> None:
+        arguments = self._checked(args)
+        if sim.active_device() is not None:
+            self._launch(arguments)
+        elif getattr(arguments, self._output).numel():
+            with torch.no_grad():
+                self._reference(arguments)
+
+    def _launch(self, arguments: ArgumentsT) -> None:
+        output = getattr(arguments, self._output)
+        if not output.numel():
+            return
+        target = engine.target_of(output)
+        plan = self.plan(self.problem(arguments), target.arch, self._forced.get())
+        pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
+        launch = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
+        if replay.is_noting():
+            replay.note(None if launch is None else replay.Step(launch, *self._conditions(arguments, launch.tensors)))
+
+    def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """What _checked() asked for, by the number of a launch's tensor."""
+        numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+
+        def number(name: str) -> int | None:
+            tensor = getattr(arguments, name)
+            return None if tensor is None else numbers.get(tensor.data_ptr())
+
+        aligned = [n for name in self._aligned if (n := number(name)) is not None]
+        pairs = [(number(written), number(other)) for written, other in self._disjoint]
+        return tuple(aligned), tuple(pair for pair in pairs if None not in pair)
+
+    def _checked(self, args: tuple[Any, ...]) -> ArgumentsT:
+        """The arguments by name. What depends on addresses is checked here: alignment and overlap."""
+        arguments = self.arguments(*args)
+        for name in self._aligned:
+            tensor = getattr(arguments, name)
+            if tensor is not None and (past := tensor.data_ptr() % ALIGNMENT):
+                public = self._public(arguments, name)
+                raise ArgumentError(public, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
+        extents = {name: extent(tensor) for name in self._tensors if (tensor := getattr(arguments, name)) is not None}
+        for written, other in self._disjoint:
+            if written in extents and other in extents and meet(extents[written], extents[other]):
+                names = self._public(arguments, written), self._public(arguments, other)
+                raise ArgumentError(names[0], f"memory of {names[1]}", "memory of its own")
+        return arguments
+
+    @staticmethod
+    def _public(arguments: Any, name: str) -> str:
+        """What the public function calls an argument."""
+        renamed = dict(pair.split("=") for pair in getattr(arguments, "names", "").split(",") if pair)
+        return renamed.get(name, name)
+
+
+def _hints(arguments: type[Any]) -> dict[str, Any]:
+    return get_type_hints(arguments, include_extras=True)
+
+
+def _bare(hint: Any) -> tuple[Any, bool, bool]:
+    """The type without ``None`` and marks; whether it may be None; whether it is written."""
+    optional = type(None) in get_args(hint)
+    kind = next(part for part in get_args(hint) if part is not type(None)) if optional else hint
+    written = get_origin(kind) is Annotated
+    return get_args(kind)[0] if written else kind, optional, written
+
+
+def _schema(name: str, arguments: type[Any]) -> str:
+    """The operator's schema in torch's language."""
+    aliases, fields = iter("abcdefghij"), []
+    for field, hint in _hints(arguments).items():
+        kind, optional, written = _bare(hint)
+        alias = f"({next(aliases)}!)" if written else ""
+        fields.append(f"{_TYPES[kind]}{alias}{'?' if optional else ''} {field}")
+    return f"{name}({', '.join(fields)}) -> ()"

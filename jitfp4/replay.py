@@ -1,0 +1,255 @@
+"""Calls that cost no more than a launch: what a call did is remembered, and repeated with other addresses.
+
+A public function checks its arguments, allocates what it returns, and launches. All of that follows from dtypes,
+shapes, strides, devices and flags, so a second call with the same ones needs none of it. ``@replayed`` looks those up;
+when it has met them, it allocates the results, launches with the new addresses, and returns. A call is remembered only
+when it was one launch, and each address that the kernel got was that of an argument or of a result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from jitfp4.dispatch import current_stream, empty_cuda, exchange_device, guard, is_plain, is_watched
+from jitfp4.layouts import SfLayout
+from jitfp4.tensors import ALIGNMENT, extent
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST = 4096  # flags that a function remembers calls for, and sets of addresses that a call remembers
+
+
+class Launch(Protocol):
+    """A launch that can be repeated: driver.PreparedLaunch."""
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
+
+
+class Step(NamedTuple):
+    """A launch of a call, and what has to hold for its tensors, by number: alignment, and memory of their own."""
+
+    launch: Launch
+    aligned: tuple[int, ...]
+    disjoint: tuple[tuple[int, int], ...]
+
+
+_steps: ContextVar[list[Step | None] | None] = ContextVar("jitfp4_steps", default=None)
+_memories: list[_Memory] = []
+_MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
+_suspended = 0
+
+
+def note(step: Step | None) -> None:
+    """Tell the call that is being remembered, if any, what was launched; None for what cannot be repeated."""
+    if (steps := _steps.get()) is not None:
+        steps.append(step)
+
+
+def is_noting() -> bool:
+    """Whether a call is being remembered."""
+    return _steps.get() is not None
+
+
+def forget() -> None:
+    """Forget every call."""
+    for memory in _memories:
+        memory.clear()
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside the block calls are neither remembered nor repeated."""
+    global _suspended
+    _suspended += 1
+    try:
+        yield
+    finally:
+        _suspended -= 1
+
+
+def replayed(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function of tensors: see above. Everywhere but on plain CUDA tensors it stays as it is."""
+    memory: _Memory = {}
+    _memories.append(memory)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling() or _suspended or is_watched():
+            return function(*args, **kwargs)
+        values = (*args, *kwargs.values()) if kwargs else args
+        sort = _sort((*map(type, values),), (*kwargs,))
+        if sort is None:
+            return function(*args, **kwargs)
+        tensors = sort.tensors(values)
+        if not tensors[0].is_cuda:
+            return function(*args, **kwargs)
+        key = sort, sort.flags(values), tensors[0].shape
+        for matches, action in memory.get(key, ()):
+            if matches(*tensors):
+                if action is None:
+                    return function(*args, **kwargs)
+                if (result := action.repeat(tensors)) is not None:
+                    return result  # type: ignore[no-any-return]
+                break
+        return _remember(memory, key, functools.partial(function, *args, **kwargs), tensors)
+
+    return call
+
+
+class _Sort(NamedTuple):
+    """What takes the tensors, and what takes the other values, out of arguments of certain types."""
+
+    tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
+    flags: Callable[[Sequence[Any]], Hashable]
+
+
+_FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout)
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+@functools.cache
+def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
+    """For arguments of these exact types; None where one tells nothing of its value, or none is a tensor."""
+    tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
+    flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES]
+    if not tensors or len(tensors) + len(flags) < len(kinds):
+        return None
+    floats = [number for number in flags if kinds[number] is float]
+    if floats:  # 0.0 == -0.0
+
+        def signed(values: Sequence[Any]) -> Hashable:
+            return _take(flags)(values), *(math.copysign(1.0, values[number]) for number in floats)
+
+        return _Sort(_take(tensors), signed)
+    return _Sort(_take(tensors), _take(flags))
+
+
+def _take(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that gives the items with these numbers, as a tuple."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda values: tuple([values[number] for number in numbers])
+
+
+def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
+    token = _steps.set([])
+    try:
+        result = function()
+        steps = _steps.get() or []
+    finally:
+        _steps.reset(token)
+    if all(map(is_plain, tensors)):
+        call, lasting = _understand(steps, tensors, result)
+        if lasting:
+            if len(memory) >= _MOST:
+                memory.clear()
+            memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
+    for step in steps:
+        if step is not None:
+            step.launch.tensors = ()  # a memory of calls must not keep their tensors alive
+    return result
+
+
+_Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A result that a call allocates: shape, stride, dtype."""
+
+
+class _Call(NamedTuple):
+    """What a call did. A number counts the arguments that are tensors, and then those that it allocated."""
+
+    launch: Launch
+    device: int
+    sources: tuple[int, ...]  # of the launch's tensors
+    aligned: tuple[int, ...]
+    disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
+    outputs: tuple[_Output, ...]
+    results: tuple[int, ...]
+    single: bool  # one tensor is returned, not a tuple
+    allowed: set[tuple[int, ...]]  # addresses that were looked at before
+
+    def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Do it again. Returns None, having done nothing, where an address forbids it."""
+        previous = exchange_device(self.device)
+        try:
+            if self.outputs:
+                tensors = (*tensors, *[empty_cuda(*output) for output in self.outputs])
+            addresses = (*[tensors[source].data_ptr() for source in self.sources],)
+            if addresses not in self.allowed:
+                if not self._allows(addresses):
+                    return None
+                if len(self.allowed) >= _MOST:
+                    self.allowed.clear()
+                self.allowed.add(addresses)
+            self.launch.launch(current_stream(self.device), addresses)
+        finally:
+            if previous != self.device:
+                exchange_device(previous)
+        return tensors[self.results[0]] if self.single else tuple([tensors[number] for number in self.results])
+
+    def _allows(self, addresses: Sequence[int]) -> bool:
+        """Whether the addresses are as aligned, and the tensors as much apart, as the operation asks for."""
+        return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
+            addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size
+            for first, second, size, other in self.disjoint
+        )
+
+
+_Memory = dict[Hashable, tuple[tuple[Callable[..., bool], _Call | None], ...]]
+"""By flags and the first tensor's shape: what the tensors must be like, and what to do; None for what was not one
+launch.
+"""
+
+
+def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], result: Any) -> tuple[_Call | None, bool]:
+    """How to repeat a call; or None, and whether calls like it will never be repeatable."""
+    if len(steps) != 1 or steps[0] is None:
+        return None, bool(steps)
+    step, returned = steps[0], result if isinstance(result, tuple) else (result,)
+    places: dict[int, int] = {}
+    for number, tensor in enumerate(given):
+        if tensor.numel():
+            if tensor.data_ptr() in places:
+                return None, False  # two arguments at one address: which of them did the kernel get?
+            places[tensor.data_ptr()] = number
+    outputs: list[_Output] = []
+    results: list[int] = []
+    for tensor in returned:
+        number = next((n for n, value in enumerate(given) if value is tensor), -1)
+        if number < 0:
+            if not isinstance(tensor, torch.Tensor) or not _is_whole(tensor) or tensor.data_ptr() in places:
+                return None, True
+            number = places[tensor.data_ptr()] = len(given) + len(outputs)
+            outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        results.append(number)
+    tensors = step.launch.tensors
+    if any(tensor.data_ptr() not in places for tensor in tensors):
+        return None, True
+    sizes = [high - low for low, high in map(extent, tensors)]
+    call = _Call(
+        step.launch,
+        tensors[0].get_device(),
+        tuple(places[tensor.data_ptr()] for tensor in tensors),
+        step.aligned,
+        tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
+        tuple(outputs),
+        tuple(results),
+        not isinstance(result, tuple),
+        set(),
+    )
+    return call, True
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its memory for itself."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
