@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jitfp4.formats import NVFP4
+from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, unpack_e2m1
 
 _GROUP = 4  # tokens whose V scales are interleaved
@@ -109,3 +109,15 @@ def _gather(k: Side, v: Side, table: torch.Tensor, length: int) -> tuple[torch.T
         used, place = torch.unique(of, return_inverse=True)
         sides.append(side.page_values(used)[place, positions % page])
     return sides[0], sides[1], positions
+
+
+def pad_lists(pages: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Lists of page numbers, pages[ends[b] : ends[b + 1]], as rows of one table, padded with -1."""
+    lists = [pages[int(first) : int(last)] for first, last in zip(ends[:-1], ends[1:], strict=True)]
+    return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=-1)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float64 to ``dtype``, by way of float32 and, to E4M3, saturating."""
+    x = x.float()
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
