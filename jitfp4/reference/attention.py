@@ -5,6 +5,7 @@ A cache side (K or V) is seen as [pages, page tokens, heads, ...], a strided vie
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -55,8 +56,8 @@ def paged_attention(
     seq_lens: torch.Tensor,
     q_ends: torch.Tensor,
     *,
-    bmm1_scale: float,
-    bmm2_scale: float,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
     causal: bool = True,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
@@ -113,7 +114,7 @@ def _gather(k: Side, v: Side, table: torch.Tensor, length: int) -> tuple[torch.T
 
 def pad_lists(pages: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Lists of page numbers, pages[ends[b] : ends[b + 1]], as rows of one table, padded with -1."""
-    lists = [pages[int(first) : int(last)] for first, last in zip(ends[:-1], ends[1:], strict=True)]
+    lists = [pages[int(first) : int(last)] for first, last in itertools.pairwise(ends.clamp(min=0))]
     return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=-1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import jitfp4
 from jitfp4 import sim
 from tests.support.attention import Case, relative_error
 

@@ -83,28 +83,28 @@ class Case:
     def run(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
         """What trtllm_batch_decode_with_kv_cache() gives."""
         ragged = not isinstance(self.q_lens, int)
-        arguments: dict[str, object] = dict(
-            query=self.query,
-            kv_cache=self.kv_cache,
-            workspace_buffer=self.workspace,
-            block_tables=self.block_tables,
-            seq_lens=self.seq_lens,
-            max_seq_len=max(self.lengths),
-            bmm1_scale=self.bmm1,
-            bmm2_scale=self.bmm2,
-            window_left=self.window_left,
-            out_dtype=self.out_dtype,
-            sinks=self.sinks,
-            kv_layout=self.kv_layout,
-            q_len_per_req=1 if ragged else self.q_lens,
-            kv_cache_sf=self.kv_cache_sf,
-            uses_shared_paged_kv_idx=self.shared,
-            return_lse=True,
-            v_scale_layout=self.v_scale_layout,
-        )
+        arguments: dict[str, object] = {
+            "query": self.query,
+            "kv_cache": self.kv_cache,
+            "workspace_buffer": self.workspace,
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "max_seq_len": max(self.lengths),
+            "bmm1_scale": self.bmm1,
+            "bmm2_scale": self.bmm2,
+            "window_left": self.window_left,
+            "out_dtype": self.out_dtype,
+            "sinks": self.sinks,
+            "kv_layout": self.kv_layout,
+            "q_len_per_req": 1 if ragged else self.q_lens,
+            "kv_cache_sf": self.kv_cache_sf,
+            "uses_shared_paged_kv_idx": self.shared,
+            "return_lse": True,
+            "v_scale_layout": self.v_scale_layout,
+        }
         if ragged:
             ends = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
-            arguments |= dict(max_q_len=max(1, *self.q_lens), cum_seq_lens_q=ends)
+            arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": ends}
         return jitfp4.trtllm_batch_decode_with_kv_cache(**(arguments | self.options | changes))
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:

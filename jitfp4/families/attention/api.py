@@ -117,8 +117,6 @@ def trtllm_batch_decode_with_kv_cache(
         raise ArgumentError("max_q_len", max_q_len, "a number with cum_seq_lens_q, and None without")
     key, value = checks.pair("kv_cache", kv_cache)
     scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
-    if isinstance(sinks, (list, tuple)):
-        sinks = checks.check_sinks(sinks, query)
     result = attend(
         query,
         key,
@@ -132,7 +130,7 @@ def trtllm_batch_decode_with_kv_cache(
         cum_seq_lens_q,
         bmm1_scale,
         bmm2_scale,
-        sinks,
+        checks.one_tensor("sinks", sinks),
         out,
         lse,
         max_seq_len,
@@ -145,7 +143,7 @@ def trtllm_batch_decode_with_kv_cache(
         return_lse or lse is not None,
         enable_pdl,
     )
-    return result if return_lse else result[0]
+    return (result[0], result[1]) if return_lse else result[0]
 
 
 @replayed
@@ -198,7 +196,7 @@ def attend(
     checks.check_work(query, cache, max_seq_len)
     if window_left < -1:
         raise ArgumentError("window_left", window_left, "-1 or more")
-    sinks = checks.check_sinks(sinks, query)
+    checks.check_sinks(sinks, query)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise ArgumentError("out_dtype", out_dtype, " or ".join(map(str, DTYPES)))
     dtypes = tuple(DTYPES) if out is not None and out_dtype is None else (out_dtype or query.dtype,)
@@ -285,7 +283,10 @@ def single_decode_with_kv_cache(
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     result = attend(
         q.unsqueeze(0),
-        *paged,
+        paged[0],
+        paged[1],
+        paged[2],
+        paged[3],
         new_workspace(q.device),
         torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
         torch.full((1,), tokens, dtype=torch.int32, device=q.device),

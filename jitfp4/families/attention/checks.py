@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments. Everything but addresses is checked here, before anything is written."""
+"""What the public functions ask of their arguments: everything but addresses, before anything is written."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def _sizes(side: torch.Tensor, hnd: bool) -> tuple[int, ...]:
 def _check_strides(name: str, side: torch.Tensor, align: int) -> None:
     strides = side.stride()
     if strides[3] != 1 or any(stride % align for stride in strides[:3]):
-        raise ArgumentError(name, f"strides {strides}", f"unit stride in the last dimension, others multiples of {align}")
+        raise ArgumentError(
+            name, f"strides {strides}", f"unit stride in the last dimension, others multiples of {align}"
+        )
     if any(not 0 <= stride < _MAX_WORK for stride in strides[:3]):
         raise ArgumentError(name, f"strides {strides}", "below 2**31 bytes")
 
@@ -149,22 +151,24 @@ def check_work(query: torch.Tensor, cache: Cache, max_tokens: int) -> None:
         raise ArgumentError("query", f"{query.shape[0]} tokens over {max_tokens}", "less work than 2**31 tiles")
 
 
-def check_sinks(
-    sinks: torch.Tensor | Sequence[torch.Tensor] | None, query: torch.Tensor
-) -> torch.Tensor | None:
-    """One float32 for each query head; FlashInfer also passes a list of one tensor."""
-    if isinstance(sinks, (list, tuple)):
-        if len(sinks) != 1:
-            raise ArgumentError("sinks", f"{len(sinks)} tensors", "one")
-        sinks = sinks[0]
+def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
+    """One float32 for each query head, or None."""
     if sinks is None:
-        return None
+        return
     check_dtype("sinks", sinks, (torch.float32,))
     check_same_device("sinks", sinks, query)
     check_contiguous("sinks", sinks)
     if sinks.shape != (query.shape[1],):
         raise ArgumentError("sinks", f"shape {tuple(sinks.shape)}", f"({query.shape[1]},)")
-    return sinks
+
+
+def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> torch.Tensor | None:
+    """A tensor that may also come as a list of one."""
+    if tensors is None or isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ArgumentError(name, f"{len(tensors)} tensors", "one")
+    return tensors[0]
 
 
 def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:

@@ -24,6 +24,7 @@ MAX_Q_LEN = 8
 MAX_GROUP = 16
 
 _WARP = 32
+_WIDE_WARPS = 8  # of an SM
 _CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 _COUNTER_BYTES = 4
 
@@ -133,6 +134,8 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem."""
     if problem.heads % tactic.head_warps:
         return f"{tactic.head_warps} warps take different heads"
+    if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
+        return f"registers suffice for {_WIDE_WARPS} warps"
     shared = specialise(problem, tactic).shared_bytes
     if tactic.min_ctas * (shared + _CTA_RESERVE) > arch.shared_bytes + _CTA_RESERVE:
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"

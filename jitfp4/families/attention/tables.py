@@ -8,7 +8,6 @@ other, warps that take the heads of one token use whole sectors of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.families.attention.problem import Pages, Problem, Tactic
@@ -19,42 +18,70 @@ _FEW_UNITS = 32  # for each SM
 _MANY_UNITS = 128
 _SHORT = 128  # tiles of a request
 
-_NARROW = rows(  # eight query rows, heads of up to 128
-    (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),
-    (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
-    (Tactic(12, 3, 1), {"packed": True}),
-    (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),
-    (Tactic(8, 3, 1, head_warps=8), {}),
-    (Tactic(12, 3, 1, head_warps=4), {}),
-    (Tactic(12, 3, 1, head_warps=2), {}),
-    (Tactic(12, 3, 1), {}),
-    rows=8,
-    wide=False,
+TABLE = Table(
+    (
+        *rows(
+            (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),
+            (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
+            (Tactic(12, 3, 1), {"packed": True}),
+            (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),
+            (Tactic(8, 3, 1, head_warps=8), {}),
+            (Tactic(12, 3, 1, head_warps=4), {}),
+            (Tactic(12, 3, 1, head_warps=2), {}),
+            (Tactic(12, 3, 1), {}),
+            (Tactic(4, 3, 2), {}),
+            (Tactic(4, 3, 1), {}),
+            wide=False,
+        ),
+        Row(Tactic(4, 3, 2)),
+        Row(Tactic(4, 2, 2)),
+        Row(Tactic(4, 2, 1)),
+        Row(Tactic(2, 2, 1)),
+    ),
+    measured="h200/attention_search.csv",
 )
-_WIDE = (Row(Tactic(4, 3, 2)), Row(Tactic(4, 2, 2)), Row(Tactic(4, 2, 1)), Row(Tactic(2, 2, 1)))
-
-TABLE = Table((*_NARROW, *_WIDE), measured="h200/attention_search.csv")
 
 TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """What engines ask for: 16-bit queries and outputs of one type, every layout, little and much work."""
-    loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS), (4096, _MANY_UNITS))
-    for dtype, head_dim, query_rows, interleaved, pages, packed in product(
-        (DType.BF16, DType.F16), (128, 64), (8, 16), (False, True), (Pages.WHOLE, Pages.HALVES), (True, False)
-    ):
-        for tiles, each in loads:
-            yield Problem(
-                q_dtype=dtype,
-                out_dtype=dtype,
-                head_dim=head_dim,
-                rows=query_rows,
-                heads=8,
-                interleaved=interleaved,
-                pages=pages,
-                packed=packed,
-                two_tables=False,
-                tiles=tiles,
-                units=each * arch.num_sms,
-            )
+    """bf16 queries: each order of heads and scales that has a name, few, short and many requests; then the odd sizes."""
+    pages = (Pages.HALVES, Pages.WHOLE)
+    loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS))
+    for page in pages:
+        for packed, interleaved in ((True, False), (True, True), (False, False)):
+            for tiles, units in loads:
+                yield _problem(arch, page, tiles, units, packed=packed, interleaved=interleaved)
+        yield _problem(arch, page, *loads[2], rows=16)
+        yield _problem(arch, page, *loads[2], head_dim=64)
+        yield _problem(arch, page, *loads[2], head_dim=256)
+    for heads in (1, 2, 4):
+        yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
+    yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)
+
+
+def _problem(
+    arch: Arch,
+    pages: Pages,
+    tiles: int,
+    units: int,
+    *,
+    packed: bool = True,
+    interleaved: bool = False,
+    rows: int = 8,
+    head_dim: int = 128,
+    heads: int = 8,
+) -> Problem:
+    return Problem(
+        q_dtype=DType.BF16,
+        out_dtype=DType.BF16,
+        head_dim=head_dim,
+        rows=rows,
+        heads=heads,
+        interleaved=interleaved,
+        pages=pages,
+        packed=packed,
+        two_tables=False,
+        tiles=tiles,
+        units=units * arch.num_sms,
+    )
