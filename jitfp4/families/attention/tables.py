@@ -45,7 +45,7 @@ TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """bf16 queries: each order of heads and scales that has a name, few, short and many requests; then the odd sizes."""
+    """bf16 queries: each order of heads and scales, few, short and many requests; then the odd sizes."""
     pages = (Pages.HALVES, Pages.WHOLE)
     loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS))
     for page in pages:
