@@ -41,7 +41,12 @@ def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
         "scales of half the blocks": ("kv_cache_sf", {"kv_cache_sf": (ks[..., ::2], vs)}),
         "float scales": ("kv_cache_sf", {"kv_cache_sf": (ks.float(), vs.float())}),
         "scales of fewer pages": ("kv_cache_sf", {"kv_cache_sf": (ks[1:], vs[1:])}),
-        "a bf16 cache": ("kv_cache", {"kv_cache": (k.bfloat16(), v.bfloat16())}),
+        "a bf16 cache of half the width": ("kv_cache", {"kv_cache": (k.bfloat16(), v.bfloat16())}),
+        "an fp16 cache for bf16": ("kv_cache", {"kv_cache": (k.half(), v.half())}),
+        "scales of an e4m3 cache": (
+            "kv_cache_sf",
+            {"kv_cache": tuple(torch.zeros(*t.shape[:3], 128, dtype=torch.float8_e4m3fn) for t in (k, v))},
+        ),
         "three tensors": ("kv_cache", {"kv_cache": (k, v, v)}),
         "a layout": ("kv_layout", {"kv_layout": "DHN"}),
         "a scale layout": ("v_scale_layout", {"v_scale_layout": "swizzled"}),

@@ -12,7 +12,7 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.operation import DECODE, Arguments
 from jitfp4.families.attention.problem import DTYPES
 from jitfp4.replay import replayed
-from jitfp4.tensors import check_dtype, output
+from jitfp4.tensors import output
 
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
 
@@ -53,13 +53,14 @@ def trtllm_batch_decode_with_kv_cache(
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one to eight query tokens a request over a paged NVFP4 cache.
+    """Attention of one to eight query tokens a request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
     Args:
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
             bytes. Request b owns ``q_len_per_req`` tokens in order, or those that cum_seq_lens_q gives.
         kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
-            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j. Any strides that are
+            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or
+            query's dtype of 16 bits, with d in the last dimension. Any strides that are
             multiples of 16 bytes, with unit stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads
             for each KV head.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
@@ -77,7 +78,7 @@ def trtllm_batch_decode_with_kv_cache(
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         max_q_len, cum_seq_lens_q: instead, int32 [batch + 1], where each request's queries end, and a bound of 1 to 8.
-        kv_cache_sf: block scales, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last dimension and
+        kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last dimension and
             strides that are multiples of that. ``kv_block_scales`` is its older name.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
             tokens), or "linear".
@@ -176,11 +177,8 @@ def attend(
     """What all decode functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``."""
     hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
     checks.check_query(query)
-    if key_scales is None or value_scales is None:
-        check_dtype("kv_cache", key_cache, (torch.uint8,))
-        raise ArgumentError("kv_cache_sf", "None", "the block scales of a uint8 cache")
     cache = checks.check_cache(
-        (key_cache, value_cache), (key_scales, value_scales), query, hnd=hnd, interleaved=interleaved
+        key_cache, value_cache, key_scales, value_scales, query, hnd=hnd, interleaved=interleaved
     )
     checks.check_ints("seq_lens", seq_lens, (None,), query)
     batch = seq_lens.shape[0]
@@ -228,7 +226,7 @@ def attend(
             window_left=window_left,
             max_tokens=max_seq_len,
             hnd=hnd,
-            interleaved=interleaved,
+            interleaved=cache.interleaved,
             enable_pdl=enable_pdl,
         )
     )

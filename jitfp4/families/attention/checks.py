@@ -10,6 +10,7 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.attention.operation import by_token
 from jitfp4.families.attention.problem import (
+    CACHES,
     DTYPES,
     HEAD_DIMS,
     MAX_GROUP,
@@ -35,10 +36,11 @@ class Cache:
 
     key: torch.Tensor
     value: torch.Tensor
-    key_scales: torch.Tensor
-    value_scales: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
     heads: int
     page: int
+    interleaved: bool
 
 
 def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,52 +76,62 @@ def check_query(query: torch.Tensor) -> None:
 
 
 def check_cache(
-    kv_cache: Pair, kv_cache_sf: Pair | None, query: torch.Tensor, *, hnd: bool, interleaved: bool
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    query: torch.Tensor,
+    *,
+    hnd: bool,
+    interleaved: bool,
 ) -> Cache:
-    """An NVFP4 cache with its scales, for the heads of ``query``."""
-    key, value = pair("kv_cache", kv_cache)
-    check_dtype("kv_cache", key, (torch.uint8,))
-    check_dtype("kv_cache", value, (torch.uint8,))
-    if kv_cache_sf is None:
-        raise ArgumentError("kv_cache_sf", "None", "the block scales of a uint8 cache")
-    sides = {"kv_cache": (key, value), "kv_cache_sf": pair("kv_cache_sf", kv_cache_sf)}
+    """A cache for the heads of ``query``; a uint8 one, which is NVFP4, with its scales."""
+    check_dtype("kv_cache", key, tuple(CACHES))
+    if key.dtype.itemsize == 2:
+        check_dtype("kv_cache", key, (query.dtype,))
     d = query.shape[2]
     pages, page, heads = _sizes(key, hnd)
-    allowed = f"[pages, {'heads, page' if hnd else 'page, heads'}, ...]"
-    for name, of, dtypes in (
-        ("kv_cache", d // 2, (torch.uint8,)),
-        ("kv_cache_sf", d // NVFP4.block, (torch.float8_e4m3fn, torch.uint8)),
-    ):
-        for side in sides[name]:
-            check_dtype(name, side, dtypes)
-            check_same_device(name, side, query)
-            if side.dim() != 4 or _sizes(side, hnd) != (pages, page, heads) or side.shape[3] != of:
-                raise ArgumentError(name, f"shape {tuple(side.shape)}", f"{allowed} = {(*key.shape[:3], of)}")
-            _check_strides(name, side, min(16, of))
+    for side in (key, value):
+        _check_side("kv_cache", side, (*key.shape[:3], d // 2 if key.dtype == torch.uint8 else d), (key.dtype,), query)
+    sides = [side for side in (key_scales, value_scales) if side is not None]
+    if len(sides) != (2 if key.dtype == torch.uint8 else 0):
+        what = "None" if key.dtype == torch.uint8 else "scales"
+        raise ArgumentError("kv_cache_sf", what, "the block scales of a uint8 cache, None for others")
+    for side in sides:
+        dtypes = (torch.float8_e4m3fn, torch.uint8)
+        _check_side("kv_cache_sf", side, (*key.shape[:3], d // NVFP4.block), dtypes, query)
     if not 1 <= page <= MAX_PAGE:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"1 to {MAX_PAGE}")
+    interleaved = interleaved and bool(sides)
     if interleaved and page % _GROUP:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"a multiple of {_GROUP} for interleaved scales")
     group, rest = divmod(query.shape[1], max(1, heads))
     if rest or not 1 <= group <= MAX_GROUP:
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
-    scales = [side.view(torch.uint8) for side in sides["kv_cache_sf"]]
-    return Cache(key, value, scales[0], scales[1], heads, page)
+    scales = [side.view(torch.uint8) for side in sides] or [None, None]
+    return Cache(key, value, scales[0], scales[1], heads, page, interleaved)
+
+
+def _check_side(
+    name: str, side: torch.Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], query: torch.Tensor
+) -> None:
+    check_dtype(name, side, dtypes)
+    check_same_device(name, side, query)
+    if tuple(side.shape) != shape or side.dim() != 4:
+        raise ArgumentError(name, f"shape {tuple(side.shape)}", f"{shape}, for queries of {query.shape[2]}")
+    size = side.element_size()
+    align = min(16, shape[3] * size)
+    strides = [stride * size for stride in side.stride()]
+    if side.stride(3) != 1 or any(stride % align or not 0 <= stride < _MAX_WORK for stride in strides[:3]):
+        allowed = f"unit stride in the last dimension, others multiples of {align} bytes, below 2**31"
+        raise ArgumentError(name, f"strides {side.stride()}", allowed)
 
 
 def _sizes(side: torch.Tensor, hnd: bool) -> tuple[int, ...]:
     """Pages, tokens of a page, heads."""
-    return tuple(by_token(side, hnd).shape[:3]) if side.dim() == 4 else ()
-
-
-def _check_strides(name: str, side: torch.Tensor, align: int) -> None:
-    strides = side.stride()
-    if strides[3] != 1 or any(stride % align for stride in strides[:3]):
-        raise ArgumentError(
-            name, f"strides {strides}", f"unit stride in the last dimension, others multiples of {align}"
-        )
-    if any(not 0 <= stride < _MAX_WORK for stride in strides[:3]):
-        raise ArgumentError(name, f"strides {strides}", "below 2**31 bytes")
+    if side.dim() != 4:
+        raise ArgumentError("kv_cache", f"shape {tuple(side.shape)}", "four dimensions")
+    return tuple(by_token(side, hnd).shape[:3])
 
 
 def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:

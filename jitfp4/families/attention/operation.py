@@ -8,6 +8,7 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.problem import (
+    CACHES,
     DTYPES,
     TILE,
     Pages,
@@ -28,6 +29,7 @@ from jitfp4.spec import F32, I64, Ptr
 class Arguments(NamedTuple):
     """Queries [tokens, heads, d] over a cache [pages, heads, page, ...] (HND) or [pages, page, heads, ...] (NHD).
 
+    The scales are those of an NVFP4 cache, which is uint8.
     Page numbers are [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends``, those of request b are
     block_tables[page_ends[b] : page_ends[b + 1]]. Scales multiply: ``bmm1`` by ``bmm1_scale`` where there is one.
     ``max_tokens`` bounds a request, ``max_pages`` all of them; neither changes what is read.
@@ -36,8 +38,8 @@ class Arguments(NamedTuple):
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
-    key_scales: torch.Tensor
-    value_scales: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     page_ends: torch.Tensor | None
@@ -109,7 +111,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     }
     sides = {"k": a.key_cache, "v": a.value_cache, "k_scales": a.key_scales, "v_scales": a.value_scales}
     for name, side in sides.items():
-        strides = _strides(side, a.hnd)
+        strides = (0, 0, 0) if side is None else _strides(side, a.hnd)
         bound |= {f"{name}_{of}_stride": stride for of, stride in zip(("page", "token", "head"), strides, strict=True)}
     return bound
 
@@ -122,14 +124,9 @@ def _heads_and_page(a: Arguments) -> tuple[int, int]:
 def _problem(a: Arguments) -> Problem:
     heads, page = _heads_and_page(a)
     d = a.query.shape[2]
+    sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
     packed = all(
-        _strides(side, a.hnd)[1] == row
-        for side, row in (
-            (a.key_cache, d // 2),
-            (a.value_cache, d // 2),
-            (a.key_scales, d // 16),
-            (a.value_scales, d // 16),
-        )
+        _strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None
     )
     rows = 8 if a.query.shape[1] // heads * a.q_len_per_req <= 8 else 16
     tiles = ceil_div(a.max_tokens, TILE)
@@ -137,6 +134,7 @@ def _problem(a: Arguments) -> Problem:
         tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, a.seq_lens.shape[0]))
     tiles = _power_of_two(tiles)
     return Problem(
+        cache=CACHES[a.key_cache.dtype],
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
@@ -157,8 +155,11 @@ def _power_of_two(n: int) -> int:
 
 
 def _reference(a: Arguments) -> None:
-    k = reference.Side(by_token(a.key_cache, a.hnd), by_token(a.key_scales, a.hnd))
-    v = reference.Side(by_token(a.value_cache, a.hnd), by_token(a.value_scales, a.hnd), a.interleaved)
+    k = reference.Side(by_token(a.key_cache, a.hnd))
+    v = reference.Side(by_token(a.value_cache, a.hnd))
+    if a.key_scales is not None and a.value_scales is not None:
+        k = reference.Side(k.data, by_token(a.key_scales, a.hnd))
+        v = reference.Side(v.data, by_token(a.value_scales, a.hnd), a.interleaved)
     batch = a.seq_lens.shape[0]
     tables = a.block_tables
     if a.page_ends is not None:

@@ -29,6 +29,29 @@ _CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 _COUNTER_BYTES = 4
 
 
+class Cache(StrEnum):
+    """What K and V are kept as."""
+
+    NVFP4 = "nvfp4"
+    E4M3 = "e4m3"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return {Cache.NVFP4: 4, Cache.E4M3: 8}.get(self, 16)
+
+
+CACHES = {
+    torch.uint8: Cache.NVFP4,
+    torch.float8_e4m3fn: Cache.E4M3,
+    torch.float16: Cache.F16,
+    torch.bfloat16: Cache.BF16,
+}
+"""By the dtype of their tensors."""
+
+
 class Pages(StrEnum):
     """How the tokens of a tile lie in pages: in one, each half in one, or in any number of them."""
 
@@ -49,6 +72,7 @@ class Problem(NamedTuple):
     growing contexts are few problems. Lengths themselves are on the device.
     """
 
+    cache: Cache
     q_dtype: DType
     out_dtype: DType
     head_dim: int
@@ -89,6 +113,7 @@ class Spec(KernelSpec):
     ``min_ctas`` CTAs of ``warps`` warps fit an SM; ``head_warps`` of them take the same tokens for different KV heads.
     """
 
+    cache: Cache
     q_dtype: DType
     out_dtype: DType
     head_dim: int
@@ -105,7 +130,8 @@ class Spec(KernelSpec):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a tile: K and V, their scales, which tokens have no page."""
-        return 2 * TILE * (self.head_dim // 2 + self.head_dim // 16) + 16
+        scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
+        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales) + 16
 
     @property
     def part_bytes(self) -> int:

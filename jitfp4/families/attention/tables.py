@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jitfp4.arch import Arch
-from jitfp4.families.attention.problem import Pages, Problem, Tactic
+from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
 
@@ -20,6 +20,12 @@ _SHORT = 128  # tiles of a request
 
 TABLE = Table(
     (
+        *rows(
+            (Tactic(6, 3, 1), {"cache": Cache.E4M3, "wide": False}),
+            (Tactic(4, 3, 1), {"cache": Cache.E4M3}),
+            (Tactic(4, 3, 1), {"cache": Cache.BF16}),
+            (Tactic(4, 3, 1), {"cache": Cache.F16}),
+        ),
         *rows(
             (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),
             (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
@@ -37,6 +43,7 @@ TABLE = Table(
         Row(Tactic(4, 2, 2)),
         Row(Tactic(4, 2, 1)),
         Row(Tactic(2, 2, 1)),
+        Row(Tactic(1, 2, 1)),
     ),
     measured="h200/attention_search.csv",
 )
@@ -58,6 +65,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
     yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)
+    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
+        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache, head_dim=256, rows=16)
 
 
 def _problem(
@@ -71,10 +81,13 @@ def _problem(
     rows: int = 8,
     head_dim: int = 128,
     heads: int = 8,
+    cache: Cache = Cache.NVFP4,
 ) -> Problem:
+    dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
-        q_dtype=DType.BF16,
-        out_dtype=DType.BF16,
+        cache=cache,
+        q_dtype=dtype,
+        out_dtype=dtype,
         head_dim=head_dim,
         rows=rows,
         heads=heads,
