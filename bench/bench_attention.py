@@ -30,7 +30,8 @@ CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 HEADS = ((64, 8), (32, 8), (8, 1))
 LAYOUTS = (("HND", 16), ("HND", 64), ("NHD", 16))
 HEAD_DIM = 128
-TOKEN_BYTES = 2 * (HEAD_DIM // 2 + HEAD_DIM // 16)  # of a KV head
+CACHES = {"nvfp4": HEAD_DIM // 2 + HEAD_DIM // 16, "fp8": HEAD_DIM, "bf16": 2 * HEAD_DIM}
+"""Bytes that a token takes on each side, for one KV head."""
 READ_BYTES = 1 << 30
 PEERS = Path(__file__).parent / "results/h200/attention_peers.csv"
 
@@ -48,6 +49,7 @@ extern "C" __global__ void read(const uint4* p, unsigned* out, long long n) {
 
 
 class Case(NamedTuple):
+    cache: str
     heads: int
     kv_heads: int
     kv_layout: str
@@ -57,34 +59,44 @@ class Case(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return self.batch * self.context * self.kv_heads * TOKEN_BYTES
+        return self.batch * self.context * self.kv_heads * 2 * CACHES[self.cache]
 
 
 def cases(limit: int) -> Iterator[Case]:
-    """The whole grid for the first heads, and its edges for the others, as far as memory goes."""
-    for (heads, kv_heads), (layout, page), batch, context in itertools.product(HEADS, LAYOUTS, BATCHES, CONTEXTS):
-        case = Case(heads, kv_heads, layout, page, batch, context)
-        edge = context in (8192, 131072) and batch in (1, 16, 64)
-        if case.bytes <= limit and ((heads, kv_heads, page) == (64, 8, 64) or edge):
+    """The whole grid for the first heads, and its edges for others and other caches, as far as memory goes."""
+    for cache, (heads, kv_heads), (layout, page), batch, context in itertools.product(
+        CACHES, HEADS, LAYOUTS, BATCHES, CONTEXTS
+    ):
+        case = Case(cache, heads, kv_heads, layout, page, batch, context)
+        first = (heads, kv_heads, page) == (64, 8, 64)
+        edge = context in (1024, 8192, 131072) and batch in (1, 16, 64, 256)
+        if case.bytes <= limit and (first if cache == "nvfp4" else first and edge) | (cache == "nvfp4" and edge):
             yield case
 
 
 class Pool:
-    """Random codes and scales that all cases share, as pages of any layout."""
+    """Random floats that all cases share, as pages of any layout: as codes, they are as good as any."""
 
     def __init__(self, size: int) -> None:
-        blocks = size // (TOKEN_BYTES // 2) // 2
-        self.codes = [torch.randint(0, 256, (blocks, HEAD_DIM // 2), dtype=torch.uint8, device="cuda") for _ in "kv"]
-        self.scales = [torch.randint(36, 60, (blocks, HEAD_DIM // 16), dtype=torch.uint8, device="cuda") for _ in "kv"]
+        self._data = torch.randn(size // 2, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
+        self._scales = torch.randint(36, 60, (size // 8,), dtype=torch.uint8, device="cuda")
         self._workspace = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
         self._next = 0
 
     def call(self, case: Case) -> Call:
         """One call on pages of its own, as long as there are any."""
-        tokens = len(self.codes[0]) // case.kv_heads // case.page * case.page
-        pages, columns = tokens // case.page, -(-case.context // case.page)
+        columns = -(-case.context // case.page)
         order = (case.kv_heads, case.page) if case.kv_layout == "HND" else (case.page, case.kv_heads)
-        sides = [t[: tokens * case.kv_heads].view(pages, *order, -1) for t in (*self.codes, *self.scales)]
+        row = HEAD_DIM // 2 if case.cache == "nvfp4" else CACHES[case.cache]
+        pages = len(self._data) // (2 * case.kv_heads * case.page * row)
+        dtype = {"nvfp4": torch.uint8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}[case.cache]
+
+        def sides(memory: torch.Tensor, row: int) -> list[torch.Tensor]:
+            size = pages * case.kv_heads * case.page * row
+            return [memory[side * size : (side + 1) * size].view(pages, *order, row) for side in (0, 1)]
+
+        key, value = (side.view(dtype) for side in sides(self._data, row))
+        scales = tuple(sides(self._scales, HEAD_DIM // 16)) if case.cache == "nvfp4" else None
         numbers = (torch.arange(case.batch * columns, device="cuda") + self._next) % pages
         self._next = (self._next + case.batch * columns) % pages
         numbers = numbers[torch.randperm(len(numbers), device="cuda")].view(case.batch, columns).to(torch.int32)
@@ -93,7 +105,7 @@ class Pool:
         out = torch.empty_like(query)
         return lambda: jitfp4.trtllm_batch_decode_with_kv_cache(
             query,
-            (sides[0], sides[1]),
+            (key, value),
             self._workspace,
             numbers,
             lengths,
@@ -102,7 +114,7 @@ class Pool:
             0.5,
             out=out,
             kv_layout=case.kv_layout,
-            kv_cache_sf=(sides[2], sides[3]),
+            kv_cache_sf=scales,
             v_scale_layout="linear",
         )
 
@@ -144,10 +156,11 @@ def measure(case: Case, pool: Pool, read: float, best: dict[str, float]) -> dict
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for (layout, page), group in itertools.groupby(rows, key=lambda row: (row["kv_layout"], row["page"])):
+    kinds = ("cache", "heads", "kv_heads", "kv_layout", "page")
+    for kind, group in itertools.groupby(rows, key=lambda row: tuple(row[name] for name in kinds)):
         mine = list(group)
         big = [row for row in mine if row["mib"] >= 512]
-        yield f"{layout} pages of {page}: geomean of the read bandwidth {geomean(r['of_read'] for r in mine):.3f}" + (
+        yield f"{kind}: geomean of the read bandwidth {geomean(r['of_read'] for r in mine):.3f}" + (
             f", from 512 MiB on {min(r['of_read'] for r in big):.3f} to {max(r['of_read'] for r in big):.3f}"
             if big
             else ""

@@ -29,6 +29,18 @@ CASES = {
     "two_tables": {"shared": False, "missing": ((0, 0, 1, -1), (1, 1, 2, 10**6))},
     "missing_pages": {"page": 4, "missing": ((0, 0, 1, -1), (0, 1, 1, -1), (1, 0, 2, 2**30), (1, 1, 2, 2**30))},
     "fp16": {"q_dtype": torch.float16},
+    "cache_bf16": {"cache": torch.bfloat16, "kv_layout": "NHD"},
+    "cache_bf16_d_256": {"cache": torch.bfloat16, "head_dim": 256, "kv_heads": 1, "page": 5},
+    "cache_fp16_d_64": {"cache": torch.float16, "q_dtype": torch.float16, "head_dim": 64, "group": 16},
+    "cache_e4m3": {"cache": torch.float8_e4m3fn, "missing": ((0, 0, 1, -1),)},
+    "cache_e4m3_d_64": {"cache": torch.float8_e4m3fn, "head_dim": 64, "page": 64, "q_dtype": torch.float16},
+    "cache_e4m3_d_256": {
+        "cache": torch.float8_e4m3fn,
+        "head_dim": 256,
+        "kv_heads": 1,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+    },
     "e4m3": {"q_dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16},
     "e4m3_out": {"out_dtype": torch.float8_e4m3fn},
 }
@@ -67,7 +79,7 @@ def test_the_simulated_kernel_is_attention(name: str) -> None:
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", ["hnd", "page_3", "page_8_interleaved", "group_16"])
+@pytest.mark.parametrize("name", ["hnd", "page_8_interleaved", "cache_bf16", "cache_e4m3"])
 def test_no_races(name: str, arch: str) -> None:
     case = Case(**CASES[name])
     with sim.device(arch, races=True):

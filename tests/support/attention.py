@@ -14,8 +14,9 @@ NAN_BYTE = 0x7F
 
 @dataclass
 class Case:
-    """A batch over a cache of random codes. Scales are NaN bytes wherever no token of a request lies."""
+    """A batch over a cache of random codes or floats. Where no token of a request lies, scales or floats are NaN."""
 
+    cache: torch.dtype = torch.uint8
     lengths: tuple[int, ...] = (70, 33)
     q_lens: tuple[int, ...] | int = 1
     kv_heads: int = 2
@@ -43,22 +44,27 @@ class Case:
         numbers = torch.randperm(self.pages)[: 2 * batch * columns].view(batch, 2, columns).to(torch.int32)
         if self.shared:
             numbers[:, 1] = numbers[:, 0]
-        codes = [torch.randint(0, 256, (self.pages, self.page, self.kv_heads, d // 2)).to(torch.uint8) for _ in "kv"]
-        scales = [torch.randint(36, 60, (self.pages, self.page, self.kv_heads, d // 16)).to(torch.uint8) for _ in "kv"]
+        shape = (self.pages, self.page, self.kv_heads)
+        if self.cache == torch.uint8:
+            data = [torch.randint(0, 256, (*shape, d // 2)).to(torch.uint8) for _ in "kv"]
+            scales = [torch.randint(36, 60, (*shape, d // 16)).to(torch.uint8) for _ in "kv"]
+        else:
+            data, scales = [torch.randn(*shape, d).to(self.cache).view(torch.uint8) for _ in "kv"], []
         for side in (0, 1):
             used = torch.zeros(self.pages, self.page, dtype=torch.bool)
             for b, length in enumerate(self.lengths):
                 for token in range(length):
                     used[numbers[b, side, token // self.page], token % self.page] = True
-            scales[side][~used] = NAN_BYTE
-        self.linear = [codes, [scale.clone() for scale in scales]]
+            (scales or data)[side][~used] = NAN_BYTE if self.cache != torch.bfloat16 else 0xFF
+        self.linear = [data, [scale.clone() for scale in scales]]
         for b, side, column, number in self.missing:
             numbers[b, side, column] = number
-        if self.v_scale_layout == "interleaved4":
+        if scales and self.v_scale_layout == "interleaved4":
             scales[1] = interleave(scales[1])
         self.numbers = numbers
-        laid = [self._lay(tensor) for tensor in (*codes, *scales)]
-        self.kv_cache, self.kv_cache_sf = (laid[0], laid[1]), (laid[2], laid[3])
+        laid = [self._lay(tensor) for tensor in (*data, *scales)]
+        self.kv_cache = (laid[0].view(self.cache), laid[1].view(self.cache))
+        self.kv_cache_sf = (laid[2], laid[3]) if scales else None
         tables = numbers[:, 0] if self.shared else numbers
         self.block_tables = tables.contiguous().to(self.device)
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
@@ -134,9 +140,12 @@ class Case:
         at = [t for t in range(length) if all(0 <= n < self.pages for n in self.numbers[b, :, t // self.page].tolist())]
         sides = []
         for side in (0, 1):
-            codes, scales = self.linear[0][side], self.linear[1][side]
+            data = self.linear[0][side]
             rows = [(int(self.numbers[b, side, t // self.page]), t % self.page) for t in at]
-            picked = [dequantize(codes[n, slot], scales[n, slot]) for n, slot in rows]
+            if self.cache == torch.uint8:
+                picked = [dequantize(data[n, slot], self.linear[1][side][n, slot]) for n, slot in rows]
+            else:
+                picked = [data[n, slot].view(self.cache).float().double() for n, slot in rows]
             sides.append(torch.stack(picked) if picked else torch.zeros(0, self.kv_heads, self.head_dim).double())
         return sides[0], sides[1], at
 

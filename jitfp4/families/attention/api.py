@@ -59,10 +59,9 @@ def trtllm_batch_decode_with_kv_cache(
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
             bytes. Request b owns ``q_len_per_req`` tokens in order, or those that cum_seq_lens_q gives.
         kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
-            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or
-            query's dtype of 16 bits, with d in the last dimension. Any strides that are
-            multiples of 16 bytes, with unit stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads
-            for each KV head.
+            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or 16-bit
+            floats of query's dtype, with d in the last dimension. Any strides that are multiples of 16 bytes, with unit
+            stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads for each KV head.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
             share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
@@ -78,8 +77,8 @@ def trtllm_batch_decode_with_kv_cache(
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         max_q_len, cum_seq_lens_q: instead, int32 [batch + 1], where each request's queries end, and a bound of 1 to 8.
-        kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last dimension and
-            strides that are multiples of that. ``kv_block_scales`` is its older name.
+        kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
+            dimension and strides that are multiples of that. ``kv_block_scales`` is its older name.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
             tokens), or "linear".
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.

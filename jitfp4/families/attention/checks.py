@@ -90,7 +90,7 @@ def check_cache(
     if key.dtype.itemsize == 2:
         check_dtype("kv_cache", key, (query.dtype,))
     d = query.shape[2]
-    pages, page, heads = _sizes(key, hnd)
+    _, page, heads = _sizes(key, hnd)
     for side in (key, value):
         _check_side("kv_cache", side, (*key.shape[:3], d // 2 if key.dtype == torch.uint8 else d), (key.dtype,), query)
     sides = [side for side in (key_scales, value_scales) if side is not None]
@@ -108,8 +108,8 @@ def check_cache(
     group, rest = divmod(query.shape[1], max(1, heads))
     if rest or not 1 <= group <= MAX_GROUP:
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
-    scales = [side.view(torch.uint8) for side in sides] or [None, None]
-    return Cache(key, value, scales[0], scales[1], heads, page, interleaved)
+    scales = [side.view(torch.uint8) for side in sides]
+    return Cache(key, value, scales[0] if scales else None, scales[1] if scales else None, heads, page, interleaved)
 
 
 def _check_side(

@@ -125,9 +125,7 @@ def _problem(a: Arguments) -> Problem:
     heads, page = _heads_and_page(a)
     d = a.query.shape[2]
     sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
-    packed = all(
-        _strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None
-    )
+    packed = all(_strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
     rows = 8 if a.query.shape[1] // heads * a.q_len_per_req <= 8 else 16
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all
