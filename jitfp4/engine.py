@@ -105,8 +105,13 @@ def _build_lock(kernel: AnyKernel, spec: KernelSpec) -> threading.Lock:  # noqa:
     return threading.Lock()
 
 
-@functools.cache
 def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
+    with _build_lock(kernel, spec):  # threads that meet it together compile it once
+        return _compile_ptx(kernel, spec, arch)
+
+
+@functools.cache
+def _compile_ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     if cache().config.offline:
         raise OfflineError(f"the simulator compiles {kernel.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
     return nvrtc.compile_ptx(kernel.render(spec, arch), arch, symbol=kernel.symbol)
@@ -169,7 +174,7 @@ def reset() -> None:
     """Forget calls, loaded kernels and the cache's configuration; the next call reads the environment again."""
     _kernels.clear()
     replay.forget()
-    for memo in (cache, _ptx, _build_lock):
+    for memo in (cache, _compile_ptx, _build_lock):
         memo.cache_clear()
 
 
