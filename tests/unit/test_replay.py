@@ -182,6 +182,24 @@ class TestLogic:
         public.call(aligned(4, 8), x)
         assert public.ran == 3
 
+    def test_arguments_at_one_address_are_repeated_while_they_share_it(self) -> None:
+        launched: list[FakeLaunch] = []
+
+        @replay.replayed
+        def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(4)
+            launched.append(FakeLaunch())
+            replay.note(replay.Step(launched[-1], (a, b, out), (), ()))
+            return out
+
+        one, other = aligned(4), aligned(4)
+        total(one, one)
+        total(other, other)
+        assert len(launched) == 1 and launched[0].repeated[0][:2] == (other.data_ptr(), other.data_ptr())
+        total(one, other)
+        total(other, one)
+        assert len(launched) == 2 and launched[1].repeated[0][:2] == (other.data_ptr(), one.data_ptr())
+
     def test_a_result_that_is_part_of_something_larger_is_not_repeated(self) -> None:
         ran = []
 
