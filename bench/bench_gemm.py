@@ -179,7 +179,7 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
     """Every tactic for every case, until the time is over."""
     kernel = MM_BF16_FP4.kernels[0]
     cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in SEARCHED_ROWS]
-    specs = {kernel.specialise(case, tactic) for case in cases for tactic in MM_BF16_FP4.candidates(case, arch)}
+    specs = {kernel.specialise(case, tactic) for case in cases for tactic in kernel.candidates(case, arch)}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: build(kernel, spec, arch), specs))
     began = time.monotonic()
@@ -187,7 +187,7 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
         weights = make_weights(n, k)
         for case in group:
             a = torch.randn(case.m, k, device="cuda").bfloat16()
-            for tactic in MM_BF16_FP4.candidates(case, arch):
+            for tactic in kernel.candidates(case, arch):
                 geometry = kernel.geometry(case, tactic, arch)
                 waves = geometry.grid[0] * geometry.grid[1] / (arch.num_sms * tactic.ctas)
                 if time.monotonic() > began + seconds or (tactic.split > 1 and waves > 3):

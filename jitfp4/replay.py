@@ -32,15 +32,14 @@ _MOST = 4096  # flags that a function remembers calls for, and sets of addresses
 class Launch(Protocol):
     """A launch that can be repeated: driver.PreparedLaunch."""
 
-    tensors: tuple[torch.Tensor, ...]
-
     def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
 class Step(NamedTuple):
-    """A launch of a call, and what has to hold for its tensors, by number: alignment, and memory of their own."""
+    """A launch of a call, its tensors, and what has to hold for them, by number: alignment, memory of their own."""
 
     launch: Launch
+    tensors: Sequence[torch.Tensor]
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int], ...]
 
@@ -159,9 +158,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
             if len(memory) >= _MOST:
                 memory.clear()
             memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
-    for step in steps:
-        if step is not None:
-            step.launch.tensors = ()  # a memory of calls must not keep their tensors alive
     return result
 
 
@@ -236,7 +232,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
             number = places[tensor.data_ptr()] = len(given) + len(outputs)
             outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
         results.append(number)
-    tensors = step.launch.tensors
+    tensors = step.tensors
     if any(tensor.data_ptr() not in places for tensor in tensors):
         return None, True
     sizes = [high - low for low, high in map(extent, tensors)]

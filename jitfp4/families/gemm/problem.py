@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,14 @@ class Problem(NamedTuple):
     def tiles_per_sm(self, arch: Arch) -> float:
         """Tiles of 64 rows of the weight."""
         return ceil_div(self.n, TILE_ROWS) / arch.num_sms
+
+    def waves(self, arch: Arch) -> float:
+        """Of tiles of 128 rows of the weight by 256 of x, one on each SM."""
+        return ceil_div(self.n, 128) * ceil_div(self.m, 256) / arch.num_sms
+
+    def idle(self, arch: Arch) -> float:
+        """The share of those waves that has nothing to do."""
+        return 1 - self.waves(arch) / math.ceil(self.waves(arch))
 
 
 @dataclass(frozen=True, slots=True)
