@@ -31,7 +31,7 @@ from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
-from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem
 from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.formats import NVFP4, DType
@@ -176,8 +176,8 @@ def measure(arch: Arch) -> Iterator[dict[str, object]]:
 
 
 def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
-    """Every tactic for every case, until the time is over."""
-    kernel = MM_BF16_FP4.kernels[0]
+    """Every tactic of the kernel for few rows, for every case, until the time is over."""
+    kernel = NARROW
     cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in SEARCHED_ROWS]
     specs = {kernel.specialise(case, tactic) for case in cases for tactic in kernel.candidates(case, arch)}
     with ThreadPoolExecutor() as pool:

@@ -375,7 +375,8 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 // an 8 x 8 matrix is [g][2 c], [g][2 c + 1].
 namespace ptx {
 // d += a b of a 16 x 16 by a 16 x 8 matrix in float32. a is a[g][2 c..], a[g + 8][2 c..], a[g][2 c + 8..],
-// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c], d[g + 8][2 c + 1].
+// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c],
+// d[g + 8][2 c + 1].
 template <typename T> __device__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
 __device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
