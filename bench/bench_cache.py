@@ -22,8 +22,8 @@ from jitfp4.cache import Built, Cache, Loaded
 from jitfp4.config import Config
 from jitfp4.keys import Recipe
 
-ARCH, FAMILY, TOOLCHAIN = "sm_90a", "quantize/vector", "nvrtc-bench"
-SYMBOL = FAMILY.replace("/", "_")
+ARCH, KERNEL, TOOLCHAIN = "sm_90a", "quantize/vector", "nvrtc-bench"
+SYMBOL = KERNEL.replace("/", "_")
 CUBIN_BYTES, SOURCE_BYTES = 30_000, 11_000
 LOADS, PUBLISHES, PROCESSES, RUNS, COLD_RUNS = 2000, 200, 64, 9, 5
 LOAD_US = 60.0  # the bar
@@ -128,7 +128,7 @@ def own_cold(source: str, folder: Path) -> Callable[[], bool]:
     from jitfp4.arch import Arch
 
     arch = Arch.of(ARCH)
-    nvrtc._bindings()
+    nvrtc._library()
     recipe = Recipe(family="bench", arch=ARCH, options=nvrtc.compile_options(arch), source=source)
     cache = Cache(Config(cache_dir=folder))
 
@@ -216,10 +216,10 @@ def render_kernel() -> str:
     """The largest source among the quantize kernels of one architecture."""
     import jitfp4.families  # noqa: F401
     from jitfp4.arch import Arch
-    from jitfp4.registry import lookup
+    from jitfp4.kernel import lookup
 
-    family, arch = lookup(FAMILY), Arch.of(ARCH)
-    return max((family.render(spec, arch) for spec in family.specs(arch)), key=len)
+    kernel, arch = lookup(KERNEL), Arch.of(ARCH)
+    return max((kernel.render(spec, arch) for spec in kernel.specs(arch)), key=len)
 
 
 def in_fresh_process(*arguments: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,22 +23,19 @@ from typing import Any
 
 import torch
 
-from bench.harness import geomean, write_results
+from bench.harness import REPLAYS, Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
-from jitfp4.families.gdn.selection import CHUNK, DELTA_RULE
+from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
 
-CALLS, REPLAYS = 10, 15
-WARM_UP_S = 0.03  # after a pause, what runs first is up to a tenth slower
 HEADS, HEAD_DIM = 16, 128
 K_MAJOR = "f32 [K, V]"
 STATES = {"f32": torch.float32, "bf16": torch.bfloat16, K_MAJOR: torch.float32}
 BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKENS = (1, 2, 4, 8)
 COMPILE_ARCHS = ("sm_90a", "sm_100a")
-COPY_CHUNK = 256 << 20  # one copy of more than this runs at two thirds of the speed
 
 # microseconds by (updates the state, tokens), one for each of BATCHES; states of every token kept; 32 value heads
 FLASHINFER_US: dict[tuple[bool, int], Sequence[float]] = {
@@ -48,8 +44,6 @@ FLASHINFER_US: dict[tuple[bool, int], Sequence[float]] = {
     (True, 8): (8.7, 25.0, 56.7, 104.8, 199.1, 388.9, 764.4, 1514.5),
     (False, 8): (8.4, 24.3, 51.1, 96.7, 182.1, 351.4, 688.1, 1362.1),
 }
-
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,32 +87,6 @@ def cases(value_heads: int) -> Iterator[Case]:
             yield Case(batch=batch, tokens=tokens, update=update, steps=steps, value_heads=value_heads, state=state)
 
 
-def replay_us(call: Call, replays: int = REPLAYS) -> float:
-    """Median microseconds of a call, from replays of a graph of ten."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-        until = time.perf_counter() + WARM_UP_S
-        while time.perf_counter() < until:
-            graph.replay()
-            stream.synchronize()
-        times = []
-        for _ in range(replays):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(1e3 * start.elapsed_time(stop) / CALLS)
-    return statistics.median(times)
-
-
 def arguments(case: Case) -> dict[str, Any]:
     """What gated_delta_rule_mtp() takes, filled with normal values; or gated_delta_rule_decode() for [K, V]."""
     rows, heads, dtype = (case.batch, case.tokens), case.value_heads, STATES[case.state]
@@ -147,12 +115,9 @@ def arguments(case: Case) -> dict[str, Any]:
     }
 
 
-def copy_us(moved_bytes: int) -> float:
-    """A device-to-device copy that reads and writes ``moved_bytes`` together."""
-    source = torch.randn(moved_bytes // 8, device="cuda")
-    target = torch.empty_like(source)
-    chunks = list(zip(target.split(COPY_CHUNK // 4), source.split(COPY_CHUNK // 4), strict=True))
-    return replay_us(lambda: [out.copy_(x) for out, x in chunks])
+def warm_us(call: Call, replays: int = REPLAYS) -> float:
+    """Of calls that follow each other on one set of tensors, as decoding steps do."""
+    return time_us(lambda: call, 0, l2="warm", replays=replays)
 
 
 def fla_us(given: dict[str, Any]) -> float | None:
@@ -164,18 +129,20 @@ def fla_us(given: dict[str, Any]) -> float | None:
     rate = torch.exp(given["A_log"]) * torch.nn.functional.softplus(given["a"].float() + given["dt_bias"])
     beta, state = torch.sigmoid(given["b"].float()), given["initial_state"].mT.contiguous()
     q, k, v = (given[name] for name in "qkv")
-    return replay_us(
-        lambda: fused_recurrent_gated_delta_rule(
+
+    def call() -> object:
+        return fused_recurrent_gated_delta_rule(
             q, k, v, g=-rate, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
-    )
+
+    return warm_us(call)
 
 
 def measure(case: Case) -> dict[str, object]:
     given = arguments(case)
-    us = replay_us(lambda: case.function(**given))
+    us = warm_us(lambda: case.function(**given))
     peer_us = case.flashinfer_us if case.steps else fla_us(given) if case.state == "f32" else None
-    copied_us = copy_us(case.moved_bytes)
+    copied_us = copy_us(case.moved_bytes, l2="warm")
     return {
         "value_heads": case.value_heads,
         "state": case.state,
@@ -262,14 +229,14 @@ def heatmap(rows: Sequence[Row], path: Path) -> None:
 def compile_times() -> Iterator[dict[str, object]]:
     """Milliseconds of NVRTC for every specialisation, the best of three runs; one at a time."""
     for arch in map(Arch.of, COMPILE_ARCHS):
-        for family in (DELTA_RULE, CHUNK):
-            for spec in family.specs(arch):
-                source, took = family.render(spec, arch), []
+        for kernel in (DELTA_RULE, CHUNK):
+            for spec in kernel.specs(arch):
+                source, took = kernel.render(spec, arch), []
                 for _ in range(3):
                     start = time.perf_counter()
-                    nvrtc.compile_cubin(source, arch, symbol=family.symbol)
+                    nvrtc.compile_cubin(source, arch, symbol=kernel.symbol)
                     took.append(1e3 * (time.perf_counter() - start))
-                yield {"arch": arch.name, "kernel": family.name, "spec": str(spec), "ms": round(min(took), 1)}
+                yield {"arch": arch.name, "kernel": kernel.name, "spec": str(spec), "ms": round(min(took), 1)}
 
 
 def main() -> None:

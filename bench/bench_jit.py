@@ -57,16 +57,18 @@ def first_call() -> dict[str, Any]:
     steps = Steps()
     torch = steps.run("import torch", lambda: __import__("torch"))
     steps.run("import jitfp4", lambda: __import__("jitfp4.families"))
-    from jitfp4 import engine, nvrtc, registry
+    from jitfp4 import engine, kernel, nvrtc
     from jitfp4.arch import Arch
     from jitfp4.cache import layer, store
     from jitfp4.families import quantize
-    from jitfp4.formats import DType
+    from jitfp4.families.quantize.operation import QUANTIZE
+    from jitfp4.families.quantize.problem import Problem
+    from jitfp4.formats import NVFP4, DType
     from jitfp4.layouts import SfLayout
 
-    steps.watch(registry, "render", "render")
+    steps.watch(kernel, "render", "render")
     steps.watch(nvrtc, "toolchain", "recognise NVRTC")
-    steps.watch(nvrtc, "_bindings", "load NVRTC")
+    steps.watch(nvrtc, "_library", "load NVRTC")
     steps.watch(nvrtc, "compile_cubin", "compile")
     steps.watch(store, "publish", "publish")
     steps.watch(layer.Layer, "load", "verify")
@@ -78,9 +80,9 @@ def first_call() -> dict[str, Any]:
         steps.watch(driver.LoadedKernel, "__init__", "load")
         steps.run("rest of the call", lambda: (quantize.nvfp4_quantize(a, scale), torch.cuda.synchronize()))
     else:
-        spec = quantize.select(in_dtype=DType.BF16, sf_layout=SfLayout.layout_128x4, m=m, k=k)
-        arch = Arch.of(ARCH_WITHOUT_GPU)
-        steps.run("rest of the call", lambda: engine.build(quantize.NVFP4_VECTOR, spec, arch))
+        problem, arch = Problem(NVFP4, DType.BF16, SfLayout.layout_128x4, False, False, m, k), Arch.of(ARCH_WITHOUT_GPU)
+        plan = QUANTIZE.plan(problem, arch)
+        steps.run("rest of the call", lambda: engine.build(plan.kernel, plan.spec, arch))
     info = engine.cache_info()
     mapped = "libnvrtc.so" in Path("/proc/self/maps").read_text()
     return {"ms": steps.ms, "builds": info.builds, "hits": info.hits, "nvrtc_mapped": mapped}

@@ -1,7 +1,8 @@
-"""Host time of one call: nvfp4_quantize with preallocated outputs, a Triton kernel with as many arguments, a torch op.
+"""Host time of one call: public functions, their operators, and what a launch costs elsewhere.
 
-Run on a GPU: ``python bench/bench_launch.py [--out DIR]``. The GPU work is tiny and asynchronous; what is measured is
-the time until the call returns.
+Run on a GPU: ``python -m bench.bench_launch [--out DIR]``. The GPU work is tiny and asynchronous; what is measured is
+the time until the call returns. ``torch_ops`` and ``triton_launches`` are the figure over that of a torch in-place
+addition and of a Triton kernel with 7 arguments, in the same run.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from pathlib import Path
 
 import torch
 
+from bench.bench_gdn import Case, arguments
 from bench.harness import write_results
 from bench.stamp import stamp
-from jitfp4 import nvfp4_quantize
-from jitfp4.families.quantize import ops
+from jitfp4 import gated_delta_rule_mtp, nvfp4_quantize, replay, rmsnorm_fp4quant
 
 CALLS, ROUNDS = 2000, 9
+TORCH, TRITON = "torch in-place add", "Triton kernel, 7 arguments"
+
+Call = Callable[[], object]
 
 
-def host_us(call: Callable[[], object]) -> float:
+def host_us(call: Call) -> float:
     """Median over rounds of the mean host microseconds per call; the queue is drained between rounds."""
     rounds = []
     for _ in range(ROUNDS + 2):
@@ -34,7 +38,7 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(rounds[2:])
 
 
-def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor) -> Callable[[], object] | None:
+def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor) -> Call | None:
     """A Triton kernel with nvfp4_quantize's seven arguments that does next to nothing; None without Triton."""
     try:
         import triton
@@ -49,25 +53,58 @@ def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch
     return lambda: kernel[(1,)](a, scale, q, sf, 128, 256, 256)
 
 
+def checked(call: Call) -> Call:
+    """The call as it is when nothing of it is remembered."""
+
+    def suspended() -> object:
+        with replay.suspended():
+            return call()
+
+    return suspended
+
+
+def calls() -> dict[str, Call | None]:
+    a, scale = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16), torch.ones(1, device="cuda")
+    q, sf = nvfp4_quantize(a, scale)
+    weight, normed, norm_sf = torch.randn_like(a[0]), torch.empty_like(q), torch.empty_like(q[:, :16])
+    delta_rule = arguments(Case(batch=1, tokens=2))
+    operator = torch.ops.jitfp4.quantize.default
+
+    def given() -> object:
+        return nvfp4_quantize(a, scale, out=q, out_sf=sf)
+
+    return {
+        "nvfp4_quantize, outputs given": given,
+        "nvfp4_quantize, outputs allocated": lambda: nvfp4_quantize(a, scale),
+        "nvfp4_quantize, outputs given, checked": checked(given),
+        "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, None, ""),
+        "rmsnorm_fp4quant, outputs given": lambda: rmsnorm_fp4quant(a, weight, normed, norm_sf),
+        "rmsnorm_fp4quant, outputs allocated": lambda: rmsnorm_fp4quant(a, weight),
+        "gated_delta_rule_mtp, outputs given": lambda: gated_delta_rule_mtp(**delta_rule),
+        TORCH: lambda: a.add_(1),
+        TRITON: triton_call(a, scale, q, sf),
+        "two torch.empty": lambda: (torch.empty((128, 128), dtype=torch.uint8, device="cuda"),
+                                    torch.empty((128, 16), dtype=torch.uint8, device="cuda")),
+        "torch.empty_strided": lambda: torch.empty_strided((128, 128), (128, 1), dtype=torch.uint8, device="cuda"),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     out = parser.parse_args().out
-    a = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
-    scale = torch.ones(1, device="cuda")
-    q, sf = nvfp4_quantize(a, scale)
-    operator = torch.ops.jitfp4.quantize.default
-    calls: dict[str, Callable[[], object] | None] = {
-        "jitfp4.nvfp4_quantize, outputs given": lambda: nvfp4_quantize(a, scale, out=q, out_sf=sf),
-        "jitfp4.nvfp4_quantize, outputs allocated": lambda: nvfp4_quantize(a, scale),
-        "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, None),
-        "its operator, called directly": lambda: ops.quantize(a, scale, q, sf, "nvfp4", 0, False, None),
-        "triton kernel, 7 arguments": triton_call(a, scale, q, sf),
-        "torch in-place add": lambda: a.add_(1),
-    }
-    rows = [{"call": name, "host_us": round(host_us(call), 2)} for name, call in calls.items() if call is not None]
+    us = {name: host_us(call) for name, call in calls().items() if call is not None}
+    rows = [
+        {
+            "call": name,
+            "host_us": round(time, 2),
+            "torch_ops": round(time / us[TORCH], 2),
+            "triton_launches": round(time / us[TRITON], 2) if TRITON in us else None,
+        }
+        for name, time in us.items()
+    ]
     for row in rows:
-        print(f"{row['host_us']:8.2f} us  {row['call']}")
+        print(f"{row['host_us']:8.2f} us {row['torch_ops']:6.2f} {row['triton_launches'] or 0:6.2f}  {row['call']}")
     write_results(out / "launch", rows, stamp())
 
 

@@ -7,7 +7,7 @@ kernel's.
 grid      nvfp4_quantize, bf16, 128x4 scales, over the 99 points of FlashInfer #2838, with programmatic dependent
           launch (the default) and without: in a graph, a kernel with it overlaps the tail of the one before.
 others    layouts, dtypes, formats, SwiGLU, batches, dequantization, on a diagonal of the grid
-variants  every kernel that select() could take, on the same diagonal: where its thresholds come from
+variants  every tactic that can run it, on the same diagonal: where the table comes from
 peers     torch.compile of the reference, a Triton kernel, and FlashInfer when it is installed
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,11 @@ import jitfp4
 from bench.harness import Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import SfLayout, nvfp4_quantize
-from jitfp4.engine import Launch, target_of
-from jitfp4.families.quantize import kernels
+from jitfp4.engine import target_of
+from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.problem import Problem, TmaTactic
 from jitfp4.formats import NVFP4, DType
 from jitfp4.reference import quantize as reference
-from jitfp4.spec import TileMap
 
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 COLUMNS = (512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768)
@@ -111,40 +112,14 @@ def dequantize(m: int, k: int, layout: SfLayout, out_dtype: torch.dtype) -> Call
 
 
 def variants() -> Iterator[dict[str, Any]]:
-    layout = SfLayout.layout_128x4
-    for (m, k), blocks, threads in product(DIAGONAL, (1, 2, 4), (64, 128, 256)):
-        spec = kernels.VectorSpec(
-            block_format=NVFP4, in_dtype=DType.BF16, sf_layout=layout, silu=False, blocks_per_thread=blocks
-        )
-        plan = Launch(kernels.VECTOR, spec, kernels.vector_geometry(spec, m=m, cols=k // 16, threads=threads))
-        yield measure(
-            "vector", m, k, of_launch(plan, m, k, 0), blocks_per_thread=blocks, threads=threads, stages=0, ctas_per_sm=0
-        )
-    for (m, k), (stages, ctas, blocks) in product(DIAGONAL, ((3, 2, 2), (6, 1, 2), (6, 2, 1))):
-        tma = kernels.TmaSpec(
-            in_dtype=DType.BF16, sf_layout=layout, stages=stages, ctas_per_sm=ctas, blocks_per_thread=blocks
-        )
-        plan = Launch(kernels.TMA, tma, kernels.tma_geometry(tma, m=m, cols=k // 16, num_sms=132))
-        rows = kernels.tma_box_rows(layout)
-        yield measure(
-            "tma", m, k, of_launch(plan, m, k, rows), blocks_per_thread=blocks, threads=544, stages=stages,
-            ctas_per_sm=ctas,
-        )  # fmt: skip
-
-
-def of_launch(plan: Launch, m: int, k: int, tile_rows: int) -> Callable[[], tuple[Call, int]]:
-    """make_call of one kernel, whatever select() would take."""
-
-    def make_call() -> tuple[Call, int]:
-        x, scale = matrix(m, k), torch.tensor([300.0], device="cuda")
-        q, sf = nvfp4_quantize(x, scale)
-        moved, target = x.nbytes + q.nbytes + sf.nbytes, target_of(x)
-        if tile_rows:
-            tiles = TileMap(x.view(torch.uint16), (tile_rows, kernels.TMA_BOX_COLS), swizzle=128)
-            return lambda: plan.run((tiles, scale, q, sf, m, k), target), moved
-        return lambda: plan.run((x, scale, q, sf, m, k, k, 0), target), moved
-
-    return make_call
+    arch = target_of(torch.empty(1, device="cuda")).arch
+    for m, k in DIAGONAL:
+        problem = Problem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k)
+        for tactic in QUANTIZE.candidates(problem, arch):
+            cut = dict.fromkeys(("blocks_per_thread", "threads", "stages", "ctas_per_sm"), 0) | asdict(tactic)
+            name = "tma" if isinstance(tactic, TmaTactic) else "vector"
+            with QUANTIZE.forced(tactic):
+                yield measure(name, m, k, of_function(nvfp4_quantize, m, k, torch.bfloat16), **cut)
 
 
 def peers() -> Iterator[dict[str, Any]]:

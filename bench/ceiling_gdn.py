@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.bench_gdn import copy_us, replay_us
-from bench.harness import write_results
+from bench.harness import copy_us, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
-from jitfp4.families.gdn.kernel import share_of_sm
+from jitfp4.families.gdn.problem import share_of_sm
 from jitfp4.spec import Geometry, Ptr
 
 ARCH = Arch.of("sm_90a")
@@ -127,7 +126,7 @@ def measure() -> Iterator[dict[str, Any]]:
         cubins = list(pool.map(lambda variant: nvrtc.compile_cubin(variant.source, ARCH, symbol="move"), chosen))
     state = torch.randn(HEADS * HEAD_BYTES // 4, device="cuda")
     steps = torch.empty(HEADS * HEAD_BYTES // 4 * max(TOKENS), device="cuda")
-    copied = {size: copy_us(size) for size in {variant.moved_bytes for variant in chosen}}
+    copied = {size: copy_us(size, l2="warm") for size in {variant.moved_bytes for variant in chosen}}
     params = (Ptr("state", "char", "[heads]"), Ptr("steps", "char", "[requests, tokens, heads]"))
     for variant, cubin in zip(chosen, cubins, strict=True):
         piece = variant.warps * variant.rows * 2048
@@ -142,7 +141,7 @@ def measure() -> Iterator[dict[str, Any]]:
         def call(kernel: LoadedKernel = kernel, geometry: Geometry = geometry) -> None:
             kernel.launch(geometry, (state, steps), stream=torch.cuda.current_stream().cuda_stream, pdl=False)
 
-        us = replay_us(call, 5)
+        us = time_us(lambda call=call: call, 0, l2="warm", replays=5)
         figures = {"us": round(us, 2), "tb_per_s": round(variant.moved_bytes / us / 1e6, 3)}
         yield variant._asdict() | figures | {"of_copy": round(copied[variant.moved_bytes] / us, 3)}
 

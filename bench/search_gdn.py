@@ -1,6 +1,6 @@
-"""Many shapes of the gated delta rule's kernels on every size: what the tables of selection.py were read from.
+"""Many tactics of the gated delta rule's kernels on every size: what families/gdn/tables.py was read from.
 
-Run on a GPU: ``python -m bench.search_gdn [--out DIR]``. One row for each case and shape; ``of_best`` is its time
+Run on a GPU: ``python -m bench.search_gdn [--out DIR]``. One row for each case and tactic; ``of_best`` is its time
 over the best one's.
 """
 
@@ -9,20 +9,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import MISSING, asdict, fields
 from itertools import groupby, product
 from pathlib import Path
-from unittest import mock
 
-from bench.bench_gdn import K_MAJOR, Case, arguments, replay_us
+from bench.bench_gdn import K_MAJOR, Case, arguments, warm_us
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import engine
 from jitfp4.arch import Arch
-from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn import operator
-from jitfp4.families.gdn.kernel import StateLayout
-from jitfp4.families.gdn.selection import ChunkShape, Problem, Shape, plan, specialise
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import ChunkTactic, Problem, StateLayout, WalkTactic
 from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")
@@ -43,30 +40,28 @@ CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 3, 4, 5, 6), 8: (0, 2, 3)}  # by warps
 LARGE = 32  # batch from which states do not stay in L2
 
 
-def shapes(case: Case) -> Iterator[Shape | ChunkShape]:
-    """Every cut that the case admits, with what can matter for it."""
-    for shape in _candidates(case):
-        with suppress(ArgumentError):
-            if specialise(problem_of(case), shape).shared_bytes <= ARCH.shared_bytes:
-                yield shape
+def tactics(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
+    """Of every cut that the case admits, those that vary what can matter for it."""
+    wanted = set(_worth_trying(case))
+    return (tactic for tactic in GATED_DELTA_RULE.candidates(problem_of(case), ARCH) if tactic in wanted)
 
 
-def _candidates(case: Case) -> Iterator[Shape | ChunkShape]:
+def _worth_trying(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
+    yield GATED_DELTA_RULE.select(problem_of(case), ARCH)
     if case.steps and case.batch >= LARGE:
         for cut in LARGE_CUTS:
             for ctas_per_sm, ahead in product(CTAS_PER_SM[cut[2]], (0, 48, 96)):
-                yield Shape(*cut, ctas_per_sm=ctas_per_sm, bulk_stores=True, ahead=ahead)
+                yield WalkTactic(*cut, ctas_per_sm=ctas_per_sm, bulk_stores=True, ahead=ahead)
     elif case.steps:
         for cut, bulk_stores, keep_state in product(SMALL_CUTS, (False, True), (False, True)):
-            yield Shape(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
+            yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
     else:
         for ahead in (0, 32, 96) if case.batch >= LARGE else (0,):
             for cut in DECODE_CUTS:
-                yield Shape(*cut, ahead=ahead)
-            if case.state != K_MAJOR:
-                yield Shape(64, 4, 4, use_smem_v=True, ahead=ahead)
-                for warps in (2, 4, 8):
-                    yield ChunkShape(warps, ahead=ahead)
+                yield WalkTactic(*cut, ahead=ahead)
+            yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)
+            for warps in (2, 4, 8):
+                yield ChunkTactic(warps, ahead=ahead)
 
 
 def problem_of(case: Case) -> Problem:
@@ -76,37 +71,33 @@ def problem_of(case: Case) -> Problem:
         state_layout=StateLayout.KV if case.state == K_MAJOR else StateLayout.VK,
         head_dim=128,
         tokens=case.tokens,
-        heads=case.batch * case.value_heads,
+        batch=case.batch,
+        value_heads=case.value_heads,
         store_steps=case.steps,
     )
 
 
 def search(case: Case) -> list[dict[str, object]]:
     given, times = arguments(case), {}
-    for shape in shapes(case):
-        launch = plan(problem_of(case), shape, ARCH, batch=case.batch, value_heads=case.value_heads)
-        with mock.patch.object(operator, "_plan", lambda *_, launch=launch: launch):
-            times[shape] = replay_us(lambda: case.function(**given), REPLAYS)
+    for tactic in tactics(case):
+        with GATED_DELTA_RULE.forced(tactic):
+            times[tactic] = warm_us(lambda: case.function(**given), REPLAYS)
     best = min(times.values())
     head = {"state": case.state, "update": case.update, "steps": case.steps, "tokens": case.tokens, "batch": case.batch}
     return [
-        head | _row(shape) | {"us": round(us, 2), "of_best": round(us / best, 3)}
-        for shape, us in sorted(times.items(), key=lambda item: item[1])
+        head | _row(tactic) | {"us": round(us, 2), "of_best": round(us / best, 3)}
+        for tactic, us in sorted(times.items(), key=lambda item: item[1])
     ]
 
 
-def _row(shape: Shape | ChunkShape) -> dict[str, object]:
-    kernel = {"kernel": "delta_rule" if isinstance(shape, Shape) else "chunk"}
-    return kernel | dict.fromkeys(Shape._fields) | shape._asdict()
+def _row(tactic: WalkTactic | ChunkTactic) -> dict[str, object]:
+    kernel = {"kernel": "delta_rule" if isinstance(tactic, WalkTactic) else "chunk"}
+    return kernel | dict.fromkeys(field.name for field in fields(WalkTactic)) | asdict(tactic)
 
 
 def build_all(all_cases: list[Case]) -> None:
-    plans = (
-        plan(problem_of(case), shape, ARCH, batch=case.batch, value_heads=case.value_heads)
-        for case in all_cases
-        for shape in shapes(case)
-    )
-    wanted = {(launch.family, launch.spec) for launch in plans}
+    plans = (GATED_DELTA_RULE.plan(problem_of(case), ARCH, tactic) for case in all_cases for tactic in tactics(case))
+    wanted = {(plan.kernel, plan.spec) for plan in plans}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda kernel: engine.build(*kernel, ARCH), wanted))
 
@@ -129,14 +120,14 @@ def main() -> None:
 
 
 def report(rows: list[dict[str, object]]) -> None:
-    """The best shapes of each case."""
+    """The best tactics of each case."""
     for _, case in groupby(rows, lambda row: [row[name] for name in ("state", "update", "steps", "tokens", "batch")]):
         best = list(case)[:6]
         print(*list(best[0].values())[:5], *(f"{_brief(row)}:{row['us']}" for row in best))
 
 
 def _brief(row: dict[str, object]) -> str:
-    usual = Shape._field_defaults
+    usual = {field.name: field.default for field in fields(WalkTactic) if field.default is not MISSING}
     changed = [f"{name}={row[name]}" for name in usual if row[name] is not None and row[name] != usual[name]]
     return "/".join([f"{row['kernel']} {row['tile_v']},{row['ilp_rows']},{row['warps']}", *changed])
 

@@ -40,6 +40,15 @@ if TYPE_CHECKING:
         gated_delta_rule_decode_pretranspose,
         gated_delta_rule_mtp,
     )
+    from jitfp4.families.gemm import Fp4Weight, mm_bf16_fp4, prepare_fp4_weight
+    from jitfp4.families.kv import (
+        nvfp4_kv_dequantize,
+        nvfp4_kv_dequantize_paged,
+        nvfp4_kv_quantize,
+        nvfp4_quantize_append_paged_kv_cache,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+        nvfp4_quantize_paged_kv_cache,
+    )
     from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
     from jitfp4.families.quantize import (
         block_scale_interleave,
@@ -86,6 +95,15 @@ _HOMES = {
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
+    ),
+    "jitfp4.families.gemm": ("Fp4Weight", "mm_bf16_fp4", "prepare_fp4_weight"),
+    "jitfp4.families.kv": (
+        "nvfp4_kv_dequantize",
+        "nvfp4_kv_dequantize_paged",
+        "nvfp4_kv_quantize",
+        "nvfp4_quantize_append_paged_kv_cache",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        "nvfp4_quantize_paged_kv_cache",
     ),
     "jitfp4.families.norm": ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant"),
     "jitfp4.families.quantize": (

@@ -6,6 +6,7 @@ Sources: CUDA C++ Programming Guide, compute capability tables; PTX ISA, target 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jitfp4.errors import ArgumentError, UnsupportedArchError
 
@@ -16,6 +17,7 @@ class Arch:
 
     ``name`` is NVRTC's ``--gpu-architecture``. ``shared_bytes`` is the largest dynamic shared memory of one CTA.
     ``num_sms`` is the size of the part that selection assumes (B200, H200, ...): it shapes grids, never results.
+    ``nvrtc`` is the first version, of those that jitfp4 supports, that compiles for it.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Arch:
     has_tma: bool = False  # cp.async.bulk.tensor, mbarrier transactions, clusters
     has_ld256: bool = False  # ld.global.v8.b32
     has_f32x2: bool = False  # fma.rn.f32x2
+    nvrtc: tuple[int, int] = (12, 8)
 
     @property
     def ptx_target(self) -> str:
@@ -50,8 +53,8 @@ class Arch:
         raise UnsupportedArchError(f"compute capability {major}.{minor} has no target; supported: {', '.join(ARCHS)}")
 
 
-_HOPPER = {"has_e4m3_cvt": True, "has_pdl": True, "has_tma": True}
-_BLACKWELL = {**_HOPPER, "has_e2m1_cvt": True, "has_f32x2": True}
+_HOPPER: dict[str, Any] = {"has_e4m3_cvt": True, "has_pdl": True, "has_tma": True}
+_BLACKWELL: dict[str, Any] = {**_HOPPER, "has_e2m1_cvt": True, "has_f32x2": True}
 
 ARCHS = {
     arch.name: arch
@@ -60,9 +63,9 @@ ARCHS = {
         Arch("sm_89", shared_bytes=101376, num_sms=128, has_e4m3_cvt=True),
         Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
         Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
-        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
+        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, nvrtc=(12, 9), **_BLACKWELL),
         Arch("sm_120a", shared_bytes=101376, num_sms=188, **_BLACKWELL),
-        Arch("sm_121a", shared_bytes=101376, num_sms=48, **_BLACKWELL),
+        Arch("sm_121a", shared_bytes=101376, num_sms=48, nvrtc=(12, 9), **_BLACKWELL),
     )
 }
 

@@ -9,10 +9,11 @@ plan with the same NVRTC write the same bundle, byte for byte.
 
 from __future__ import annotations
 
-import io
+import os
+import stat
 import tarfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -23,7 +24,7 @@ from jitfp4.cache import Cache, EntryFiles, Manifest
 from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
 from jitfp4.cache.layer import entry_path
-from jitfp4.errors import BundleError, CacheCorruptError
+from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError
 
 INDEX = "bundle.json"
 VOLATILE = ("compile_ms", "created")
@@ -31,7 +32,8 @@ VOLATILE = ("compile_ms", "created")
 
 _ORDER = (MANIFEST, SOURCE, CUBIN)
 _ZSTD_LEVEL = 12
-_MAX_WINDOW_BYTES = 1 << 27  # what a hostile frame may make the decompressor allocate
+_MAX_WINDOW_BYTES = 1 << 25  # what a hostile frame may make the decompressor allocate; our level needs 4 MiB
+_SIZE = slice(124, 136)  # of a tar header: octal digits and a NUL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +56,65 @@ def normalized(files: EntryFiles) -> EntryFiles:
 def export_bundle(entries: Iterable[EntryFiles], out: Path) -> str:
     """Write a bundle and return its digest. The same entries give the same bytes, in whatever order they come.
 
-    ``out`` appears complete or not at all. Raises CacheCorruptError when an entry is not what its manifest says.
+    ``out`` appears complete or not at all, also when several processes write it.
+
+    Raises:
+        ArgumentError: there are no entries, or ``out`` is there and is no regular file.
+        CacheCorruptError: an entry is not what its manifest says.
     """
+    check_out(out)
     kept = {}
     for files in map(normalized, entries):
         listed = Listed.of(files)
         kept[listed.recipe, listed.toolchain] = listed, files
+    if not kept:
+        raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
     index = Index.of(listed for listed, _ in kept.values())
-    partial = out.with_name(f"{out.name}.partial")
-    compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
     with (
-        partial.open("wb") as raw,
-        compressor.stream_writer(raw) as packed,
-        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+        _replacing(out) as raw,
+        zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(raw, closefd=False) as packed,
     ):
-        _add(archive, INDEX, index.encode())
+        written = _write(packed, INDEX, index.encode())
         for entry in index.entries:
             contents = kept[entry.recipe, entry.toolchain][1].by_name()
             for name in _ORDER:
-                _add(archive, f"{entry_path(entry.recipe, entry.toolchain)}/{name}", contents[name])
-    partial.replace(out)
+                written += _write(packed, f"{entry_path(entry.recipe, entry.toolchain)}/{name}", contents[name])
+        packed.write(_end(written))
     return index.digest
 
 
-def verify_bundle(path: Path, digest: str | None = None) -> Index:
+def check_out(out: Path) -> None:
+    """A bundle may be written there. Raises ArgumentError for a link, a folder or a device, such as /dev/stdout."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(out.lstat().st_mode):
+            raise ArgumentError("out", f"{out}, which is no regular file", "a regular file, or a name that is free")
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the name ``out`` when it is complete and on disk, and leaves nothing when it is not."""
+    partial = out.with_name(f".{out.name}.{os.urandom(8).hex()}.partial")
+    try:
+        with partial.open("xb") as raw:
+            yield raw
+            raw.flush()
+            os.fsync(raw.fileno())
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def verify_bundle(path: Path, digest: str | None = None, *, check: Callable[[Index], None] = lambda _: None) -> Index:
     """Check every byte of a bundle, write nothing, and return its index.
 
     Args:
-        digest: what it must be; compared before anything behind the index is read.
+        digest: what it must be; compared before the index is parsed, and before anything behind it is read.
+        check: is called with the index before a file is read, and may raise.
     Raises:
         BundleError: the bundle is damaged, has another digest, or breaks the grammar.
     """
     with _reading(path, digest) as (index, entries):
+        check(index)
         for _ in entries:
             pass
     return index
@@ -94,21 +123,101 @@ def verify_bundle(path: Path, digest: str | None = None) -> Index:
 def import_bundle(path: Path, cache: Cache, digest: str | None = None) -> Imported:
     """Put the entries of a bundle into the user's root, after all of it was verified.
 
-    The index is stored too, so that the root can serve others as a read-only layer that is pinned by its digest.
-    Raises BundleError before anything is written, CacheError or OSError when the root cannot be written.
+    Without a ``digest`` from a place that is trusted, that finds damage and nothing else: whoever wrote the bundle
+    could have put any machine code into it and computed its checksums anew. The index is stored too, so that the root
+    can serve others as a read-only layer that is pinned by its digest.
+
+    Raises:
+        BundleError: before anything is written; also when another is pinned, or it holds more than the cache may.
+        CacheError, OSError: the root cannot be written, or JITFP4_CACHE forbids it.
     """
-    verified = verify_bundle(path, digest)
+    cache.config.check_writable()
+    verified = verify_bundle(path, digest, check=cache.check_bundle)
     with _reading(path, verified.digest) as (index, entries):
         added = sum(cache.adopt(files) for files in entries)
     cache.adopt_index(index)
     return Imported(digest=index.digest, added=added, present=len(index.entries) - added)
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    """A member that says nothing about when, where and by whom it was written."""
+# ---- tar -------------------------------------------------------------------------------------------------------------
+# A member says nothing about when, where and by whom it was written, so its header follows from its name and size. The
+# reader knows both and compares: no header is parsed, whatever kind it claims to be.
+
+
+def _header(name: str, size: int) -> bytes:
+    """The tar header of a file; where the name is longer than 100 bytes, after an extended one that holds it."""
     member = tarfile.TarInfo(name)
-    member.size, member.mode = len(data), 0o644
-    archive.addfile(member, io.BytesIO(data))
+    member.size, member.mode = size, 0o644
+    return member.tobuf(tarfile.PAX_FORMAT)
+
+
+def _padding(size: int, unit: int = tarfile.BLOCKSIZE) -> bytes:
+    return bytes(-size % unit)
+
+
+def _end(written: int) -> bytes:
+    """What is behind the last member, when ``written`` bytes are before it."""
+    blocks = bytes(2 * tarfile.BLOCKSIZE)
+    return blocks + _padding(written + len(blocks), tarfile.RECORDSIZE)
+
+
+def _write(packed: IO[bytes], name: str, data: bytes) -> int:
+    """Write one member; the bytes that it takes."""
+    return sum(packed.write(part) for part in (_header(name, len(data)), data, _padding(len(data))) if part)
+
+
+class _Reader:
+    """A stream of members whose names and sizes are known."""
+
+    def __init__(self, unpacked: IO[bytes]) -> None:
+        self._unpacked = unpacked
+        self._done = 0
+
+    def read_index(self) -> bytes:
+        """The first member, whose size only its header tells."""
+        header = self._take(tarfile.BLOCKSIZE)
+        try:
+            size = int(header[_SIZE].rstrip(b"\0"), 8)
+        except ValueError:
+            size = -1
+        if not 0 <= size <= MAX_INDEX_BYTES:
+            raise BundleError(f"does not begin with an index, a file {INDEX} of at most {MAX_INDEX_BYTES} bytes")
+        self._expect(_header(INDEX, size), header, INDEX)
+        return self._contents(size)
+
+    def read(self, name: str, size: int) -> bytes:
+        """The next member, which must be the file ``name`` of ``size`` bytes."""
+        header = _header(name, size)
+        self._expect(header, self._take(len(header)), name)
+        return self._contents(size)
+
+    def finish(self) -> None:
+        """Nothing but the end may follow."""
+        end = _end(self._done)
+        if self._take(len(end)) != end or self._unpacked.read(1):
+            raise BundleError("holds more than its index lists")
+
+    def _contents(self, size: int) -> bytes:
+        data, padding = self._take(size), _padding(size)
+        if self._take(len(padding)) != padding:
+            raise BundleError("holds more than its index lists")
+        return data
+
+    def _expect(self, wanted: bytes, found: bytes, name: str) -> None:
+        if wanted != found:
+            raise BundleError(f"the header of {name}, of the size that the index lists, is missing")
+
+    def _take(self, size: int) -> bytes:
+        """Exactly so many bytes of the unpacked stream."""
+        parts, missing = [], size
+        while missing:
+            part = self._unpacked.read(missing)
+            if not part:
+                raise BundleError("ends too early")
+            parts.append(part)
+            missing -= len(part)
+        self._done += size
+        return b"".join(parts)
 
 
 @contextmanager
@@ -116,37 +225,19 @@ def _reading(path: Path, digest: str | None) -> Iterator[tuple[Index, Iterator[E
     """The index, checked against ``digest``, and its entries, each verified before it is handed out."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     try:
-        with (
-            path.open("rb") as raw,
-            decompressor.stream_reader(raw) as unpacked,
-            tarfile.open(fileobj=unpacked, mode="r|") as archive,
-        ):
-            index = Index.decode(_next(archive, INDEX, None), digest)
-            yield index, _entries(archive, index)
-    except (zstandard.ZstdError, tarfile.TarError, EOFError, CacheCorruptError) as error:
+        with path.open("rb") as raw, decompressor.stream_reader(raw, read_across_frames=True) as unpacked:
+            reader = _Reader(unpacked)
+            index = Index.decode(reader.read_index(), digest)
+            yield index, _entries(reader, index)
+    except (zstandard.ZstdError, BundleError, CacheCorruptError) as error:
         raise BundleError(f"{path}: {error}") from None
 
 
-def _entries(archive: tarfile.TarFile, index: Index) -> Iterator[EntryFiles]:
+def _entries(reader: _Reader, index: Index) -> Iterator[EntryFiles]:
     for entry in index.entries:
         folder = entry_path(entry.recipe, entry.toolchain)
-        manifest, source, cubin = (_next(archive, f"{folder}/{name}", entry.files[name][0]) for name in _ORDER)
+        manifest, source, cubin = (reader.read(f"{folder}/{name}", entry.files[name][0]) for name in _ORDER)
         files = EntryFiles(cubin=cubin, source=source, manifest=manifest)
         entry.check(files)
         yield files
-    if archive.next() is not None:
-        raise BundleError("the bundle holds more than its index lists")
-
-
-def _next(archive: tarfile.TarFile, name: str, size: int | None) -> bytes:
-    """The next member, which must be the regular file ``name`` of ``size`` bytes: known before it is read."""
-    member = archive.next()
-    if member is None or member.name != name or not member.isreg():
-        raise BundleError(f"expected the file {name}, found {member.name if member else 'the end'}")
-    if member.size > MAX_INDEX_BYTES if size is None else member.size != size:
-        raise BundleError(f"{name}: {member.size} bytes, which is not what the index lists")
-    stream: IO[bytes] | None = archive.extractfile(member)
-    data = stream.read() if stream else b""
-    if len(data) != member.size:
-        raise BundleError(f"{name}: the bundle ends inside this file")
-    return data
+    reader.finish()

@@ -8,18 +8,19 @@
 | JITFP4_CACHE_MAX_BYTES, JITFP4_CACHE_MAX_ENTRIES | size limits of the user's cache | 2 GiB, 50000 |
 | JITFP4_OFFLINE | 1: never compile; a missing kernel is an error that says how to prebuild it | 0 |
 | JITFP4_STRICT | 1: errors of the store are raised, not logged | 0 |
-| JITFP4_BUNDLE_SHA256 | digest that an imported bundle must have | none |
+| JITFP4_BUNDLE_SHA256 | digest of the one bundle whose kernels are imported, and loaded from any cache | none |
 | JITFP4_LOCK_TIMEOUT | seconds to wait for another process that builds the same kernel | 60 |
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, CacheError
 
 CACHE_MODES = ("rw", "ro", "off")
 
@@ -38,6 +39,11 @@ class Config:
     bundle_sha256: str | None = None
     lock_timeout: float = 60.0
 
+    def check_writable(self) -> None:
+        """The user's cache may be written. Raises CacheError."""
+        if self.cache_mode != "rw":
+            raise CacheError(f"JITFP4_CACHE is {self.cache_mode}: the cache is not written")
+
 
 def read_config(env: Mapping[str, str] | None = None) -> Config:
     """Parse the JITFP4_ variables of ``env`` (the process environment by default)."""
@@ -47,25 +53,33 @@ def read_config(env: Mapping[str, str] | None = None) -> Config:
         raise ArgumentError("JITFP4_CACHE", repr(mode), ", ".join(CACHE_MODES))
     return Config(
         cache_dir=_cache_dir(env),
-        cache_ro=tuple(Path(part) for part in env.get("JITFP4_CACHE_RO", "").split(os.pathsep) if part),
+        cache_ro=tuple(Path(part).absolute() for part in env.get("JITFP4_CACHE_RO", "").split(os.pathsep) if part),
         cache_mode=mode,
         cache_max_bytes=int(_number(env, "JITFP4_CACHE_MAX_BYTES", 2 << 30)),
         cache_max_entries=int(_number(env, "JITFP4_CACHE_MAX_ENTRIES", 50_000)),
         offline=_flag(env, "JITFP4_OFFLINE"),
         strict=_flag(env, "JITFP4_STRICT"),
-        bundle_sha256=env.get("JITFP4_BUNDLE_SHA256") or None,
+        bundle_sha256=read_sha256("JITFP4_BUNDLE_SHA256", env.get("JITFP4_BUNDLE_SHA256") or None),
         lock_timeout=_number(env, "JITFP4_LOCK_TIMEOUT", 60.0),
     )
 
 
+def read_sha256(name: str, text: str | None) -> str | None:
+    """A digest in lower case. Raises ArgumentError for anything but 64 hex digits."""
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise ArgumentError(name, repr(text), "64 hex digits")
+    return text.lower()
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path | None:
     if explicit := env.get("JITFP4_CACHE_DIR"):
-        return Path(explicit)
-    if xdg := env.get("XDG_CACHE_HOME"):
-        return Path(xdg) / "jitfp4"
-    if home := env.get("HOME"):
-        return Path(home) / ".cache" / "jitfp4"
-    return None
+        return Path(explicit).absolute()
+    xdg, home = Path(env.get("XDG_CACHE_HOME", "")), Path(env.get("HOME", ""))
+    if xdg.is_absolute():  # the XDG specification says to ignore a relative one
+        return xdg / "jitfp4"
+    return home / ".cache" / "jitfp4" if home.is_absolute() else None
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

@@ -73,3 +73,27 @@ def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dty
     if _empty is not None:
         return _empty(shape, stride, dtype)  # type: ignore[no-any-return]
     return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+
+
+def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes differ. What torch.compile does not know is taken for equal, and checked at run time."""
+    if not torch.compiler.is_dynamo_compiling():
+        return tuple(shape) != tuple(wanted)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if len(shape) != len(wanted):
+        return True
+    for size, other in zip(shape, wanted, strict=True):
+        if guard_or_false(size != other):
+            return True
+        torch._check(size == other)
+    return False
+
+
+def is_among(size: int, sizes: Sequence[int]) -> bool:
+    """Whether a size is one of ``sizes``. What torch.compile does not know is taken for the last, as in differ()."""
+    if not torch.compiler.is_dynamo_compiling():
+        return size in sizes
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return any(guard_or_false(size == other) for other in sizes) or not differ((size,), sizes[-1:])

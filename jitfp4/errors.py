@@ -22,17 +22,34 @@ Jitfp4Error
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 
 class Jitfp4Error(Exception):
-    """Base of every error that jitfp4 raises on purpose."""
+    """Base of every error that jitfp4 raises on purpose.
+
+    Each one survives pickle and copy: ``args`` are what its constructor takes, and the message is made of them.
+    """
 
 
 class ArgumentError(Jitfp4Error, ValueError):
     """An argument's value is not allowed. Says which argument, what came, and what is allowed."""
 
-    def __init__(self, name: str, got: object, allowed: str) -> None:
-        super().__init__(f"{name}: got {got}; allowed: {allowed}")
-        self.name = name
+    if TYPE_CHECKING:  # torch.compile shows the arguments of an exception only where it has no constructor of its own
+
+        def __init__(self, name: str, got: object, allowed: str) -> None: ...
+
+    @property
+    def name(self) -> str:
+        """The argument."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        name, got, allowed = self.args
+        return f"{name}: got {got}; allowed: {allowed}"
+
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, ...], dict[str, object]]:
+        return type(self), tuple(map(str, self.args)), self.__dict__  # what came need not be something to pickle
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -55,11 +72,10 @@ class CompileError(Jitfp4Error):
     """NVRTC rejected generated source."""
 
     def __init__(self, program: str, arch: str, log: str, excerpt: str) -> None:
-        super().__init__(f"NVRTC rejected {program} for {arch}\n{log.strip()}\n\n{excerpt}")
         self.program, self.arch, self.log, self.excerpt = program, arch, log, excerpt
 
-    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
-        return CompileError, (self.program, self.arch, self.log, self.excerpt)
+    def __str__(self) -> str:
+        return f"NVRTC rejected {self.program} for {self.arch}\n{self.log.strip()}\n\n{self.excerpt}"
 
 
 class OfflineError(Jitfp4Error):
@@ -99,7 +115,7 @@ class SimMemoryError(SimError):
 
 
 class SimRaceError(SimError):
-    """Two unordered accesses to one byte of shared memory, at least one of them a write."""
+    """Two unordered accesses to one byte, at least one of them a write, or one that another proxy may not see yet."""
 
 
 class SimDeadlockError(SimError):

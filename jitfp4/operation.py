@@ -109,6 +109,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
     @contextmanager
     def forced(self, tactic: Any) -> Iterator[None]:
         """Calls inside the block use ``tactic``, for tests and measurements; those that it cannot run are errors."""
+        if type(tactic) not in self._kernel_of:
+            kinds = ", ".join(kind.__name__ for kind in self._kernel_of)
+            raise ArgumentError("tactic", tactic, f"one of {self.name}: {kinds}")
         token = self._forced.set(tactic)
         with replay.suspended():
             try:
@@ -151,9 +154,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         target = engine.target_of(output)
         plan = self.plan(self.problem(arguments), target.arch, self._forced.get())
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
-        launch = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
+        launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
         if replay.is_noting():
-            replay.note(None if launch is None else replay.Step(launch, *self._conditions(arguments, launch.tensors)))
+            replay.note(None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1])))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() asked for, by the number of a launch's tensor."""

@@ -4,8 +4,8 @@
     <url>/bundles/<digest>.json     the index of a bundle, written after everything that it lists
 
 Any URL that fsspec knows will do (file, memory, s3, gs, http for pulls, ...); the drivers of cloud stores are packages
-of their own. Nothing that arrives is believed: an index must hash to its name, a file to its listing, and an entry
-passes every check before it is published into the user's root.
+of their own. What arrives is checked: an index must hash to its name, a file to its listing, and an entry passes every
+check before it is published into the user's root. Who made it, only a digest from a trusted place says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jitfp4.bundle import Imported, normalized
 from jitfp4.cache import Cache, EntryFiles, Index
 from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE, is_digest
 from jitfp4.cache.index import MAX_INDEX_BYTES, Listed
-from jitfp4.errors import BundleError, CacheCorruptError, CacheError
+from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError, CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,13 +46,16 @@ class Remote:
             raise CacheError(f"{url}: {error}") from error
 
     def push(self, entries: Iterable[EntryFiles]) -> str:
-        """Store entries as one bundle and return its digest. Objects that are there already are not sent again.
+        """Store entries as one bundle and return its digest. Objects that are there and whole are not sent again.
 
         Raises:
+            ArgumentError: there are no entries.
             CacheCorruptError: an entry is not what its manifest says.
             CacheError: the store refused.
         """
         kept = [normalized(files) for files in entries]
+        if not kept:
+            raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
         index = Index.of(map(Listed.of, kept))
         blobs = {hashlib.sha256(data).hexdigest(): data for files in kept for data in files.by_name().values()}
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -65,10 +68,13 @@ class Remote:
         """Put the entries of a bundle into the user's root; those that are there already are not fetched.
 
         Raises:
-            BundleError: an object is missing, or is not what its name or the index says.
+            BundleError: an object is missing, or is not what its name or the index says; also when another bundle is
+                pinned, or it holds more than the cache may.
             CacheError, OSError: the store cannot be reached, or the root cannot be written.
         """
+        cache.config.check_writable()
         index = Index.decode(self._get(f"bundles/{digest}.json", MAX_INDEX_BYTES), digest)
+        cache.check_bundle(index)
         missing = [entry for entry in index.entries if not cache.holds(entry.recipe, entry.toolchain)]
         with ThreadPoolExecutor(self.jobs) as pool:
             added = sum(cache.adopt(files) for files in pool.map(self._fetch, missing))
@@ -76,8 +82,11 @@ class Remote:
         return Imported(digest=digest, added=added, present=len(index.entries) - added)
 
     def digests(self) -> list[str]:
-        """Digests of the bundles in the store, as far as it can be listed."""
-        names = self._call(lambda: self._files.ls(f"{self._path}/bundles", detail=False))
+        """Digests of the bundles in the store, as far as it can be listed. Raises CacheError."""
+        try:
+            names = self._call(lambda: self._files.ls(f"{self._path}/bundles", detail=False))
+        except FileNotFoundError:
+            return []
         stems = (name.rsplit("/", 1)[-1].removesuffix(".json") for name in names)
         return sorted(stem for stem in stems if is_digest(stem))
 
@@ -114,7 +123,7 @@ class Remote:
         path = f"{self._path}/{name}"
 
         def write() -> None:
-            if self._files.exists(path) and self._files.size(path) == len(data):
+            if self._files.exists(path) and self._files.size(path) == len(data) and self._get(name, len(data)) == data:
                 return
             self._files.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
             self._files.pipe_file(path, data)

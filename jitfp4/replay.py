@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,15 +32,14 @@ _MOST = 4096  # flags that a function remembers calls for, and sets of addresses
 class Launch(Protocol):
     """A launch that can be repeated: driver.PreparedLaunch."""
 
-    tensors: tuple[torch.Tensor, ...]
-
     def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
 class Step(NamedTuple):
-    """A launch of a call, and what has to hold for its tensors, by number: alignment, and memory of their own."""
+    """A launch of a call, its tensors, and what has to hold for them, by number: alignment, memory of their own."""
 
     launch: Launch
+    tensors: Sequence[torch.Tensor]
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int], ...]
 
@@ -48,6 +48,7 @@ _steps: ContextVar[list[Step | None] | None] = ContextVar("jitfp4_steps", defaul
 _memories: list[_Memory] = []
 _MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
 _suspended = 0
+_counting = threading.Lock()
 
 
 def note(step: Step | None) -> None:
@@ -71,11 +72,13 @@ def forget() -> None:
 def suspended() -> Iterator[None]:
     """Inside the block calls are neither remembered nor repeated."""
     global _suspended
-    _suspended += 1
+    with _counting:
+        _suspended += 1
     try:
         yield
     finally:
-        _suspended -= 1
+        with _counting:
+            _suspended -= 1
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
@@ -155,9 +158,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
             if len(memory) >= _MOST:
                 memory.clear()
             memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
-    for step in steps:
-        if step is not None:
-            step.launch.tensors = ()  # a memory of calls must not keep their tensors alive
     return result
 
 
@@ -232,7 +232,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
             number = places[tensor.data_ptr()] = len(given) + len(outputs)
             outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
         results.append(number)
-    tensors = step.launch.tensors
+    tensors = step.tensors
     if any(tensor.data_ptr() not in places for tensor in tensors):
         return None, True
     sizes = [high - low for low, high in map(extent, tensors)]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.dispatch import current_stream, exchange_device
+from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
@@ -75,9 +75,11 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
     A tensor's values are never read by the host.
     """
     if isinstance(scales, (int, float)):
+        if not scales > 0:
+            raise ArgumentError(name, scales, "a finite number above 0")
         return torch.full((1,), float(scales), dtype=torch.float32, device=like.device)
     check_dtype(name, scales, _FLOATS)
-    if scales.numel() not in sizes:
+    if not is_among(scales.numel(), sizes):
         raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
     check_same_device(name, scales, like)
     check_contiguous(name, scales)
@@ -91,7 +93,7 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
 
 def check_layout(name: str, layout: object) -> SfLayout:
     """``layout`` is a SfLayout or its integer value."""
-    if layout not in _LAYOUTS:
+    if type(layout) not in (int, SfLayout) or layout not in _LAYOUTS:
         raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
     return _LAYOUTS[layout]
 
@@ -121,7 +123,7 @@ def output(
         return torch.empty(shape, dtype=dtypes[0], device=like.device)
     check_dtype(name, out, dtypes)
     check_same_device(name, out, like)
-    if out.shape != shape:
+    if differ(out.shape, shape):
         raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{shape}")
     check_contiguous(name, out)
     return out

@@ -12,7 +12,7 @@ import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4 import engine
 from jitfp4.arch import Arch
 from jitfp4.cache import Loaded
-from jitfp4.errors import ArgumentError, CompileError
+from jitfp4.errors import ArgumentError, CompileError, ToolchainError
 from jitfp4.kernel import AnyKernel, kernels, lookup
 from jitfp4.spec import KernelSpec
 
@@ -87,13 +87,17 @@ def shard(tasks: Sequence[Task], index: int, count: int) -> tuple[Task, ...]:
 def warm_up(tasks: Sequence[Task], *, jobs: int, on_done: Callable[[Outcome], None] = lambda _: None) -> list[Outcome]:
     """Have every task in the cache, ``jobs`` at a time (NVRTC releases the GIL, so threads scale).
 
-    A kernel that does not compile is reported in its Outcome and does not stop the others.
+    A kernel that does not compile is reported in its Outcome and does not stop the others. An exception, such as
+    KeyboardInterrupt, leaves at once: what has not begun is dropped, and what compiles ends in its thread.
     """
     outcomes = []
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
+    pool = ThreadPoolExecutor(max_workers=jobs)
+    try:
         for future in as_completed([pool.submit(_build, task) for task in tasks]):
             outcomes.append(future.result())
             on_done(outcomes[-1])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     return outcomes
 
 
@@ -105,5 +109,5 @@ def missing(tasks: Iterable[Task]) -> list[Task]:
 def _build(task: Task) -> Outcome:
     try:
         return Outcome(task, engine.build(task.kernel, task.spec, task.arch))
-    except CompileError as error:
+    except (CompileError, ToolchainError) as error:  # an old NVRTC does not know every architecture
         return Outcome(task, None, error)

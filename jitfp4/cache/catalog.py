@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
+import os
+import stat
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from jitfp4.cache.entry import EntryFiles, Manifest
-from jitfp4.cache.evict import Limits, Use, disk_bytes, enforce, survey
-from jitfp4.cache.layer import Layer, entry_path
-from jitfp4.cache.publish import BAD, evict, open_root, remove_tree, sweep
+from jitfp4.cache.evict import Limits, enforce
+from jitfp4.cache.layer import INDEXES, Layer, entry_path
+from jitfp4.cache.publish import BAD, discard, evict, sweep
+from jitfp4.cache.survey import Obstacle, Use, survey
+from jitfp4.cache.tree import disk_bytes, names, open_below, open_folder, open_trusted
 from jitfp4.errors import CacheCorruptError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
@@ -37,9 +42,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The verdict on one entry, and the reason in words."""
+    """The verdict on one entry and the reason in words. Without ``use`` it is on a folder on the way to entries."""
 
-    use: Use
+    use: Use | None
     path: Path
     verdict: Verdict
     reason: str = ""
@@ -56,18 +61,26 @@ class Size:
 
 
 class Catalog:
-    """A cache root, usually the user's. A root that does not exist is an empty one."""
+    """A cache root, usually the user's. A root that does not exist is an empty one.
 
-    def __init__(self, root: Path) -> None:
-        self.layer = Layer(path=root, own=True)
+    ``own`` and ``pin`` are those of Layer: verify() takes for untrusted what a load would. ``findings`` are the folders
+    that the last walk over the root could not look into: what is behind them was left out.
+    """
+
+    def __init__(self, root: Path, *, own: bool = True, pin: str | None = None) -> None:
+        self.layer = Layer(path=root, own=own, pin=None if own else pin)
+        self.findings: list[Checked] = []
+        self._pinned = Layer(path=root, own=own, pin=pin)
 
     def entries(self) -> Iterator[Entry]:
         """Every entry, least recently used first. Manifests are checked, cubins are not read."""
-        for use in survey(self.layer):
+        for use in self._walk():
             path = self._path(use)
             try:
                 manifest = Manifest.decode(self.layer.read_manifest(use.digest, use.toolchain))
                 manifest.check_place(use.digest, use.toolchain)
+            except FileNotFoundError:
+                continue  # evicted during the walk
             except (OSError, CacheCorruptError, CacheUntrustedError) as error:
                 yield Entry(use=use, path=path, manifest=None, problem=str(error))
             else:
@@ -85,10 +98,9 @@ class Catalog:
 
     def size(self) -> Size:
         """Disk use of the whole root."""
+        entries = len(self._walk())
         total, inodes = disk_bytes(self.layer.path)
-        quarantined = len(list((self.layer.path / BAD).iterdir())) if (self.layer.path / BAD).is_dir() else 0
-        entries = sum(1 for _ in self.layer.places())
-        return Size(entries=entries, disk_bytes=total, inodes=inodes, quarantined=quarantined)
+        return Size(entries=entries, disk_bytes=total, inodes=inodes, quarantined=self._quarantined())
 
     def verify(
         self, prefix: str = "", *, recompile: Callable[[Recipe, Manifest], bytes | None] | None = None
@@ -100,37 +112,72 @@ class Catalog:
             recompile: builds a recipe anew; its bytes must equal the stored cubin. None from it means that this
                 machine cannot (another toolchain), which is no fault.
         """
-        for use in survey(self.layer):
+        uses = self._walk(prefix)
+        yield from self.findings
+        for use in uses:
             if use.digest.startswith(prefix):
-                verdict, reason = self._verdict(use, recompile)
-                yield Checked(use=use, path=self._path(use), verdict=verdict, reason=reason)
+                with suppress(FileNotFoundError):  # evicted during the walk
+                    verdict, reason = self._verdict(use, recompile)
+                    yield Checked(use=use, path=self._path(use), verdict=verdict, reason=reason)
 
     def prune(self, limits: Limits, *, dry_run: bool = False) -> list[Use]:
-        """Remove entries until ``limits`` hold, and what killed processes left. Returns what went, or would go."""
-        if not self.layer.path.is_dir():
+        """Remove entries until ``limits`` hold, and what killed processes left. Returns what went, or would go.
+
+        Nothing is made for that, so it works on a full disk. Raises CacheUntrustedError or OSError for such a root.
+        """
+        if not os.path.lexists(self.layer.path):
             return []
-        with open_root(self.layer.path) as root:
-            return enforce(root, self.layer, limits, dry_run=dry_run)
+        with open_trusted(self.layer.path) as root:
+            gone = enforce(root, self._pinned, limits, dry_run=dry_run)
+        self._walk()
+        return gone
 
     def clear(self, *, dry_run: bool = False) -> list[Use]:
-        """Remove every entry, the quarantine, and abandoned staging folders. Locks and running builds stay."""
-        if not self.layer.path.is_dir():
+        """Remove every entry, the quarantine, indexes, and what killed processes left. Locks and running builds stay.
+
+        A link or a file where a folder of entries belongs goes too; what it names stays. Raises like prune().
+        """
+        if not os.path.lexists(self.layer.path):
             return []
-        uses = survey(self.layer)
+        uses = self._walk()
         if dry_run:
             return uses
-        with open_root(self.layer.path) as root:
-            remove_tree(root, BAD)
+        with open_trusted(self.layer.path) as root:
             sweep(root)
-            return [use for use in uses if evict(root, entry_path(use.digest, use.toolchain))]
+            gone = [use for use in uses if evict(root, entry_path(use.digest, use.toolchain))]
+            for name in (BAD, INDEXES):
+                discard(root, root, name)
+            for finding in self.findings:
+                _discard_link(root, finding.path.relative_to(self.layer.path))
+        self._walk()
+        return gone
+
+    def _walk(self, prefix: str = "") -> list[Use]:
+        found = survey(self.layer)
+        relevant = (item for item in found.obstacles if _may_hold(item, prefix))
+        self.findings = [_finding(self.layer.path, item) for item in relevant]
+        return found.uses
+
+    def _quarantined(self) -> int:
+        with (
+            suppress(OSError, CacheUntrustedError),
+            open_folder(self.layer.path) as root,
+            open_folder(BAD, at=root) as bad,
+        ):
+            return len(names(bad))
+        return 0
 
     def _verdict(self, use: Use, recompile: Callable[[Recipe, Manifest], bytes | None] | None) -> tuple[Verdict, str]:
         try:
-            manifest, recipe, files = self.read(use)
+            files = self._pinned.read_files(use.digest, use.toolchain)
+            manifest = files.check(use.digest, use.toolchain)
+            recipe = manifest.check_source(files.source)
         except CacheCorruptError as error:
             return Verdict.CORRUPT, str(error)
         except CacheUntrustedError as error:
             return Verdict.UNTRUSTED, str(error)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             return Verdict.UNREADABLE, str(error)
         fresh = recompile(recipe, manifest) if recompile else None
@@ -140,3 +187,22 @@ class Catalog:
 
     def _path(self, use: Use) -> Path:
         return self.layer.path / entry_path(use.digest, use.toolchain)
+
+
+def _finding(root: Path, item: Obstacle) -> Checked:
+    verdict = Verdict.UNTRUSTED if isinstance(item.error, CacheUntrustedError) else Verdict.UNREADABLE
+    reason = item.error.strerror if isinstance(item.error, OSError) else str(item.error)
+    return Checked(use=None, path=root / item.path, verdict=verdict, reason=reason or "")
+
+
+def _may_hold(item: Obstacle, prefix: str) -> bool:
+    """An entry whose digest starts with ``prefix`` may be behind this obstacle."""
+    return item.digest_prefix.startswith(prefix) or prefix.startswith(item.digest_prefix)
+
+
+def _discard_link(root: int, path: Path) -> None:
+    """Remove what is no folder where one belongs."""
+    with suppress(OSError, CacheUntrustedError), ExitStack() as stack:
+        folder = stack.enter_context(open_below(root, str(path.parent))) if path.parent.name else root
+        if not stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            discard(root, folder, path.name)

@@ -6,17 +6,19 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from jitfp4.cache.entry import MANIFEST
-from jitfp4.cache.layer import Layer, entry_path
-from jitfp4.cache.lock import LOCKS, open_lock, try_lock
-from jitfp4.cache.publish import BAD, evict, remove_tree, sweep
+from jitfp4.cache.layer import INDEXES, Layer, entry_path
+from jitfp4.cache.lock import LOCKS, open_lock, try_lock, unlock
+from jitfp4.cache.publish import BAD, discard, evict, sweep
+from jitfp4.cache.survey import Use, survey
+from jitfp4.cache.tree import disk_bytes, names, open_below
+from jitfp4.errors import CacheUntrustedError
 
 PRUNE_LOCK = f"{LOCKS}/prune"
 """Held by the one process that evicts. Its time of modification is when the last pass began."""
 
 _PASS_SECONDS = 60.0
+_KEPT_INDEXES = 16
 _ROOM = 7 / 8  # an automatic pass that has to evict goes down to this share, so that the next publish fits
 
 
@@ -33,39 +35,6 @@ class Limits:
         return (self.max_bytes is not None and total > self.max_bytes) or (
             self.max_entries is not None and count > self.max_entries
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """One entry as the eviction sees it. ``disk_bytes`` counts blocks; ``last_used`` is in seconds since 1970."""
-
-    digest: str
-    toolchain: str
-    disk_bytes: int
-    last_used: float
-
-
-def survey(layer: Layer) -> list[Use]:
-    """Every entry folder of a layer, least recently used first. A stamp in the future counts as now."""
-    now = time.time()
-    uses = []
-    for digest, toolchain in layer.places():
-        folder = layer.path / entry_path(digest, toolchain)
-        last_used = min(_modified(folder / MANIFEST), now)
-        uses.append(Use(digest=digest, toolchain=toolchain, disk_bytes=disk_bytes(folder)[0], last_used=last_used))
-    return sorted(uses, key=lambda use: (use.last_used, use.digest, use.toolchain))
-
-
-def disk_bytes(path: Path) -> tuple[int, int]:
-    """Bytes of blocks and number of inodes of ``path`` and all below it. What vanishes meanwhile counts as nothing."""
-    total, inodes = 0, 0
-    with suppress(OSError):
-        total, inodes = path.lstat().st_blocks * 512, 1
-        with os.scandir(path) as items:
-            for item in items:
-                below = disk_bytes(path / item.name)
-                total, inodes = total + below[0], inodes + below[1]
-    return total, inodes
 
 
 def choose(uses: list[Use], limits: Limits, *, other_bytes: int) -> list[Use]:
@@ -90,12 +59,13 @@ def enforce(root: int, layer: Layer, limits: Limits, *, dry_run: bool = False, r
     """
     if not dry_run:
         sweep(root)
-    uses = survey(layer)
-    total = disk_bytes(layer.path)[0]
+        _drop_indexes(root, layer.pin)
+    uses = survey(layer).uses
+    total = disk_bytes(".", at=root)[0]
     if limits.exceeded(total, len(uses)):
-        total -= disk_bytes(layer.path / BAD)[0]
+        total -= disk_bytes(BAD, at=root)[0]
         if not dry_run:
-            remove_tree(root, BAD)
+            discard(root, root, BAD)
         limits = Limits(
             max_bytes=None if limits.max_bytes is None else limits.max_bytes * room,
             max_entries=None if limits.max_entries is None else limits.max_entries * room,
@@ -107,17 +77,23 @@ def enforce(root: int, layer: Layer, limits: Limits, *, dry_run: bool = False, r
 
 def enforce_now_and_then(root: int, layer: Layer, limits: Limits, *, at_once: bool) -> int:
     """An automatic pass, unless another process is at it or one has just been made. Returns the number of evictions."""
-    with open_lock(root, PRUNE_LOCK) as fd:
-        status = os.fstat(fd)
+    with open_lock(root, PRUNE_LOCK) as file:
+        status = os.fstat(file.fd)
         recent = status.st_size > 0 and abs(time.time() - status.st_mtime) < _PASS_SECONDS
-        if (recent and not at_once) or not try_lock(fd):
+        if (recent and not at_once) or not try_lock(file.fd):
             return 0
-        os.pwrite(fd, b"the last pass began when this file was modified\n", 0)
-        return len(enforce(root, layer, limits, room=_ROOM))
+        try:
+            with suppress(OSError):  # a full disk must not keep it from making room
+                os.pwrite(file.fd, b"the last pass began when this file was modified\n", 0)
+            return len(enforce(root, layer, limits, room=_ROOM))
+        finally:
+            unlock(file.fd)
 
 
-def _modified(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
+def _drop_indexes(root: int, pin: str | None) -> None:
+    """Keep the newest indexes of imported bundles, and the one that is pinned."""
+    with suppress(OSError, CacheUntrustedError), open_below(root, INDEXES) as folder:
+        age = {name: os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime_ns for name in names(folder)}
+        for name in sorted(age, key=lambda name: age[name])[:-_KEPT_INDEXES]:
+            if name != f"{pin}.json":
+                discard(root, folder, name)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jitfp4.cache.entry import FILES, MAX_BYTES, EntryFiles, Manifest, is_digest, is_toolchain
+from jitfp4.cache.entry import FILES, MAX_BYTES, EntryFiles, Manifest, is_toolchain
 from jitfp4.errors import BundleError
 
 SCHEMA = 1
@@ -73,17 +74,34 @@ class Index:
 
     @classmethod
     def decode(cls, data: bytes, digest: str | None = None) -> Index:
-        """Parse an index; with ``digest``, only after it was found to hash to that. Raises BundleError."""
+        """Parse an index; with ``digest``, only after it was found to hash to that. Raises BundleError.
+
+        It must be just what encode() writes. That is matched entry by entry, not parsed as JSON: a text of the largest
+        size could make a JSON parser fill the memory.
+        """
         found = hashlib.sha256(data).hexdigest()
         if digest is not None and digest != found:
             raise BundleError(f"the index hashes to {found}, not to the digest {digest}")
-        try:
-            index = cls(tuple(_parse(item) for item in json.loads(data)["entries"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BundleError(f"not an index: {error!r}") from None
-        if index.encode() != data:
-            raise BundleError("the index is not in canonical form")
+        if data == cls(()).encode():
+            return cls(())
+        if not (data.startswith(_HEAD) and data.endswith(_TAIL)):
+            raise BundleError("not an index, or not in canonical form")
+        entries, at, end = list[Listed](), len(_HEAD), len(data) - len(_TAIL)
+        while at < end:
+            match = _ENTRY.match(data, at, end)
+            if match is None or (match.end() == end) == bool(match["more"]):
+                raise BundleError(f"not an index in canonical form: byte {at}")
+            entries.append(_parse(match))
+            at = match.end()
+        index = cls(tuple(entries))
+        if index != cls.of(entries):
+            raise BundleError("the index is not in canonical form: its entries are not in order")
         return index
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files together."""
+        return sum(size for entry in self.entries for size, _ in entry.files.values())
 
     @functools.cached_property
     def digest(self) -> str:
@@ -91,18 +109,40 @@ class Index:
         return hashlib.sha256(self.encode()).hexdigest()
 
 
-def _parse(item: Mapping[str, object]) -> Listed:
-    match item:
-        case {"recipe": str(recipe), "toolchain": str(toolchain), "family": str(family), "arch": str(arch)}:
-            if not is_digest(recipe) or not is_toolchain(toolchain):
-                raise ValueError(f"{recipe!r}/{toolchain!r} cannot be a folder")
-            files = {name: _parse_sum(name, item[name]) for name in FILES}
-            return Listed(recipe=recipe, toolchain=toolchain, family=family, arch=arch, files=files)
-    raise ValueError(f"{item!r} is no entry")
+_HEAD = b'{\n "schema": %d,\n "entries": [\n' % SCHEMA
+_TAIL = b"\n ]\n}\n"
+_FILE = rb',\n   "%s": \{\n    "bytes": (0|[1-9]\d{0,9}),\n    "sha256": "([0-9a-f]{64})"\n   \}'
+_ENTRY = re.compile(
+    rb'  \{\n   "recipe": "(?P<recipe>[0-9a-f]{64})"'
+    rb',\n   "toolchain": "(?P<toolchain>[a-z0-9_+.-]{1,100})"'
+    rb',\n   "family": "(?P<family>(?:[ !#-\[\]-~]|\\[\x21-~]){0,1000})"'
+    rb',\n   "arch": "(?P<arch>[a-z0-9_]{0,100})"'
+    + b"".join(_FILE % re.escape(name.encode()) for name in FILES)
+    + rb"\n  \}(?P<more>,\n)?"
+)
 
 
-def _parse_sum(name: str, value: object) -> tuple[int, str]:
-    match value:
-        case {"bytes": int(size), "sha256": str(sha256)} if 0 <= size <= MAX_BYTES[name] and is_digest(sha256):
-            return size, sha256
-    raise ValueError(f"{name}: {value!r} is no size and SHA-256")
+def _parse(match: re.Match[bytes]) -> Listed:
+    recipe, toolchain, family, arch = (match[name].decode() for name in ("recipe", "toolchain", "family", "arch"))
+    if not is_toolchain(toolchain):
+        raise BundleError(f"{toolchain!r} cannot be a folder")
+    sums = match.groups()[4:]
+    files = {name: _check_size(name, int(sums[2 * i]), sums[2 * i + 1].decode()) for i, name in enumerate(FILES)}
+    return Listed(recipe=recipe, toolchain=toolchain, family=_unescaped(family), arch=arch, files=files)
+
+
+def _check_size(name: str, size: int, sha256: str) -> tuple[int, str]:
+    if size > MAX_BYTES[name]:
+        raise BundleError(f"{name}: {size} bytes, more than {MAX_BYTES[name]}")
+    return size, sha256
+
+
+def _unescaped(text: str) -> str:
+    """The string between JSON's quotes, if they are what encode() would put around it."""
+    try:
+        value = json.loads(f'"{text}"')
+    except ValueError as error:
+        raise BundleError(f"the index is no JSON: {error}") from None
+    if json.dumps(value) != f'"{text}"':
+        raise BundleError("the index is not in canonical form: an escape")
+    return str(value)

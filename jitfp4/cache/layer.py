@@ -11,14 +11,15 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from jitfp4.cache.entry import CUBIN, MANIFEST, MAX_BYTES, SOURCE, EntryFiles, Manifest, is_digest, is_toolchain
-from jitfp4.cache.index import MAX_INDEX_BYTES, Index
+from jitfp4.cache.entry import CUBIN, MANIFEST, MAX_BYTES, SOURCE, EntryFiles, Manifest, is_toolchain
+from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
+from jitfp4.cache.tree import check_folder, check_trusted, folder_descriptor, names, open_below, open_folder
 from jitfp4.errors import BundleError, CacheCorruptError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
@@ -29,7 +30,6 @@ INDEXES = "bundles"
 STAMP_SECONDS = 3600
 """A use is stamped when the last stamp is at least this old, so that a hot entry costs one write an hour."""
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO must not hang the reader
 
 P = ParamSpec("P")
@@ -39,39 +39,6 @@ T = TypeVar("T")
 def entry_path(digest: str, toolchain: str) -> str:
     """Folder of an entry, relative to its root."""
     return f"{VERSION}/{digest[:2]}/{digest[2:]}/{toolchain}"
-
-
-def check_trusted(status: os.stat_result, what: str) -> None:
-    """Nobody but this user or root could have written it. Raises CacheUntrustedError."""
-    if status.st_uid != 0 and status.st_uid != os.geteuid():
-        raise CacheUntrustedError(f"{what}: belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root")
-    if status.st_mode & 0o022:
-        raise CacheUntrustedError(f"{what}: group or others may write it (mode {stat.S_IMODE(status.st_mode):04o})")
-
-
-def check_folder(status: os.stat_result, what: str) -> None:
-    """``status``, of a path whose last link was not followed, is a folder's. Raises CacheUntrustedError."""
-    if not stat.S_ISDIR(status.st_mode):
-        raise CacheUntrustedError(f"{what}: a symbolic link or a file where a folder belongs")
-
-
-@contextmanager
-def open_folder(path: str | Path, *, at: int | None = None) -> Iterator[int]:
-    """A descriptor of a real folder, closed at the end. Raises CacheUntrustedError for a symbolic link or a file."""
-    fd = _open_folder(path, at=at)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _open_folder(path: str | Path, *, at: int | None = None) -> int:
-    try:
-        return os.open(path, _FOLDER, dir_fd=at)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise CacheUntrustedError(f"{path}: a symbolic link or a file where a folder belongs") from None
-        raise
 
 
 def _again_if_stale(read: Callable[P, T]) -> Callable[P, T]:
@@ -94,7 +61,8 @@ class Layer:
     """A cache root.
 
     ``own`` marks the user's root: its files must have exactly one link. ``stamps`` says that uses are recorded.
-    ``pin`` is the SHA-256 of a bundle index in the root; what that index lists is believed whoever owns it.
+    ``pin`` is the SHA-256 of a bundle index in the root: nothing is believed but what that index lists. A layer must
+    have the listed ``entry.json``, whoever owns it; the user's root the listed cubin, which it may have built itself.
     """
 
     path: Path
@@ -112,12 +80,13 @@ class Layer:
             OSError: it could not be read.
         """
         digest = recipe.digest
-        pinned = self._pinned_manifest(digest, toolchain)
+        listed, pinned = self._listed(digest, toolchain)
         folder = self._open_entry(digest, toolchain, pinned)
         try:
             manifest = Manifest.decode(self._read(folder, MANIFEST, pinned))
             manifest.check_place(digest, toolchain)
             manifest.check_asked(recipe)
+            self._check_listed(manifest, listed)
             cubin = self._read(folder, CUBIN, pinned, manifest.cubin_bytes)
         except FileNotFoundError as error:
             raise self._missing(error, folder, digest, toolchain) from None
@@ -137,30 +106,57 @@ class Layer:
 
     def toolchains(self, digest: str) -> list[str]:
         """Names of the toolchain folders of a recipe; none when there is no recipe folder."""
-        return [name for name in _listing(self.path / VERSION / digest[:2] / digest[2:]) if is_toolchain(name)]
+        with (
+            suppress(OSError, CacheUntrustedError),
+            open_folder(self.path) as root,
+            open_below(root, f"{VERSION}/{digest[:2]}/{digest[2:]}", trusted=False) as folder,
+        ):
+            return [name for name in names(folder) if is_toolchain(name)]
+        return []
 
-    def places(self) -> Iterator[tuple[str, str]]:
-        """(recipe digest, toolchain) of every entry folder, in order."""
-        top = self.path / VERSION
-        for fan in _listing(top):
-            for rest in _listing(top / fan):
-                if is_digest(digest := fan + rest):
-                    yield from ((digest, name) for name in self.toolchains(digest))
+    def check_pin(self) -> None:
+        """Nothing is pinned, or this root holds the pinned index. Else CacheUntrustedError: none of it is believed."""
+        if self.pin is None:
+            return
+        try:
+            pinned_entries(self.path, self.pin)
+        except FileNotFoundError:
+            missing = f"{INDEXES}/{self.pin}.json, the bundle that JITFP4_BUNDLE_SHA256 pins"
+            raise CacheUntrustedError(f"{self.path}: does not hold {missing}") from None
+
+    def is_pinned(self) -> bool:
+        """Something is pinned, and this root holds its index."""
+        try:
+            self.check_pin()
+        except (OSError, CacheUntrustedError):
+            return False
+        return self.pin is not None
+
+    def check_new(self, manifest: Manifest) -> None:
+        """A new entry with this manifest would be believed here. Raises CacheUntrustedError."""
+        self._check_listed(manifest, self._find_listed(manifest.digest, manifest.toolchain))
+
+    def believes(self, digest: str, toolchain: str) -> bool:
+        """An entry of this name may be used: nothing is pinned, or the pinned index lists it."""
+        return self.pin is None or (self.is_pinned() and self._find_listed(digest, toolchain) is not None)
 
     @_again_if_stale
-    def _read_each(self, digest: str, toolchain: str, names: Sequence[str]) -> list[bytes]:
-        pinned = self._pinned_manifest(digest, toolchain)
+    def _read_each(self, digest: str, toolchain: str, files: Sequence[str]) -> list[bytes]:
+        listed, pinned = self._listed(digest, toolchain)
         folder = self._open_entry(digest, toolchain, pinned)
         try:
-            return [self._read(folder, name, pinned) for name in names]
+            contents = [self._read(folder, name, pinned) for name in files]
         except FileNotFoundError as error:
             raise self._missing(error, folder, digest, toolchain) from None
         finally:
             os.close(folder)
+        if listed is not None:
+            self._check_listed(Manifest.decode(contents[files.index(MANIFEST)]), listed)
+        return contents
 
     def _open_entry(self, digest: str, toolchain: str, pinned: str | None) -> int:
         """A descriptor of the entry's folder. All files are opened below it, so they belong to one generation."""
-        root = _open_folder(self.path)
+        root = folder_descriptor(self.path)
         try:
             if pinned is None:
                 check_trusted(os.fstat(root), str(self.path))
@@ -170,7 +166,7 @@ class Layer:
                 check_folder(status, level)
                 if pinned is None:
                     check_trusted(status, level)
-            folder = _open_folder(f"{fan}/{digest[2:]}/{toolchain}", at=root)
+            folder = folder_descriptor(f"{fan}/{digest[2:]}/{toolchain}", at=root)
         finally:
             os.close(root)
         try:
@@ -220,34 +216,53 @@ class Layer:
                 return CacheCorruptError(f"{error.filename}: missing")
         return error
 
-    def _pinned_manifest(self, digest: str, toolchain: str) -> str | None:
-        """SHA-256 that entry.json must have, if this layer holds the pinned index and the index lists the entry."""
+    def _listed(self, digest: str, toolchain: str) -> tuple[Listed | None, str | None]:
+        """What the pinned index says of an entry, and the SHA-256 that its entry.json must have; nothing without a pin.
+
+        Raises CacheUntrustedError when there is such an entry and the index does not vouch for it.
+        """
         if self.pin is None:
-            return None
+            return None, None
         try:
-            return pinned_manifests(self.path, self.pin).get(f"{digest}/{toolchain}")
-        except FileNotFoundError:
-            return None
+            self.check_pin()
+            listed = self._find_listed(digest, toolchain)
+        except CacheUntrustedError:
+            (self.path / entry_path(digest, toolchain)).lstat()  # what is not there need not be refused
+            raise
+        return listed, None if self.own or listed is None else listed.files[MANIFEST][1]
+
+    def _find_listed(self, digest: str, toolchain: str) -> Listed | None:
+        return pinned_entries(self.path, self.pin).get(f"{digest}/{toolchain}") if self.pin else None
+
+    def _check_listed(self, manifest: Manifest, listed: Listed | None) -> None:
+        """The cubin is the one that the pinned index lists. Raises CacheUntrustedError."""
+        if self.pin is None:
+            return
+        if listed is None:
+            raise CacheUntrustedError(f"the pinned bundle {self.pin} does not list this entry")
+        if (manifest.cubin_bytes, manifest.cubin_sha256) != listed.files[CUBIN]:
+            raise CacheUntrustedError(f"{CUBIN}: not the one that the pinned bundle {self.pin} lists")
 
 
 @functools.cache
-def pinned_manifests(root: Path, pin: str) -> Mapping[str, str]:
-    """``recipe/toolchain`` to SHA-256 of entry.json, from ``bundles/<pin>.json`` below ``root``.
+def pinned_entries(root: Path, pin: str) -> Mapping[str, Listed]:
+    """``recipe/toolchain`` to what is listed, from ``bundles/<pin>.json`` below ``root``.
 
     The index may belong to anybody: it is believed because it hashes to ``pin``. Raises FileNotFoundError without one.
     """
     path = root / INDEXES / f"{pin}.json"
     fd = os.open(path, _FILE)
     try:
-        size = os.fstat(fd).st_size
-        data = read_all(fd, size) if size <= MAX_INDEX_BYTES else b""
+        status = os.fstat(fd)
+        readable = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_INDEX_BYTES
+        data = read_all(fd, status.st_size) if readable else b""
     finally:
         os.close(fd)
     try:
         index = Index.decode(data, pin)
     except BundleError as error:
-        raise CacheUntrustedError(f"{path}: {error}") from None
-    return {f"{entry.recipe}/{entry.toolchain}": entry.files[MANIFEST][1] for entry in index.entries}
+        raise CacheUntrustedError(f"{root}: {INDEXES}/{pin}.json: {error}") from None
+    return {f"{entry.recipe}/{entry.toolchain}": entry for entry in index.entries}
 
 
 def read_all(fd: int, size: int) -> bytes:
@@ -256,10 +271,3 @@ def read_all(fd: int, size: int) -> bytes:
     while len(data) < size and (more := os.read(fd, size - len(data))):
         data += more
     return data
-
-
-def _listing(path: Path) -> list[str]:
-    try:
-        return sorted(item.name for item in path.iterdir())
-    except OSError:
-        return []

@@ -1,8 +1,8 @@
 """Locks that make N processes build a kernel once. Nothing is correct because of them; they save work.
 
-flock(2) on an open file: the kernel drops it when its holder dies, so no lock can be left behind. It also excludes the
-threads of one process, because every holder opens the file anew. It is called directly: a round trip takes 3 us (59 us
-through filelock), and filelock replaces a missing flock by a marker file, which a killed process leaves behind.
+filelock's native lock on an open descriptor: flock(2), which the kernel drops when its holder dies, so no lock can be
+left behind. It also excludes the threads of one process, because every holder opens the file anew. A forked child gives
+up its copies of the descriptors: else it would keep a lock whose holder has died, and nobody could tell.
 
 A lock file is never removed: a waiter that holds the removed inode and a newcomer would both believe they own the lock.
 Recipes share a fixed number of files instead, so two unrelated recipes sometimes wait for each other.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import enum
 import errno
-import fcntl
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +44,49 @@ def stripe(digest: str) -> str:
     return f"{LOCKS}/{digest[:3]}"
 
 
+class Held:
+    """An open file or folder that a lock may be on. ``fd`` is -1 after it was closed, and in a forked child."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Once; errors of a close are of no use to anybody."""
+        fd, self.fd = self.fd, -1
+        with suppress(OSError):
+            os.close(fd)
+
+
+_held: set[Held] = set()
+_forking = threading.RLock()  # a fork waits for a file that is just being opened, so that no child has an unknown copy
+
+
+@contextmanager
+def held(opened: Callable[[], int]) -> Iterator[Held]:
+    """The descriptor that ``opened()`` returns, closed at the end, and in any child that is forked meanwhile."""
+    with _forking:
+        file = Held(opened())
+        _held.add(file)
+    try:
+        yield file
+    finally:
+        with _forking:
+            _held.discard(file)
+            file.close()
+
+
+def _close_in_child() -> None:
+    for file in _held:
+        file.close()
+    _held.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_in_child)
+
+
 @contextmanager
 def locked(root: int, path: str, what: str, timeout: float, done: Callable[[], bool] | None = None) -> Iterator[Lock]:
     """Hold the lock file ``path`` below the folder ``root``, waiting at most ``timeout`` seconds.
@@ -52,39 +95,53 @@ def locked(root: int, path: str, what: str, timeout: float, done: Callable[[], b
     the lock, when ``done()`` says so: 63 waiters that need nothing but the result do not queue for the lock. Raises
     OSError when the lock file cannot be opened or locked; it never raises after the body has started.
     """
-    with open_lock(root, path) as fd:
-        outcome = _wait(fd, path, what, timeout, done)
+    with open_lock(root, path) as file:
+        outcome = _wait(file.fd, path, what, timeout, done)
         if outcome is not Lock.HELD:
             yield outcome
             return
-        _sign(fd, what)
+        _sign(file.fd, what)
         try:
             yield Lock.HELD
         finally:
-            _unlock(fd)
+            with suppress(OSError):
+                os.ftruncate(file.fd, 0)  # an empty file takes no block
+            unlock(file.fd)
 
 
 @contextmanager
-def open_lock(root: int, path: str) -> Iterator[int]:
+def open_lock(root: int, path: str) -> Iterator[Held]:
     """A lock file, open but not locked, created when missing. Raises OSError when it is anything but a regular file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=root)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with held(lambda: os.open(path, flags, 0o600, dir_fd=root)) as file:
+        mode = os.fstat(file.fd).st_mode
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
-        yield fd
-    finally:
-        os.close(fd)
+        if stat.S_IMODE(mode) != 0o600:
+            with suppress(OSError):  # another's, or a file system without modes
+                os.fchmod(file.fd, 0o600)  # whatever the umask: the next one opens it too
+        yield file
 
 
 def try_lock(fd: int) -> bool:
     """Take an exclusive flock now, or say that somebody else has it. Raises OSError when locks do not work here."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            return False
-        raise
-    return True
+        from filelock import lock_descriptor, unlock_descriptor  # 30 ms that a process that only hits does not pay
+    except ImportError as error:  # no descriptor is left to read the module
+        raise OSError(errno.ENOLCK, str(error)) from None
+    if lock_descriptor(fd, blocking=False):
+        return True
+    unlock_descriptor(fd)  # filelock takes EACCES for contention; where flock is forbidden this raises it, else nothing
+    return False
+
+
+def unlock(fd: int) -> None:
+    """Let the next one in. Nothing happens in a child that was forked, which has no part in the lock."""
+    from filelock import unlock_descriptor
+
+    if fd >= 0:
+        with suppress(OSError):
+            unlock_descriptor(fd)
 
 
 def _wait(fd: int, path: str, what: str, timeout: float, done: Callable[[], bool] | None) -> Lock:
@@ -115,11 +172,3 @@ def _holder(fd: int) -> str:
     with suppress(OSError):
         return os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace") or "a process that gave no name"
     return "a process that cannot be named"
-
-
-def _unlock(fd: int) -> None:
-    """Explicit, because a child forked during the body still has the file open. An empty file takes no block."""
-    with suppress(OSError):
-        os.ftruncate(fd, 0)
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)

@@ -7,10 +7,27 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from jitfp4.cache.layer import VERSION, check_folder, check_trusted, entry_path, open_folder
-from jitfp4.cache.lock import LOCKS, TROUBLE, try_lock
+from jitfp4.cache.entry import FILES
+from jitfp4.cache.layer import VERSION, entry_path
+from jitfp4.cache.lock import LOCKS, TROUBLE, held, try_lock
+from jitfp4.cache.tree import (
+    check_shared,
+    check_trusted,
+    ensure_folder,
+    exists,
+    folder_descriptor,
+    fresh_name,
+    make_folders,
+    names,
+    open_below,
+    open_folder,
+    open_trusted,
+    remove_tree,
+    set_mode,
+)
 from jitfp4.errors import CacheUntrustedError
 
 TMP, BAD = "tmp", "bad"
@@ -22,17 +39,20 @@ _ATTEMPTS = 8  # a sweeper or an eviction may take a folder away between two ste
 
 @contextmanager
 def open_root(path: Path, *, world_readable: bool = False) -> Iterator[int]:
-    """A descriptor of a cache root, created with its folders when missing. Raises CacheUntrustedError or OSError."""
+    """A descriptor of a cache root, created with its folders when missing.
+
+    Raises:
+        CacheUntrustedError: somebody else could have written it.
+        CacheError: it is to be ``world_readable`` and is there, for its user only.
+        OSError: it cannot be made or opened.
+    """
     mode = _folder_mode(world_readable)
-    if not path.is_dir():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.mkdir(mode=mode)
-            path.chmod(mode)  # whatever the umask
-    with open_folder(path) as root:
-        check_trusted(os.fstat(root), str(path))
+    make_folders(path, mode)
+    with open_trusted(path) as root:
+        if world_readable:
+            check_shared(os.fstat(root), str(path))
         for name in (VERSION, TMP, LOCKS):
-            _ensure_folder(root, name, mode)
+            ensure_folder(root, name, mode)
         yield root
 
 
@@ -55,6 +75,14 @@ def publish(root: int, digest: str, toolchain: str, files: Mapping[str, bytes], 
     return bool(changed)
 
 
+def check_entry_shared(root: int, digest: str, toolchain: str) -> None:
+    """Every user can read this entry, which somebody published earlier. Raises CacheError or OSError."""
+    entry = entry_path(digest, toolchain)
+    recipe = entry.rpartition("/")[0]
+    for path in (recipe.rpartition("/")[0], recipe, entry, *(f"{entry}/{name}" for name in FILES)):
+        check_shared(os.stat(path, dir_fd=root, follow_symlinks=False), path)
+
+
 def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
     """Rename into place, below parents that an eviction may remove while they are empty.
 
@@ -64,8 +92,8 @@ def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
     fan = recipe.rpartition("/")[0]
     for attempt in range(_ATTEMPTS):
         try:
-            made_fan = _ensure_folder(root, fan, mode)
-            made_recipe = _ensure_folder(root, recipe, mode)
+            made_fan = ensure_folder(root, fan, mode)
+            made_recipe = ensure_folder(root, recipe, mode)
             os.rename(staged, target, src_dir_fd=root, dst_dir_fd=root)
             return [recipe, *([fan] if made_recipe or made_fan else []), *([VERSION] if made_fan else [])]
         except FileNotFoundError:
@@ -81,7 +109,7 @@ def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
 def write_file(root: int, path: str, data: bytes, *, world_readable: bool) -> None:
     """Put a single file in place, durably, replacing one of that name."""
     folder, _, leaf = path.rpartition("/")
-    _ensure_folder(root, folder, _folder_mode(world_readable))
+    ensure_folder(root, folder, _folder_mode(world_readable))
     with _staging(root, _folder_mode(world_readable)) as (_, stage):
         _write_files(stage, {leaf: data}, 0o644 if world_readable else 0o600)
         os.rename(leaf, path, src_dir_fd=stage, dst_dir_fd=root)
@@ -105,9 +133,10 @@ def quarantine(root: int, digest: str, toolchain: str) -> str | None:
             return None
         except CacheUntrustedError:
             pass
-        _ensure_folder(root, BAD, 0o700)
-        for name in sorted(_names(root, BAD))[: 1 - KEPT_BAD]:
-            remove_tree(root, f"{BAD}/{name}")
+        ensure_folder(root, BAD, 0o700)
+        with open_below(root, BAD) as bad:
+            for name in names(bad)[: 1 - KEPT_BAD]:
+                remove_tree(bad, name)
         target = f"{BAD}/{time.time_ns():020d}-{digest[:12]}-{toolchain}"
         os.rename(level, target, src_dir_fd=root, dst_dir_fd=root)
         return target
@@ -115,67 +144,77 @@ def quarantine(root: int, digest: str, toolchain: str) -> str | None:
 
 
 def sweep(root: int) -> int:
-    """Remove staging folders whose owner died, and say how many. A folder that is locked, or cannot be, stays."""
+    """Remove what processes that died left in ``tmp/``, and say how much. What is locked, or cannot be, stays."""
     swept = 0
-    for name in _names(root, TMP):
-        with suppress(OSError, CacheUntrustedError), open_folder(f"{TMP}/{name}", at=root) as folder:
-            if try_lock(folder):
-                swept += remove_tree(root, f"{TMP}/{name}")
+    with suppress(OSError, CacheUntrustedError), open_below(root, TMP) as tmp:
+        for name in names(tmp):
+            try:
+                with held(partial(folder_descriptor, name, at=tmp)) as folder:
+                    swept += try_lock(folder.fd) and remove_tree(tmp, name)
+            except CacheUntrustedError:  # no folder: nobody stages that
+                swept += remove_tree(tmp, name)
+            except OSError:
+                continue
     return swept
 
 
 def evict(root: int, path: str) -> bool:
-    """Remove a folder for good. It leaves its place in one step, so a reader sees all of it or nothing."""
-    with _staging(root, 0o700) as (name, _):
-        try:
-            os.rename(path, f"{TMP}/{name}/evicted", src_dir_fd=root, dst_dir_fd=root)
-        except OSError:
-            return False
-    with suppress(OSError):  # not empty: another toolchain or recipe is there
-        os.rmdir(recipe := path.rpartition("/")[0], dir_fd=root)
-        os.rmdir(recipe.rpartition("/")[0], dir_fd=root)
-    return True
+    """Remove an entry for good, and the folders above it that this leaves empty. False when it is not there or stays.
 
-
-def remove_tree(root: int, path: str) -> bool:
-    """Delete a folder or a file without following links; errors leave the rest for the next sweep."""
-    import shutil  # 6 ms of imports that a warm start does not pay
-
-    with suppress(OSError):
-        os.unlink(path, dir_fd=root)
-        return True
-    shutil.rmtree(path, ignore_errors=True, dir_fd=root)
-    return not exists(root, path)
-
-
-def exists(root: int, path: str) -> bool:
-    """Something has this name below ``root``."""
+    It leaves its place in one step, so a reader sees all of it or nothing.
+    """
+    version, fan, recipe, toolchain = path.split("/")
     try:
-        os.stat(path, dir_fd=root, follow_symlinks=False)
-    except OSError:
+        with open_below(root, version) as top, open_below(top, fan) as middle:
+            with open_below(middle, recipe) as folder:
+                gone = discard(root, folder, toolchain)
+            with suppress(OSError):  # not empty: another toolchain or recipe is there
+                os.rmdir(recipe, dir_fd=middle)
+                os.rmdir(fan, dir_fd=top)
+    except (OSError, CacheUntrustedError):
         return False
-    return True
+    return gone
+
+
+def discard(root: int, folder: int, name: str) -> bool:
+    """Move what has this name in ``folder`` to ``tmp/`` and delete it there. False when there is none, or it stays.
+
+    That takes no inode and hardly ever a block, so it works on a full disk. Without a ``tmp/`` that can be used, or a
+    block for the new name, it is deleted where it is.
+    """
+    try:
+        with open_below(root, TMP) as tmp:
+            os.rename(name, away := fresh_name(), src_dir_fd=folder, dst_dir_fd=tmp)
+            remove_tree(tmp, away)
+            return True
+    except CacheUntrustedError:
+        return remove_tree(folder, name)
+    except OSError as error:
+        no_room = error.errno in (errno.ENOSPC, errno.EDQUOT) or not exists(root, TMP)
+        return no_room and exists(folder, name) and remove_tree(folder, name)
 
 
 @contextmanager
 def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
     """Name and descriptor of a fresh folder in ``tmp/``, locked so that no sweeper takes it, removed if it is left."""
     for _ in range(_ATTEMPTS):
-        name = f"{os.getpid()}-{os.urandom(8).hex()}"
-        os.mkdir(f"{TMP}/{name}", 0o700, dir_fd=root)
+        name = fresh_name()
+        path = f"{TMP}/{name}"
+        os.mkdir(path, mode, dir_fd=root)
         with ExitStack() as stack:
             try:
-                stage = stack.enter_context(open_folder(f"{TMP}/{name}", at=root))
+                set_mode(path, mode, at=root)
+                stage = stack.enter_context(held(partial(folder_descriptor, path, at=root)))
             except FileNotFoundError:
                 continue  # a sweeper was faster
-            if not _own_staging(stage):
+            if not _own_staging(stage.fd):
                 continue
-            os.fchmod(stage, mode)  # whatever the umask
             try:
-                yield name, stage
+                yield name, stage.fd
             finally:
-                if exists(root, f"{TMP}/{name}"):
-                    remove_tree(root, f"{TMP}/{name}")
+                if exists(root, path):
+                    with suppress(OSError, CacheUntrustedError), open_below(root, TMP) as tmp:
+                        remove_tree(tmp, name)
             return
     raise OSError(errno.EAGAIN, "a sweeper removed every staging folder", TMP)
 
@@ -206,30 +245,9 @@ def _write_files(folder: int, files: Mapping[str, bytes], mode: int) -> None:
             os.close(fd)
 
 
-def _ensure_folder(root: int, path: str, mode: int) -> bool:
-    """Create one folder, or check that the one that is there is real and trusted. True when it is new."""
-    try:
-        os.mkdir(path, mode, dir_fd=root)
-        os.chmod(path, mode, dir_fd=root)  # whatever the umask
-        return True
-    except FileExistsError:
-        status = os.stat(path, dir_fd=root, follow_symlinks=False)
-        check_folder(status, path)
-        check_trusted(status, path)
-        return False
-
-
 def _sync_folder(root: int, path: str) -> None:
     with open_folder(path, at=root) as folder:
         os.fsync(folder)
-
-
-def _names(root: int, path: str) -> list[str]:
-    try:
-        with open_folder(path, at=root) as folder, os.scandir(folder) as items:
-            return [item.name for item in items]
-    except (OSError, CacheUntrustedError):
-        return []
 
 
 def _folder_mode(world_readable: bool) -> int:

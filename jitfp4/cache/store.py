@@ -23,9 +23,10 @@ from jitfp4.cache.evict import Limits, enforce_now_and_then
 from jitfp4.cache.index import Index
 from jitfp4.cache.layer import INDEXES, Layer, entry_path
 from jitfp4.cache.lock import Lock, locked, stripe
-from jitfp4.cache.publish import exists, open_root, publish, quarantine, sweep, write_file
+from jitfp4.cache.publish import check_entry_shared, open_root, publish, quarantine, sweep, write_file
+from jitfp4.cache.tree import exists
 from jitfp4.config import Config
-from jitfp4.errors import ArgumentError, CacheCorruptError, CacheError, CacheUntrustedError
+from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError, CacheError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
 _PASS_SHARE = 32  # a process looks after the limits each time it has published this fraction of max_bytes
@@ -104,8 +105,9 @@ class Cache:
         self.config = config
         self.world_readable = world_readable
         writable = config.cache_mode == "rw"
-        self.user = Layer(path=config.cache_dir, own=True, stamps=writable) if config.cache_dir else None
-        self.layers = tuple(Layer(path=path, pin=config.bundle_sha256) for path in config.cache_ro)
+        root, pin = config.cache_dir, config.bundle_sha256
+        self.user = Layer(path=root, own=True, stamps=writable, pin=pin) if root else None
+        self.layers = tuple(Layer(path=path, pin=pin) for path in config.cache_ro)
         self._all = ((self.user,) if self.user else ()) + self.layers
         self._counters: Counter[tuple[str, str]] = Counter()
         self._mutex = threading.Lock()
@@ -125,6 +127,8 @@ class Cache:
         if isinstance(found, Loaded):
             return found
         if toolchain is None or self.config.offline or self.config.cache_mode != "rw":
+            return self._build(recipe, toolchain, build, found)[0]
+        if self.user and not self.user.believes(recipe.digest, toolchain):  # nobody could load it: it stays in memory
             return self._build(recipe, toolchain, build, found)[0]
         return self._build_once(recipe, toolchain, build, found)
 
@@ -165,25 +169,38 @@ class Cache:
     def adopt(self, files: EntryFiles) -> bool:
         """Publish a foreign entry into the user's root after every check. False when a good one was there already.
 
+        The checks find damage, and files that do not belong together. Whether the cubin is what a compiler made of
+        kernel.cu they cannot find: for that the caller needs a digest that it can trust, see bundle.py.
+
         Raises:
             CacheCorruptError: the files are not what their manifest says.
-            CacheError, OSError: the root cannot be written.
+            CacheError, OSError: the root cannot be written, or JITFP4_CACHE forbids it.
         """
         manifest = Manifest.decode(files.manifest)
         files.check(manifest.digest, manifest.toolchain)
         if not is_toolchain(manifest.toolchain):
             raise CacheCorruptError(f"toolchain: {manifest.toolchain!r} cannot be a folder name")
         place, shared = (manifest.digest, manifest.toolchain), self.world_readable
-        with open_root(self._own_root(), world_readable=shared) as root:
+        with open_root(self._writable_root(), world_readable=shared) as root:
             if publish(root, *place, files.by_name(), world_readable=shared):
                 return True
             if self.holds(*place):
+                if shared:
+                    check_entry_shared(root, *place)
                 return False
             what = f"import of {manifest.family} for {manifest.arch}"
             with locked(root, stripe(manifest.digest), what, self.config.lock_timeout) as lock:
                 if lock is Lock.HELD and not self.holds(*place):
                     self._quarantine(root, *place)
                 return publish(root, *place, files.by_name(), world_readable=shared)
+
+    def check_bundle(self, index: Index) -> None:
+        """The bundle of ``index`` may be brought into the user's root. Raises BundleError."""
+        pin, most = self.config.bundle_sha256, self.config.cache_max_bytes
+        if pin is not None and pin != index.digest:
+            raise BundleError(f"its digest is {index.digest}; JITFP4_BUNDLE_SHA256 pins {pin}")
+        if index.total_bytes > most:
+            raise BundleError(f"unpacks to {index.total_bytes} bytes; JITFP4_CACHE_MAX_BYTES is {most}")
 
     def holds(self, digest: str, toolchain: str) -> bool:
         """The user's root has this entry, and all of it is right."""
@@ -196,7 +213,7 @@ class Cache:
     def adopt_index(self, index: Index) -> None:
         """Store the index of imported entries, for those who pin it. Raises CacheError or OSError."""
         path, shared = f"{INDEXES}/{index.digest}.json", self.world_readable
-        with open_root(self._own_root(), world_readable=shared) as root:
+        with open_root(self._writable_root(), world_readable=shared) as root:
             write_file(root, path, index.encode(), world_readable=shared)
 
     def read(self, digest: str, toolchain: str) -> EntryFiles:
@@ -217,6 +234,10 @@ class Cache:
         if self.user is None:
             raise CacheError("there is no cache folder: neither HOME nor JITFP4_CACHE_DIR is set")
         return self.user.path
+
+    def _writable_root(self) -> Path:
+        self.config.check_writable()
+        return self._own_root()
 
     # ---- looking ------------------------------------------------------------
 
@@ -329,6 +350,7 @@ class Cache:
         """True when this process put the entry in place. Then it looks after the limits, now and then."""
         manifest = Manifest.of(recipe, toolchain, built)
         manifest.check_cubin(built.cubin)
+        user.check_new(manifest)
         files = EntryFiles(cubin=built.cubin, source=recipe.source.encode(), manifest=manifest.encode())
         if not publish(root, recipe.digest, toolchain, files.by_name(), world_readable=self.world_readable):
             return False

@@ -7,12 +7,15 @@ NVRTC.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from jitfp4.cli import cache, doctor, render, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
+from jitfp4.cli import cache, doctor, render, simulate, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
 from jitfp4.cli.output import say
 from jitfp4.errors import Jitfp4Error
 
@@ -23,6 +26,8 @@ class _Commands(TyperGroup):
     """Turns the package's errors, and those of the file system, into a message and exit status 2."""
 
     def invoke(self, ctx: Any) -> Any:
+        if sys.stdout is None:  # closed: the work is done all the same, and no file of ours takes its number
+            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the end
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -46,3 +51,4 @@ app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
 app.command(epilog=render.EXAMPLES)(render.render)
 app.add_typer(cache.app)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("sim", epilog=simulate.EXAMPLES)(simulate.simulate)

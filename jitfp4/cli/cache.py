@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.util
+import operator
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +16,20 @@ import typer
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache import Catalog, Checked, Entry, Limits, Manifest, Use
-from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, read_bytes, read_seconds
-from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, put_table, say, utc
+from jitfp4.cli.options import (
+    ArchNames,
+    AsJson,
+    CacheDir,
+    configure,
+    examples,
+    read_archs,
+    read_bytes,
+    read_families,
+    read_seconds,
+)
+from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, put_table, say, utc, visible
 from jitfp4.config import Config
-from jitfp4.errors import CacheError, ToolchainError
+from jitfp4.errors import CacheError, OfflineError, ToolchainError
 from jitfp4.keys import Recipe
 
 app = typer.Typer(name="cache", help="Look at the kernel cache, verify it, make it smaller.", no_args_is_help=True)
@@ -55,19 +67,24 @@ def show_dir(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 
 @app.command("size", epilog=examples("jitfp4 cache size --json"))
 def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """Print how many kernels the cache holds and what it takes on disk."""
-    size = Catalog(_root(configure(cache_dir))).size()
+    """Print how many kernels the cache holds and what it takes on disk.
+
+    Exit status: 0, 2 or 4 (or 6) when a folder of it is not to be trusted or cannot be read.
+    """
+    catalog = Catalog(_root(configure(cache_dir)))
+    size = catalog.size()
     facts = {"entries": size.entries, "bytes": size.disk_bytes, "inodes": size.inodes, "quarantined": size.quarantined}
     if as_json:
-        put_json("cache size", **facts)
+        put_json("cache size", **facts, findings=[_verdict(item) for item in catalog.findings])
     else:
         put_facts(facts.items())
+    _exit_with_findings(catalog)
 
 
 @app.command("ls", epilog=examples("jitfp4 cache ls --arch sm_90a --sort size --limit 10", "jitfp4 cache ls -q"))
 def list_entries(
     arch: ArchNames = None,
-    family: Annotated[str | None, typer.Option(metavar="NAME", help="A family, or a folder of them.")] = None,
+    family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
     sort: Annotated[Order, typer.Option(help="Last used first, largest first, or by name.")] = Order.USED,
     limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="At most so many.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Digests only.")] = False,
@@ -76,21 +93,25 @@ def list_entries(
 ) -> None:
     """List the kernels in the cache.
 
-    Damaged entries are listed too, with what is wrong in place of the parameters.
+    Damaged entries are listed too, with what is wrong in place of the parameters. Exit status: 0, 2 or 4 (or 6) when a
+    folder of the cache is not to be trusted or cannot be read, so that kernels may be missing from the list.
     """
     archs = {a.name for a in read_archs(arch)} if arch is not None else None
-    found = (e for e in Catalog(_root(configure(cache_dir))).entries() if _is_wanted(e, archs, family))
+    families = read_families(family)
+    catalog = Catalog(_root(configure(cache_dir)))
+    found = (entry for entry in catalog.entries() if _is_wanted(entry, archs, families))
     entries = sorted(found, key=lambda entry: _sort_key(entry, sort))[:limit]
     if as_json:
-        put_json("cache ls", entries=[_summary(entry) for entry in entries])
-        return
-    if quiet:
+        findings = [_verdict(item) for item in catalog.findings]
+        put_json("cache ls", entries=[_summary(entry) for entry in entries], findings=findings)
+    elif quiet:
         for entry in entries:
             put(entry.use.digest)
-        return
-    columns = ["recipe", "family", "arch", "spec", "toolchain", "bytes", "last used"]
-    put_table(columns, [_row(entry) for entry in entries])
-    say(plural(len(entries), "kernel"))
+    else:
+        columns = ["recipe", "family", "arch", "spec", "toolchain", "bytes", "last used"]
+        put_table(columns, [_row(entry) for entry in entries])
+        say(plural(len(entries), "kernel"))
+    _exit_with_findings(catalog)
 
 
 @app.command(epilog=examples("jitfp4 cache show 3f2a91c0", "jitfp4 cache show 3f2a91c0 --source > kernel.cu"))
@@ -140,9 +161,14 @@ def verify(
 ) -> None:
     """Check every byte of the cache: checksums, keys, owners, architectures. Changes nothing.
 
+    Checksums find damage. Whether a kernel is what a compiler made of its source, only --recompile says, or a digest
+    from a place that you trust: with JITFP4_BUNDLE_SHA256 every kernel that this bundle does not list is untrusted.
     Exit status, added up: 1 corrupt, 2 untrusted, 4 unreadable, 8 not reproducible, 16 a KEY names no kernel.
     """
-    catalog = Catalog(_root(configure(cache_dir)))
+    config = configure(cache_dir)
+    if recompile and config.offline:
+        raise OfflineError("--recompile: JITFP4_OFFLINE forbids compiling")
+    catalog = Catalog(_root(config), pin=config.bundle_sha256)
     compiled: list[bool] = []
 
     def compile_again(recipe: Recipe, manifest: Manifest) -> bytes | None:
@@ -158,14 +184,14 @@ def verify(
             say(f"{key}: no such kernel")
             status |= UNKNOWN_KEY
     for item in checked:
-        status |= item.verdict
+        status |= int(item.verdict)
     bad = [item for item in checked if item.verdict]
     if as_json:
         put_json("cache verify", status=status, recompiled=sum(compiled), entries=[_verdict(item) for item in checked])
     else:
         for item in bad:
-            put(f"{_verdict(item)['verdict']} {item.path}: {item.reason}")
-    say(f"{plural(len(checked), 'kernel')} verified, {len(bad)} bad")
+            put(_line(item))
+    say(f"{plural(sum(item.use is not None for item in checked), 'kernel')} verified, {len(bad)} bad")
     if not all(compiled):
         say(f"{compiled.count(False)} not compiled again: another compiler or other options made them")
     if status:
@@ -187,6 +213,7 @@ def prune(
     """Remove the least recently used kernels until the limits hold.
 
     Without an option the limits are those of the environment, JITFP4_CACHE_MAX_BYTES and JITFP4_CACHE_MAX_ENTRIES.
+    Exit status: 0, 2 or 4 (or 6) when a folder of the cache is not to be trusted or cannot be read, and stays.
     """
     config = configure(cache_dir)
     limits = Limits(
@@ -196,7 +223,11 @@ def prune(
     )
     if limits == Limits():
         limits = Limits(max_bytes=config.cache_max_bytes, max_entries=config.cache_max_entries)
-    _put_removed("prune", Catalog(_root(config)).prune(limits, dry_run=dry_run), dry_run, as_json)
+    if not dry_run:
+        config.check_writable()
+    catalog = Catalog(_root(config), pin=config.bundle_sha256)
+    _put_removed("prune", catalog.prune(limits, dry_run=dry_run), dry_run, as_json)
+    _exit_with_findings(catalog)
 
 
 @app.command(epilog=examples("jitfp4 cache clear --dry-run", "jitfp4 cache clear -y"))
@@ -208,14 +239,19 @@ def clear(
 ) -> None:
     """Remove every kernel, and the quarantine. Asks first.
 
-    Processes that run keep what they have loaded. Exit status: 0, 1 when the answer is no, 2 an error.
+    Processes that run keep what they have loaded. Exit status: 0, 1 when the answer is no, 2 an error, 2 or 4 (or 6)
+    when a folder of the cache is not to be trusted or cannot be read, and stays.
     """
-    root = _root(configure(cache_dir))
+    config = configure(cache_dir)
+    root = _root(config)
+    if not dry_run:
+        config.check_writable()
     catalog = Catalog(root)
     if not (yes or dry_run):
         count = len(catalog.clear(dry_run=True))
         typer.confirm(f"Remove {plural(count, 'kernel')} from {root}?", abort=True, err=True)
     _put_removed("clear", catalog.clear(dry_run=dry_run), dry_run, as_json)
+    _exit_with_findings(catalog)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -227,10 +263,19 @@ def _root(config: Config) -> Path:
     return config.cache_dir
 
 
-def _is_wanted(entry: Entry, archs: set[str] | None, family: str | None) -> bool:
+def _exit_with_findings(catalog: Catalog) -> None:
+    """Say which folders could not be looked into, and leave with the status of verify."""
+    for item in catalog.findings:
+        say(_line(item))
+    if status := functools.reduce(operator.or_, (item.verdict for item in catalog.findings), 0):
+        raise typer.Exit(int(status))
+
+
+def _is_wanted(entry: Entry, archs: set[str] | None, families: Sequence[str]) -> bool:
     if entry.manifest is None:
-        return archs is None and family is None
-    in_family = family is None or f"{entry.manifest.family}/".startswith(f"{family}/")
+        return archs is None and not families
+    name = f"{entry.manifest.family}/"
+    in_family = not families or any(name.startswith(f"{family}/") for family in families)
     return in_family and (archs is None or entry.manifest.arch in archs)
 
 
@@ -286,7 +331,13 @@ def _details(entry: Entry, manifest: Manifest) -> dict[str, object]:
 
 def _verdict(item: Checked) -> dict[str, object]:
     name = (item.verdict.name or "").lower().replace("_", " ")
-    return _use(item.use) | {"path": str(item.path), "verdict": name, "reason": item.reason}
+    fields = _use(item.use) if item.use else {}
+    return fields | {"path": str(item.path), "verdict": name, "reason": item.reason}
+
+
+def _line(item: Checked) -> str:
+    fields = _verdict(item)
+    return visible(f"{fields['verdict']} {item.path}: {item.reason}")
 
 
 def _flat(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -8,6 +8,7 @@ import platform
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +16,14 @@ import typer
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cache import Catalog
-from jitfp4.cache.layer import check_trusted, open_folder
+from jitfp4.cache.layer import Layer
 from jitfp4.cache.lock import try_lock
-from jitfp4.cli.gpus import cuda_driver
+from jitfp4.cache.tree import check_trusted, open_folder
+from jitfp4.cli.gpus import Driver, cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples
 from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, say
 from jitfp4.config import Config
-from jitfp4.errors import CacheUntrustedError, CompileError, ToolchainError, UnsupportedArchError
+from jitfp4.errors import CacheError, CompileError, ToolchainError, UnsupportedArchError
 
 EXAMPLES = examples(
     "jitfp4 doctor",
@@ -48,7 +50,13 @@ def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     Exit status: 0 all is well, 1 something is wrong, 2 an error.
     """
     config = configure(cache_dir)
-    findings = [_versions(), _compiler(config), _cache(config), *map(_layer, config.cache_ro), _gpu()]
+    findings = [
+        _versions(),
+        _compiler(config),
+        _cache(config),
+        *(_layer(root, config) for root in config.cache_ro),
+        _gpu(config),
+    ]
     problems = [problem for finding in findings for problem in finding.problems]
     if as_json:
         fields = [{"topic": f.topic, "problems": f.problems, **f.facts} for f in findings]
@@ -71,29 +79,45 @@ def _versions() -> Finding:
             finding.facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             finding.facts[package] = None
+            if package != "jitfp4":  # it runs from a checkout then
+                finding.problems.append(f"{package} is not installed")
     return finding
 
 
 def _compiler(config: Config) -> Finding:
+    """Offline, nothing is compiled and nothing about the compiler is a problem."""
     from jitfp4 import nvrtc
 
-    finding = Finding("compiler", {"offline": config.offline})
-    toolchain = nvrtc.toolchain()
-    if toolchain is None:
-        finding.facts["nvrtc"] = None
+    finding = Finding("compiler", {"offline": config.offline, "nvrtc": None})
+    try:
+        toolchain = nvrtc.find_toolchain()
+        if toolchain is None:
+            raise ToolchainError("NVRTC is not installed: install jitfp4[cu12] or jitfp4[cu13]")
+        finding.facts |= {"nvrtc": toolchain.version, "build": toolchain.build, "toolchain": toolchain.name}
+        finding.facts["library"] = str(toolchain.library)
         if not config.offline:
-            finding.problems.append("NVRTC is not installed: only kernels that are in the cache can run")
-        return finding
-    finding.facts |= {"nvrtc": toolchain.version, "build": toolchain.build, "toolchain": toolchain.name}
+            _try_compiling(finding)
+    except ToolchainError as error:
+        if config.offline:
+            finding.facts["unusable"] = str(error)
+        else:
+            finding.problems.append(f"{error}; only kernels that are in the cache can run")
+    return finding
+
+
+def _try_compiling(finding: Finding) -> None:
+    from jitfp4 import nvrtc
+
+    known = [arch for arch in ARCHS.values() if nvrtc.supports(arch)]
     refused = {}
-    for arch in ARCHS.values():
+    for arch in known:
         try:
             nvrtc.compile_cubin(_PROBE, arch, symbol="probe")
         except (CompileError, ToolchainError) as error:
             refused[arch.name] = str(error).splitlines()[0]
-    finding.facts["archs"] = [name for name in ARCHS if name not in refused]
+    finding.facts["archs"] = [arch.name for arch in known if arch.name not in refused]
+    finding.facts["too_old_for"] = [arch.name for arch in ARCHS.values() if arch not in known]
     finding.problems += [f"NVRTC does not compile for {name}: {reason}" for name, reason in refused.items()]
-    return finding
 
 
 def _cache(config: Config) -> Finding:
@@ -102,28 +126,43 @@ def _cache(config: Config) -> Finding:
     if root is None:
         finding.problems.append("there is no cache folder: neither HOME nor JITFP4_CACHE_DIR is set")
         return finding
-    finding.facts["exists"] = os.path.lexists(root)
-    place = root
-    if finding.facts["exists"]:
-        _inspect_root(root, finding)
-    else:
-        place = next(parent for parent in root.absolute().parents if parent.exists())
+    exists = _exists(root, finding)
+    if exists is None:
+        return finding
+    if exists:
+        _inspect_root(Layer(path=root, own=True, pin=config.bundle_sha256), finding)
+    place = root if exists else next(parent for parent in root.absolute().parents if parent.exists())
     _inspect_file_system(place, finding)
     if config.cache_mode == "rw":
         _try_writing(place, finding)
     return finding
 
 
-def _layer(root: Path) -> Finding:
-    finding = Finding("read-only layer", {"path": str(root), "exists": os.path.lexists(root)})
-    if finding.facts["exists"]:
-        _inspect_root(root, finding)
-    else:
+def _layer(root: Path, config: Config) -> Finding:
+    finding = Finding("read-only layer", {"path": str(root)})
+    exists = _exists(root, finding)
+    if exists:
+        _inspect_root(Layer(path=root, pin=config.bundle_sha256), finding)
+    elif exists is not None:
         finding.problems.append(f"{root}: does not exist")
     return finding
 
 
-def _gpu() -> Finding:
+def _exists(root: Path, finding: Finding) -> bool | None:
+    """Whether there is anything at ``root``; None, and a problem, when a folder above it cannot be searched."""
+    exists: bool | None = None
+    try:
+        root.lstat()
+        exists = True
+    except FileNotFoundError:
+        exists = False
+    except OSError as error:
+        finding.problems.append(f"{root}: {error.strerror}")
+    finding.facts["exists"] = exists
+    return exists
+
+
+def _gpu(config: Config) -> Finding:
     driver = cuda_driver()
     finding = Finding("gpu", {"driver_cuda": driver and driver.cuda, "devices": []})
     devices = []
@@ -135,20 +174,50 @@ def _gpu() -> Finding:
             finding.problems.append(f"{gpu.name}: {error}")
         devices.append({"name": gpu.name, "arch": arch})
     finding.facts["devices"] = devices
+    if driver and not config.offline:
+        finding.problems += _unfit_compiler(driver, {str(device["arch"]) for device in devices})
     return finding
 
 
-def _inspect_root(root: Path, finding: Finding) -> None:
+def _unfit_compiler(driver: Driver, archs: set[str]) -> Iterator[str]:
+    """Why what NVRTC makes may not run here: the driver is older, or NVRTC is older than a GPU."""
+    from jitfp4 import nvrtc
+
+    with suppress(ToolchainError):  # reported under the compiler
+        toolchain = nvrtc.find_toolchain()
+        if toolchain is None:
+            return
+        if _numbers(toolchain.version)[:2] > _numbers(driver.cuda):
+            yield (
+                f"NVRTC {toolchain.version} is newer than the driver, which is for CUDA {driver.cuda} and may refuse "
+                "its kernels: update the driver or install an older NVRTC"
+            )
+        for name in sorted(archs & ARCHS.keys()):
+            if not nvrtc.supports(ARCHS[name]):
+                yield f"NVRTC {toolchain.version} is too old for the GPU's {name}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
+
+
+def _inspect_root(layer: Layer, finding: Finding) -> None:
+    """What a load would make of this root: its owner and mode, or in their place the pinned bundle."""
     try:
-        with open_folder(root) as folder:
+        with open_folder(layer.path) as folder:
             status = os.fstat(folder)
             finding.facts |= {"owner": status.st_uid, "permissions": f"{stat.S_IMODE(status.st_mode):04o}"}
-            check_trusted(status, str(root))
-    except (CacheUntrustedError, OSError) as error:
+            if layer.own or not layer.is_pinned():
+                check_trusted(status, str(layer.path))
+        catalog = Catalog(layer.path, pin=layer.pin, own=layer.own)
+        size = catalog.size()
+        finding.facts |= {"entries": size.entries, "disk_bytes": size.disk_bytes, "quarantined": size.quarantined}
+        finding.facts["pinned"] = layer.pin
+        finding.problems += [f"{item.path}: {item.reason}" for item in catalog.findings]
+        if size.entries or not layer.own:
+            layer.check_pin()
+    except (CacheError, OSError) as error:
         finding.problems.append(str(error))
-        return
-    size = Catalog(root).size()
-    finding.facts |= {"entries": size.entries, "disk_bytes": size.disk_bytes, "quarantined": size.quarantined}
 
 
 def _inspect_file_system(place: Path, finding: Finding) -> None:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.config import Config, read_config
+from jitfp4.config import Config, read_config, read_sha256
 from jitfp4.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from jitfp4.warmup import Task
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 CacheDir = Annotated[
-    Path | None, typer.Option("--cache-dir", metavar="DIR", help="The cache to use, instead of JITFP4_CACHE_DIR.")
+    Path | None,
+    typer.Option("--cache-dir", metavar="DIR", readable=False, help="The cache to use, instead of JITFP4_CACHE_DIR."),
 ]
+
+
+def _check_archs(text: str | None) -> str | None:
+    """Refuses a wrong name before a command imports torch, which takes seconds."""
+    if text is not None:
+        read_archs(text)
+    return text
+
+
 ArchNames = Annotated[
-    str | None, typer.Option("--arch", metavar="NAMES", help=f"Comma-separated: {', '.join(ARCHS)}; or all.")
+    str | None,
+    typer.Option(
+        "--arch", metavar="NAMES", callback=_check_archs, help=f"Comma-separated: {', '.join(ARCHS)}; or all."
+    ),
 ]
 
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -46,10 +63,45 @@ def read_archs(text: str) -> tuple[Arch, ...]:
     """The architectures that ``--arch`` names. Raises ArgumentError for an unknown or an empty one."""
     if text == "all":
         return tuple(ARCHS.values())
-    archs = tuple(Arch.of(name) for name in split(text))
-    if not archs:
-        raise ArgumentError("--arch", repr(text), f"{', '.join(ARCHS)}, or all")
-    return archs
+    names = split(text)
+    for name in names or (text,):
+        if name not in ARCHS:
+            like = difflib.get_close_matches(name, ARCHS, n=1, cutoff=0.8)
+            hint = f"; did you mean {like[0]}?" if like else ""
+            raise ArgumentError("--arch", repr(name), f"{', '.join(ARCHS)}, or all{hint}")
+    return tuple(ARCHS[name] for name in names)
+
+
+def read_families(text: str | None) -> tuple[str, ...]:
+    """The families that ``--family`` names, none for None. Raises ArgumentError when it is there and names none."""
+    if text is not None and not split(text):
+        raise ArgumentError("--family", repr(text), "families, or folders of them, separated by commas")
+    return split(text)
+
+
+def read_digest(text: str | None, config: Config) -> str | None:
+    """The digest that ``--digest`` or the environment pins. Raises ArgumentError when it is none."""
+    return read_sha256("--digest", text) if text is not None else config.bundle_sha256
+
+
+def read_plan(path: Path) -> tuple[Task, ...]:
+    """The tasks of a plan file. Raises ArgumentError when it is not one, OSError when it cannot be read."""
+    from jitfp4 import warmup
+
+    try:
+        return warmup.read_plan(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ArgumentError("plan", f"{path}: {error}", "a JSON document in UTF-8") from None
+    except RecursionError:
+        raise ArgumentError("plan", f"{path}: JSON that is nested too deeply", "a document of warmup") from None
+
+
+def read_shard(text: str) -> tuple[int, int]:
+    """``I/N``. Raises ArgumentError."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if not found:
+        raise ArgumentError("--shard", repr(text[:40]), "I/N with 0 <= I < N")
+    return int(found[1]), int(found[2])
 
 
 def read_bytes(name: str, text: str | None) -> float | None:

@@ -17,12 +17,20 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def say(message: str) -> None:
     """A message for the person, on stderr."""
-    typer.echo(message, err=True)
+    typer.echo(visible(message, keep="\n\t"), err=True)
 
 
 def put(text: str) -> None:
-    """Data, on stdout, with a line end unless it has one."""
-    typer.echo(text, nl=not text.endswith("\n"))
+    """Data, on stdout, with a line end unless it has one: every byte to a file, and to a terminal what it can show."""
+    shown = visible(text, keep="\n\t") if sys.stdout.isatty() else text
+    typer.echo(shown, nl=not text.endswith("\n"), color=True)  # else typer drops what looks like a colour
+
+
+def visible(text: str, keep: str = "") -> str:
+    """``text`` with escapes, such as ``\\x1b``, for what is not printable: no entry may drive a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def put_json(command: str, **members: object) -> None:
@@ -41,7 +49,7 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         numbers = all(isinstance(row[index], (int, float)) for row in cells)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in cells:
-        table.add_row(*map(str, row))
+        table.add_row(*(visible(str(cell)) for cell in row))
     width = None if sys.stdout.isatty() else 1000
     Console(width=width, markup=False, highlight=False).print(table)
 
@@ -51,7 +59,7 @@ def put_facts(facts: Iterable[tuple[str, object]]) -> None:
     lines = list(facts)
     width = max((len(name) for name, _ in lines), default=0)
     for name, value in lines:
-        put(f"{name:<{width}}  {value}")
+        put(f"{visible(name):<{width}}  {visible(str(value))}")
 
 
 def plural(count: int, noun: str) -> str:

@@ -10,13 +10,14 @@ import typer
 
 from jitfp4.cache import Cache, Catalog, EntryFiles
 from jitfp4.cli.cache import app
-from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs
+from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, read_digest, read_plan
 from jitfp4.cli.output import plural, put, put_json, say
 from jitfp4.config import Config
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, CacheError
 
 if TYPE_CHECKING:
     from jitfp4.bundle import Imported
+    from jitfp4.remote import Remote
 
 Plan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The kernels of this plan; all without one.")]
 Digest = Annotated[
@@ -38,10 +39,11 @@ def export(
 ) -> None:
     """Write kernels from the cache as one reproducible file, and print its digest.
 
-    Exit status: 0, 1 when a kernel of the plan is not in the cache.
+    Exit status: 0, 1 when a kernel of the plan is not in the cache, 2 an error, such as a cache without kernels.
     """
-    from jitfp4.bundle import export_bundle
+    from jitfp4.bundle import check_out, export_bundle
 
+    check_out(out)
     entries = _entries(configure(cache_dir), plan, arch)
     digest = export_bundle(entries, out)
     _put_digest("cache export", digest, len(entries), str(out), as_json)
@@ -57,13 +59,15 @@ def import_(
 ) -> None:
     """Put the kernels of a bundle into the cache, after all of it was verified.
 
-    Exit status: 0, 2 when the bundle is damaged or has another digest.
+    Only a digest from a place that you trust says who made it: checksums inside find damage. Exit status: 0, 2 when the
+    bundle is damaged or has another digest, or the cache is not to be written (JITFP4_CACHE).
     """
     from jitfp4.bundle import import_bundle
 
     config = configure(cache_dir)
-    cache = Cache(config, world_readable=shared)
-    _put_imported("cache import", import_bundle(bundle, cache, digest or config.bundle_sha256), as_json)
+    wanted = read_digest(digest, config)
+    done = import_bundle(bundle, Cache(config, world_readable=shared), wanted)
+    _put_imported("cache import", done, wanted is not None, as_json)
 
 
 @app.command(epilog=examples("jitfp4 cache push s3://bucket/kernels --plan plan.json"))
@@ -91,20 +95,25 @@ def pull(
 ) -> None:
     """Fetch the kernels of a bundle from a remote store; what arrives is verified before it is stored.
 
-    Without a digest the store must hold exactly one bundle.
+    Without a digest the store must hold exactly one bundle, and nothing says who made it. Exit status: 0, 2 an error.
     """
     from jitfp4.remote import Remote
 
-    config, remote = configure(cache_dir), Remote(url)
-    wanted = digest or config.bundle_sha256
-    if wanted is None:
-        found = remote.digests()
-        if len(found) != 1:
-            raise ArgumentError(
-                "--digest", "none", f"one of {', '.join(found)}" if found else "nothing: an empty store"
-            )
-        wanted = found[0]
-    _put_imported("cache pull", remote.pull(wanted, Cache(config, world_readable=shared)), as_json)
+    config = configure(cache_dir)
+    config.check_writable()
+    remote, wanted = Remote(url), read_digest(digest, config)
+    chosen = wanted or _only_digest(remote)
+    done = remote.pull(chosen, Cache(config, world_readable=shared))
+    _put_imported("cache pull", done, wanted is not None, as_json)
+
+
+def _only_digest(remote: Remote) -> str:
+    found = remote.digests()
+    if not found:
+        raise CacheError(f"{remote.url}: there is no bundle here; push fills a store")
+    if len(found) > 1:
+        raise ArgumentError("--digest", "none", f"one of {', '.join(found)}")
+    return found[0]
 
 
 def _entries(config: Config, plan: Path | None, arch: str | None) -> list[EntryFiles]:
@@ -115,13 +124,21 @@ def _entries(config: Config, plan: Path | None, arch: str | None) -> list[EntryF
     if plan is not None:
         return list(_planned(plan, archs))
     catalog = Catalog(config.cache_dir)
-    return [catalog.read(e.use)[2] for e in catalog.entries() if e.manifest is None or e.manifest.arch in archs]
+    kept = [entry for entry in catalog.entries() if entry.manifest is None or entry.manifest.arch in archs]
+    for item in catalog.findings:
+        raise CacheError(f"{item.path}: {item.reason}; what is behind it would be missing")
+    if not kept:
+        names = ", ".join(sorted(archs))
+        raise CacheError(f"{config.cache_dir}: nothing to export: no kernels for {names}; jitfp4 warmup builds them")
+    return [catalog.read(entry.use)[2] for entry in kept]
 
 
 def _planned(plan: Path, archs: set[str]) -> Iterable[EntryFiles]:
     from jitfp4 import engine, warmup
 
-    tasks = [task for task in warmup.read_plan(plan.read_text()) if task.arch.name in archs]
+    tasks = [task for task in read_plan(plan) if task.arch.name in archs]
+    if not tasks:
+        raise ArgumentError("plan", f"{plan}, without a kernel for {', '.join(sorted(archs))}", "one with kernels")
     if missing := warmup.missing(tasks):
         for task in missing:
             say(f"not in the cache: {task}")
@@ -141,7 +158,9 @@ def _put_digest(command: str, digest: str, count: int, where: str, as_json: bool
     say(f"{where}: {plural(count, 'kernel')}")
 
 
-def _put_imported(command: str, done: Imported, as_json: bool) -> None:
+def _put_imported(command: str, done: Imported, pinned: bool, as_json: bool) -> None:
+    if not pinned:
+        say("warning: no digest was given, so nothing says who made this bundle; its checksums only find damage")
     if as_json:
         put_json(command, digest=done.digest, added=done.added, present=done.present)
     else:

@@ -15,7 +15,17 @@ import typer
 
 from jitfp4.arch import Arch
 from jitfp4.cli.gpus import cuda_driver
-from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, split
+from jitfp4.cli.options import (
+    ArchNames,
+    AsJson,
+    CacheDir,
+    configure,
+    examples,
+    read_archs,
+    read_families,
+    read_plan,
+    read_shard,
+)
 from jitfp4.cli.output import plural, put, put_json, put_table, say
 from jitfp4.errors import ArgumentError
 
@@ -55,10 +65,10 @@ def warmup(
     """Compile kernels into the cache, without a GPU.
 
     Without --arch and PLAN it builds for the GPUs of this machine. Exit status: 0 complete, 1 a kernel is missing (with
-    --check) or could not be stored, 2 an error, 3 a kernel does not compile.
+    --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C: what was finished is kept.
     """
     configure(cache_dir)
-    tasks = _select(plan, arch, split(family), shard)
+    tasks = _select(plan, arch, read_families(family), shard)
     if write_plan is not None:
         _write_plan(tasks, write_plan, as_json)
     elif check:
@@ -82,13 +92,10 @@ def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard:
     if path is not None:
         archs = read_archs("all" if arch is None else arch)
         chosen = {kernel for pattern in patterns or (None,) for kernel in kernels(pattern)}
-        tasks = tuple(t for t in warmup.read_plan(path.read_text()) if t.arch in archs and t.kernel in chosen)
+        tasks = tuple(t for t in read_plan(path) if t.arch in archs and t.kernel in chosen)
     else:
         tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
-    index, _, count = shard.partition("/")
-    if not (index.isdecimal() and count.isdecimal()):
-        raise ArgumentError("--shard", repr(shard), "I/N with 0 <= I < N")
-    return warmup.shard(tasks, int(index), int(count))
+    return warmup.shard(tasks, *read_shard(shard))
 
 
 def _archs_of_this_machine() -> tuple[Arch, ...]:
@@ -123,26 +130,48 @@ def _check(tasks: Sequence[Task], as_json: bool) -> None:
 
 def _build(tasks: Sequence[Task], jobs: int, as_json: bool) -> None:
     start = time.monotonic()
-    by_task = {outcome.task: outcome for outcome in _build_with_progress(tasks, jobs)}
-    seconds = time.monotonic() - start
-    outcomes = [by_task[task] for task in tasks]
-    counts = Counter(map(_state, outcomes))
-    if as_json:
-        totals = {state.value: counts[state] for state in State}
-        put_json("warmup", jobs=jobs, seconds=round(seconds, 3), **totals, kernels=[_report(o) for o in outcomes])
-    else:
-        _put_summary(outcomes)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            say(f"\n{outcome.task}\n{outcome.error}")
-    say(f"{plural(len(tasks), 'kernel')} in {seconds:.1f} s: {', '.join(f'{counts[s]} {s}' for s in State)}")
+    finished: dict[Task, Outcome] = {}
+    try:
+        _build_with_progress(tasks, jobs, finished)
+    except KeyboardInterrupt:
+        try:
+            outcomes = [finished[task] for task in tasks if task in finished]
+            _put_outcomes(outcomes, jobs, time.monotonic() - start, as_json, interrupted=True)
+            rest = len(tasks) - len(outcomes)
+            say(f"interrupted: {plural(rest, 'kernel')} of {len(tasks)} not built; what is finished is kept")
+            sys.stdout.flush()
+        finally:
+            os._exit(130)  # the interpreter would wait for the compilations that still run
+    outcomes = [finished[task] for task in tasks]
+    counts = _put_outcomes(outcomes, jobs, time.monotonic() - start, as_json)
     if counts[State.FAILED]:
         raise typer.Exit(3)
     if counts[State.UNSAVED]:
         raise typer.Exit(1)
 
 
-def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
+def _put_outcomes(
+    outcomes: Sequence[Outcome], jobs: int, seconds: float, as_json: bool, *, interrupted: bool = False
+) -> Counter[State]:
+    counts = Counter(map(_state, outcomes))
+    if as_json:
+        totals = {state.value: counts[state] for state in State}
+        kernels = [_report(outcome) for outcome in outcomes]
+        put_json("warmup", jobs=jobs, seconds=round(seconds, 3), interrupted=interrupted, **totals, kernels=kernels)
+    else:
+        _put_summary(outcomes)
+    failed: dict[str, list[Task]] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failed.setdefault(str(outcome.error), []).append(outcome.task)
+    for error, (task, *more) in failed.items():
+        say(f"\n{task}{f' and {len(more)} more' if more else ''}\n{error}")
+    say(f"{plural(len(outcomes), 'kernel')} in {seconds:.1f} s: {', '.join(f'{counts[s]} {s}' for s in State)}")
+    return counts
+
+
+def _build_with_progress(tasks: Sequence[Task], jobs: int, finished: dict[Task, Outcome]) -> None:
+    """Fill ``finished``, which keeps what was done when this is interrupted."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -154,9 +183,10 @@ def _build_with_progress(tasks: Sequence[Task], jobs: int) -> list[Outcome]:
         bar = progress.add_task("", total=len(tasks))
 
         def advance(outcome: Outcome) -> None:
+            finished[outcome.task] = outcome
             progress.update(bar, advance=1, description=f"{outcome.task.kernel.name} {outcome.task.arch.name}")
 
-        return warm_up(tasks, jobs=jobs, on_done=advance)
+        warm_up(tasks, jobs=jobs, on_done=advance)
 
 
 def _put_summary(outcomes: Sequence[Outcome]) -> None:

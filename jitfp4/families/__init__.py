@@ -1,6 +1,11 @@
-"""One module per kernel family. Importing this package registers all of them."""
+"""One module per kernel family. Importing this package registers all of them.
+
+A program that torch.export saved names their operators: a process that only loads it imports ``jitfp4.families`` first.
+"""
 
 from jitfp4.families import attention as attention
 from jitfp4.families import gdn as gdn
+from jitfp4.families import gemm as gemm
+from jitfp4.families import kv as kv
 from jitfp4.families import norm as norm
 from jitfp4.families import quantize as quantize

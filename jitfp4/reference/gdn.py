@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from jitfp4.errors import ArgumentError
+
 LANES = 8
 """Lanes of a warp that share a state row and sum its columns between them."""
 
@@ -117,7 +119,13 @@ def gated_delta_rule(
     k_major: bool,
     _: bool | None = None,
 ) -> None:
-    """The operator ``jitfp4::gated_delta_rule``: fills ``out`` and the states in place, as its kernel does."""
+    """The operator ``jitfp4::gated_delta_rule``: fills ``out`` and the states in place, as its kernel does.
+
+    Raises ArgumentError for a slot beyond the pool, before anything is written.
+    """
+    _check_slots("initial_state_indices", indices, len(state))
+    _check_slots("output_state_indices", output_indices, len(state))
+    _check_slots("ssm_state_indices", step_indices, len(state))
     requests = torch.arange(q.shape[0], device=q.device)
     slots = requests if indices is None else indices.long()
     live = requests[slots >= 0]
@@ -135,6 +143,11 @@ def gated_delta_rule(
             steps[live, t] = h.to(steps.dtype)
     if update_state:
         _write(state, slots if output_indices is None else output_indices[live].long(), h.mT if k_major else h)
+
+
+def _check_slots(name: str, slots: torch.Tensor | None, pool: int) -> None:
+    if slots is not None and slots.numel() and (last := int(slots.max())) >= pool:
+        raise ArgumentError(name, f"slot {last}", f"slots below {pool}, or negative ones")
 
 
 def _write(pool: torch.Tensor, slots: torch.Tensor, h: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ def shuffle_rows(matrix: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:
     m, n = matrix.shape
     if m % (8 * group):
         raise ArgumentError(
-            "m", m, f"a multiple of {8 * group} rows to shuffle for an epilogue tile of {epilogue_tile_m}"
+            "input_tensor",
+            f"{m} rows",
+            f"a multiple of {8 * group} rows to shuffle for an epilogue tile of {epilogue_tile_m}",
         )
     return matrix.view(-1, 8, group, n).transpose(1, 2).reshape(m, n)

@@ -12,11 +12,12 @@ from jitfp4.sim.device import active_device, device
 
 if TYPE_CHECKING:
     from jitfp4.sim.api import Stats, run
+    from jitfp4.sim.chain import Chain
     from jitfp4.sim.tensormap import TensorMap
 
-__all__ = ["Stats", "TensorMap", "active_device", "device", "run"]
+__all__ = ["Chain", "Stats", "TensorMap", "active_device", "device", "run"]
 
-_HOME = {"Stats": "api", "run": "api", "TensorMap": "tensormap"}
+_HOME = {"Chain": "chain", "Stats": "api", "run": "api", "TensorMap": "tensormap"}
 
 
 def __getattr__(name: str) -> Any:

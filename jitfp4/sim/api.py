@@ -14,10 +14,14 @@ import numpy as np
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.sim.arguments import pack
+from jitfp4.sim.chain import Chain
+from jitfp4.sim.device import active_device
+from jitfp4.sim.history import History
 from jitfp4.sim.machine import Launch, Machine, linear
 from jitfp4.sim.memory import GlobalMemory
 from jitfp4.sim.parser import parse
 from jitfp4.sim.program import Program
+from jitfp4.sim.ptx import Array
 from jitfp4.spec import Dim3, Geometry
 
 BATCH_THREADS = 8192
@@ -26,11 +30,14 @@ BATCH_THREADS = 8192
 
 @dataclass(slots=True)
 class Stats:
-    """What a run cost. ``instructions`` counts thread-instructions, ``opcodes`` the same by opcode."""
+    """What a run cost. ``instructions`` counts thread-instructions, ``opcodes`` the same by opcode, ``executed`` by
+    position in the module's code.
+    """
 
     instructions: int = 0
     seconds: float = 0.0
     opcodes: Counter[str] = field(default_factory=Counter)
+    executed: Counter[int] = field(default_factory=Counter)
 
 
 @lru_cache(maxsize=64)
@@ -40,7 +47,7 @@ def load(ptx: str, entry: str | None = None) -> Program:
 
 
 def run(
-    ptx: str,
+    ptx: str | Program,
     args: Sequence[Any],
     geometry: Geometry,
     arch: str | Arch,
@@ -48,42 +55,77 @@ def run(
     entry: str | None = None,
     races: bool = False,
     batch: int = BATCH_THREADS,
+    seed: int | None = None,
+    chain: Chain | None = None,
 ) -> Stats:
     """Execute ``entry`` of a PTX module over a grid.
 
     Args:
-        ptx: a module as NVRTC writes it.
+        ptx: a module as NVRTC writes it, or a program that was loaded from one.
         args: one per kernel parameter. NumPy arrays and torch CPU tensors (views too) are pointers, mutated in place
             and bounds-checked at the view's extent; integers, bools and NumPy scalars take the parameter's width;
             floats become float32 or, for an 8-byte parameter, float64; TensorMap, TileMap and ``bytes`` are passed by
             value; None is a null pointer.
         geometry: grid in CTAs, block, cluster, dynamic shared bytes. A cluster size compiled into the kernel wins
             over 1.
-        races: also look for shared-memory races (SimRaceError); several times slower.
+        races: also look for data races, missing fences and registers in flight (SimRaceError); two to three times
+            slower.
         batch: threads simulated together, at least one cluster.
+        seed: run CTAs, warps and the lanes of atomics in an order drawn from it; None is one fixed order.
+        chain: the launches that this one may overlap (only with ``races``). ``seed`` and ``chain`` default to those of
+            the innermost ``sim.device``.
     Raises:
         SimError: a fault of the program, or something that is not modelled.
     """
     began = time.perf_counter()
-    program = load(ptx, entry)
+    program = load(ptx, entry) if isinstance(ptx, str) else ptx
     arch = Arch.of(arch) if isinstance(arch, str) else arch
     _check_limits(program, geometry, arch)
     memory = GlobalMemory()
     params, maps = pack(program.entry.params, args, memory)
     const = program.initialise(memory)
     cluster = _cluster(program, geometry)
-    launch = Launch(geometry=geometry, cluster=cluster, arch=arch, tensor_maps=maps, races=races)
-    stats = Stats()
+    device = active_device()
+    seed = seed if seed is not None or device is None else device.seed
+    chain = chain if chain is not None or device is None else device.chain
+    history = _history(races, chain, [r.data for r in memory.slots.values()] + [t.base for t in maps.values()])
+    order = None if seed is None else np.random.default_rng(seed)
     total, size = linear(geometry.grid), linear(cluster)
+    clusters = None if order is None else order.permutation(total // size)
+    launch = Launch(
+        geometry=geometry,
+        cluster=cluster,
+        arch=arch,
+        tensor_maps=maps,
+        history=history,
+        order=order,
+        clusters=clusters,
+    )
+    stats = Stats()
     ctas = max(batch // (linear(geometry.block) * size), 1) * size
     with np.errstate(all="ignore"):
         for first in range(0, total, ctas):
             machine = Machine(program, launch, memory, params, const, first, min(ctas, total - first))
             machine.run()
-            stats.opcodes += program.histogram(machine.block_runs)
+            if history is not None and machine.races is not None:
+                history.finish_batch(machine.races.clocks)
+            stats.executed += program.executed(machine.block_runs)
+    for pc, count in stats.executed.items():
+        stats.opcodes[program.opcode(pc)] += count
     stats.instructions = stats.opcodes.total()
     stats.seconds = time.perf_counter() - began
     return stats
+
+
+def _history(races: bool, chain: Chain | None, arrays: list[Array]) -> History | None:
+    """What earlier launches did to the memory of this one."""
+    if not races:
+        return None
+    if chain is not None:
+        return chain.begin(arrays)
+    history = History()
+    history.cover(arrays)
+    return history
 
 
 def _cluster(program: Program, geometry: Geometry) -> Dim3:

@@ -53,6 +53,15 @@ def _value_bytes(number: int, param: Variable, arg: Any, memory: GlobalMemory) -
     raise ArgumentTypeError(name, type(arg).__name__, f"a value for a {param.size}-byte parameter")
 
 
+def array_of(name: str, arg: Any) -> Array:
+    """The bytes of a NumPy array's or CPU tensor's extent, sharing its memory. Raises ArgumentTypeError."""
+    if isinstance(arg, np.ndarray):
+        return _array_bytes(arg)[0]
+    if type(arg).__module__.partition(".")[0] == "torch":
+        return _tensor_bytes(name, arg)[0]
+    raise ArgumentTypeError(name, type(arg).__name__, "arrays or CPU tensors")
+
+
 def _array_bytes(array: Array) -> tuple[Array, int]:
     """The bytes of an array's extent, sharing its memory, and the offset from its allocation."""
     low, high = np.lib.array_utils.byte_bounds(array)

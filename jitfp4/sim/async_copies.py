@@ -94,6 +94,8 @@ class BulkCopies:
                 copy.fetch()
             kept.append(copy)
         self.pending = kept
+        if self.machine.races is not None:
+            self.machine.races.copies.waited(lanes.ids, self.committed[lanes.sel] - allowed, read_only=read_only)
 
     def threads_left(self, ids: Array) -> None:
         """A CTA's shared memory ends with it: its threads must wait for copies out of it."""
@@ -145,8 +147,11 @@ class SmallCopies:
         self.pending = kept
 
     def land(self, copies: _Landing, due: Array) -> None:
-        cells = copies.part.offset[due][:, None] + np.arange(copies.data.shape[1])
-        memory = self.machine.memory
+        size = copies.data.shape[1]
+        cells = copies.part.offset[due][:, None] + np.arange(size)
+        memory, races = self.machine.memory, self.machine.races
+        if races is not None and due.any():
+            races.write(Part(copies.part.region, None, copies.part.offset[due], "shared"), copies.ids[due], size)
         memory.shared.data[cells] = copies.data[due]
         memory.state.data[cells] = WRITTEN
 
@@ -160,6 +165,8 @@ class SmallCopies:
         ids, keys = self.arrivals.popleft()
         self.wait(ids, None)
         barriers = self.machine.unit(MBarriers)
+        if self.machine.races is not None:
+            self.machine.races.publish(barriers.clock, self.machine.lanes(ids), keys)
         for key in np.unique(keys):
             where = ids[keys == key]
             barriers.arrive(int(key), len(where), where)
@@ -216,8 +223,9 @@ def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
         base = _rank_base(m, one, rank)
         if delivery.merge is None:
             _claim(m, base + local, one)
+        if m.races is not None:
+            m.races.copies.deliver(one, base + local, key, combined=delivery.merge is not None)
         targets.append((base, key))
-    known = m.races.snapshot(one) if m.races is not None else None
 
     def carry_out(data: Array) -> None:
         barriers = m.unit(MBarriers)
@@ -225,8 +233,8 @@ def plan(m: Machine, one: Lanes, delivery: Delivery) -> Callable[[Array], None]:
             where = base + local
             new = data if delivery.merge is None else delivery.merge(m.memory.shared.data[where], data)
             _deliver(m, where, new, one)
-            if m.races is not None and known is not None:
-                m.races.join(barriers.clock, key, known)
+            if m.races is not None:
+                m.races.copies.delivered(one, where, key)
             barriers.complete_tx(key, len(data), one.ids)
 
     return carry_out
@@ -244,8 +252,6 @@ def _claim(m: Machine, where: Array, one: Lanes) -> None:
         what = "an mbarrier" if (state == MBARRIER).any() else "the destination of a copy that has not completed"
         raise m.error(SimMemoryError, f"a copy overwrites {what}", one.ids)
     m.memory.state.data[where] = IN_FLIGHT
-    if m.races is not None:
-        m.races.write(np.repeat(one.ids, len(where)), where, 1)
 
 
 def _deliver(m: Machine, where: Array, data: Array, one: Lanes) -> None:

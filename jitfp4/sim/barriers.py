@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jitfp4.errors import SimError
+from jitfp4.sim.clocks import Release
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.ptx import Array
 
@@ -32,7 +33,7 @@ class Barriers:
         self.at = np.full(machine.total, -1, np.int64)  # barrier at which a thread waits
         self.value = np.zeros(machine.total, bool)  # operand of a reduction
         self.aligned = np.zeros(machine.total, bool)
-        self.clock: dict[int, Array] = {}  # for the race detector: what arrivals published
+        self.clock: dict[int, Release] = {}  # for the race detector: what arrivals published
         machine.on_exit.append(self.threads_left)
 
     def arrive(self, lanes: Lanes, number: Array, expected: Array, *, wait: bool, aligned: bool) -> Array:
@@ -132,14 +133,14 @@ class ClusterBarrier:
         self.arrived = np.zeros(machine.total, bool)
         self.waits_for = np.full(machine.total, -1, np.int64)  # the phase whose end a thread awaits
         self.blocked = np.zeros(machine.total, bool)
-        self.clock: dict[int, Array] = {}  # of the phases that somebody may still wait for
+        self.clock: dict[int, Release] = {}  # of the phases that somebody may still wait for
         machine.on_exit.append(self.threads_left)
 
     def keys(self, phase: Array, cluster: Array) -> Array:
         """Of phases in ``clock``."""
         return phase * len(self.phase) + cluster
 
-    def arrive(self, lanes: Lanes) -> None:
+    def arrive(self, lanes: Lanes, *, relaxed: bool = False) -> None:
         m = self.machine
         again = self.arrived[lanes.sel] | (self.waits_for[lanes.sel] >= 0)
         if again.any():
@@ -147,7 +148,8 @@ class ClusterBarrier:
         self.arrived[lanes.sel] = True
         self.waits_for[lanes.sel] = self.phase[self.cluster[lanes.sel]]
         if m.races is not None:
-            m.races.publish(self.clock, lanes, self.keys(self.waits_for[lanes.sel], self.cluster[lanes.sel]))
+            keys = self.keys(self.waits_for[lanes.sel], self.cluster[lanes.sel])
+            m.races.publish(self.clock, lanes, keys, relaxed=relaxed)
         self.complete(np.unique(self.cluster[lanes.sel]))
 
     def complete(self, clusters: Array) -> None:

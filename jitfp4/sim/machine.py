@@ -19,11 +19,12 @@ from jitfp4.errors import SimDeadlockError, SimError, SimMemoryError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import WINDOWS, GlobalMemory, Memory
 from jitfp4.sim.ptx import Array
-from jitfp4.sim.scheduler import FAIR_TURN, Ready
+from jitfp4.sim.scheduler import FAIR_TURN, RandomReady, Ready
 from jitfp4.sim.tensormap import TensorMap
 from jitfp4.spec import Dim3, Geometry
 
 if TYPE_CHECKING:
+    from jitfp4.sim.history import History
     from jitfp4.sim.program import Program
     from jitfp4.sim.races import Races
 
@@ -55,7 +56,9 @@ class Launch:
     cluster: Dim3
     arch: Arch
     tensor_maps: dict[int, TensorMap]
-    races: bool
+    history: History | None = None  # with it accesses are checked for races
+    order: np.random.Generator | None = None  # with it warps and lanes of atomics run in random order
+    clusters: Array | None = None  # the order in which clusters run; None is that of their numbers
 
 
 def linear(dim: Dim3) -> int:
@@ -86,16 +89,16 @@ class Machine:
         self.races: Races | None = None
         self.memory = Memory(self, memory, params, const)
         self.registers: list[Array] = [np.full(self.total, fill, dtype) for dtype, fill in program.registers]
-        self.ready = Ready(self.total)
+        self.ready = Ready(self.total) if launch.order is None else RandomReady(self.warp, launch.order)
         self.engines: list[Engine] = []
         self.on_exit: list[Callable[[Array], None]] = []
         self.units: dict[type[Any], Any] = {}
         self.special: dict[str, Any] = {}  # values of special registers that do not change
         self.block_runs = np.zeros(len(program.blocks), np.int64)
-        if launch.races:
+        if launch.history is not None:
             from jitfp4.sim.races import Races
 
-            self.races = Races(self)
+            self.races = Races(self, launch.history)
 
     def unit(self, kind: type[U]) -> U:
         """The batch's instance of ``kind``."""
@@ -186,6 +189,8 @@ class Machine:
         cluster_grid = tuple(-(-g // c) for g, c in zip(grid, cluster, strict=True))
         number = np.arange(self.first, self.first + self.ctas)
         which, rank = number // self.cluster_size, number % self.cluster_size
+        if self.launch.clusters is not None:
+            which = self.launch.clusters[which]
         out = []
         for axis in range(3):
             out.append(which % cluster_grid[axis] * cluster[axis] + rank % cluster[axis])

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jitfp4.errors import SimError, SimMemoryError
+from jitfp4.errors import SimError, SimMemoryError, SimRaceError
+from jitfp4.sim.clocks import Release
 from jitfp4.sim.lanes import Lanes
-from jitfp4.sim.memory import MBARRIER, UNWRITTEN
+from jitfp4.sim.memory import MBARRIER, UNWRITTEN, Part
 from jitfp4.sim.ptx import Array
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ class MBarriers:
         self.machine = machine
         self.table: dict[int, MBarrier] = {}
         self.waits_at = np.full(machine.total, -1, np.int64)
-        self.clock: dict[int, Array] = {}
+        self.clock: dict[int, Release] = {}  # what arrivals and completions published, for the race detector
+        self.done: dict[int, Release] = {}  # the same when the last phase completed
+        self.unpublished: dict[int, int] = {}  # mbarriers that the async proxy may not know yet: who made them
 
     def keys(self, space: str, ids: Array, address: Array) -> Array:
         """Flat offsets of 8-byte shared addresses; generic addresses must point into shared memory."""
@@ -65,9 +68,38 @@ class MBarriers:
             raise self.machine.error(SimError, f"{self.name(key)} is initialised again without mbarrier.inval", ids)
         self.machine.memory.mark(key, SIZE, MBARRIER)
         self.table[key] = MBarrier(count, count)
+        races = self.machine.races
+        if races is not None:
+            races.write(Part(self.machine.memory.shared, None, np.array([key]), "shared"), ids, SIZE)
+            self.unpublished[key] = int(ids[0])
+
+    def publish_init(self, ids: Array) -> None:
+        """A fence of these threads makes what they initialised known to the async proxy."""
+        if self.unpublished:
+            inside = set(ids.tolist())
+            self.unpublished = {key: thread for key, thread in self.unpublished.items() if thread not in inside}
+
+    def use(self, keys: Array, ids: Array) -> None:
+        """Threads use mbarriers: their initialisation must lie behind them."""
+        races = self.machine.races
+        if races is not None:
+            races.require_behind(Part(self.machine.memory.shared, None, keys, "shared"), ids, SIZE)
+
+    def use_async(self, key: int, ids: Array) -> None:
+        """A thread hands an mbarrier to the async proxy, which must have been told of its initialisation."""
+        if self.machine.races is not None:
+            self.use(np.array([key]), ids)
+            if key in self.unpublished:
+                text = (
+                    f"the async proxy signals {self.name(key)}, whose initialisation no fence.mbarrier_init or "
+                    "fence.proxy.async has made visible to it"
+                )
+                raise self.machine.error(SimRaceError, text, ids)
 
     def invalidate(self, key: int, ids: Array) -> None:
         self.get(key, ids)
+        self.clock.pop(key, None)
+        self.done.pop(key, None)
         del self.table[key]
         self.machine.memory.mark(key, SIZE, UNWRITTEN)
 
@@ -102,6 +134,8 @@ class MBarriers:
             return
         barrier.phase += 1
         barrier.pending = barrier.count
+        if key in self.clock:
+            self.done[key] = self.clock[key]
         ids = np.flatnonzero(self.waits_at == key)
         self.waits_at[ids] = -1
         m = self.machine

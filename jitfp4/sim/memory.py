@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from jitfp4.errors import SimMemoryError
+from jitfp4.sim.flags import WEAK, Access
 from jitfp4.sim.ptx import RAW_DTYPES, Array
 
 if TYPE_CHECKING:
@@ -188,12 +189,14 @@ class Memory:
 
     # Access
 
-    def load(self, space: str, lanes: Array, address: Array, size: int, count: int = 1) -> list[Array]:
+    def load(
+        self, space: str, lanes: Array, address: Array, size: int, count: int = 1, access: Access = WEAK
+    ) -> list[Array]:
         """``count`` neighbouring elements of ``size`` bytes for each lane, as raw bits."""
         out: list[Array] = []
         parts = self.locate(space, lanes, address, size * count)
         for part in parts:
-            self.check_read(part, lanes, size * count)
+            self.check_read(part, lanes, size * count, access)
             view, index = part.region.elements(part.offset, size)
             if part.pick is None:
                 return [view[index + j] if j else view[index] for j in range(count)]
@@ -202,36 +205,42 @@ class Memory:
                 out[j][part.pick] = view[index + j]
         return out
 
-    def store(self, space: str, lanes: Array, address: Array, values: list[Array]) -> None:
+    def store(self, space: str, lanes: Array, address: Array, values: list[Array], access: Access = WEAK) -> None:
         """Write neighbouring elements; ``values`` are arrays of raw bits or scalars, all of one width."""
         size = values[0].dtype.itemsize
         for part in self.locate(space, lanes, address, size * len(values)):
-            self.check_write(part, lanes, size * len(values))
+            self.check_write(part, lanes, size * len(values), access)
             view, index = part.region.elements(part.offset, size)
             for j, value in enumerate(values):
                 view[index + j if j else index] = value if value.ndim == 0 else part.of(value)
 
-    def check_read(self, part: Part, lanes: Array, size: int) -> None:
+    def check_read(self, part: Part, lanes: Array, size: int, access: Access = WEAK) -> None:
         """Shared bytes must have been written; races are looked for when asked."""
-        if part.space != "shared":
+        if part.space == "shared":
+            self.require_state(part, lanes, size, WRITTEN, "read")
+        elif part.space != "global":
             return
-        self.require_state(part, lanes, size, WRITTEN, "read")
-        if self.machine.races is not None:
-            self.machine.races.read(part.of(lanes), part.offset, size)
+        races = self.machine.races
+        if races is not None:
+            races.read(part, part.of(lanes), size, access.how)
+            races.flags.reading(part, part.of(lanes), access)
 
-    def check_write(self, part: Part, lanes: Array, size: int) -> None:
+    def check_write(self, part: Part, lanes: Array, size: int, access: Access = WEAK) -> None:
         """Shared bytes become written, unless an mbarrier or a copy in flight owns them."""
         if part.space in ("const", "param"):
             raise self.machine.error(SimMemoryError, f"store to {part.space} memory", part.of(lanes))
-        if part.space != "shared":
+        if part.space == "shared":
+            for view, index in self.state_elements(part.offset, size):
+                state = view[index]
+                if (state > int.from_bytes(bytes([WRITTEN] * view.itemsize), "little")).any():
+                    self._forbid_owned(part, lanes, size)
+                view[index] = int.from_bytes(bytes([WRITTEN] * view.itemsize), "little")
+        elif part.space != "global":
             return
-        for view, index in self.state_elements(part.offset, size):
-            state = view[index]
-            if (state > int.from_bytes(bytes([WRITTEN] * view.itemsize), "little")).any():
-                self._forbid_owned(part, lanes, size)
-            view[index] = int.from_bytes(bytes([WRITTEN] * view.itemsize), "little")
-        if self.machine.races is not None:
-            self.machine.races.write(part.of(lanes), part.offset, size)
+        races = self.machine.races
+        if races is not None:
+            races.write(part, part.of(lanes), size, access.how)
+            races.flags.written(part, part.of(lanes), access, atomic=False)
 
     def require_state(self, part: Part, lanes: Array, size: int, wanted: int, verb: str) -> None:
         for view, index in self.state_elements(part.offset, size):

@@ -15,6 +15,7 @@ from jitfp4.sim.decode import CONTROLS, STEPS, Control, Decode, Source, Step, fi
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import PARAM_START, POISON, SHARED_START, GlobalMemory
 from jitfp4.sim.ptx import Array, Function, Instr, Module, Reg, Sym, Variable, Vec
+from jitfp4.sim.registers import owned, owner, registers_of, watched, watched_control
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Program:
         self.module = module
         self.entry = _entry(module, entry)
         self.registers = [_fill(kind.raw) for kind in module.registers]
+        self.owned = owned(module.code)
         self.module_bases: dict[str, int] = {}  # addresses of .global variables, set by each run
         self.places: dict[str, tuple[str, int]] = {}
         self.return_copies: dict[int, Copies] = {}
@@ -155,11 +157,16 @@ class Program:
         decode = Decode(instr, pc, self)
         decode.mods = decode.mods[name.count(".") :]
         guard = None if instr.guard is None else _guard(instr.guard, instr.negated)
+        touched = frozenset() if owner(instr) else self.owned & registers_of(instr.operands)
         if is_control:
             control = CONTROLS[name](decode)
+            if touched:
+                control = watched_control(control, touched)
             controls[pc] = control if guard is None else _guarded_control(control, guard)
         else:
             step = STEPS[name](decode)
+            if touched:
+                step = watched(step, instr, touched)
             steps[pc] = step if guard is None else _guarded_step(step, guard)
         decode.finish()
         return is_control
@@ -173,17 +180,18 @@ class Program:
     def place(self, pc: int) -> str:
         return self.place_of(self.module.code[pc]) if pc < len(self.module.code) else "end of code"
 
-    def histogram(self, block_runs: Array) -> Counter[str]:
-        """Thread-instructions by opcode, from how many threads entered each block."""
-        counts: Counter[str] = Counter()
-        starts = sorted(self.block_at, key=self.block_at.__getitem__)
-        for number, start in enumerate(starts):
+    def executed(self, block_runs: Array) -> Counter[int]:
+        """Thread-instructions by position, from how many threads entered each block."""
+        counts: Counter[int] = Counter()
+        for start, number in self.block_at.items():
             runs = int(block_runs[number])
             if runs:
-                for pc in range(start, self.blocks[number].end):
-                    instr = self.module.code[pc]
-                    counts[".".join((instr.name, *instr.mods))] += runs
+                counts.update(dict.fromkeys(range(start, self.blocks[number].end), runs))
         return counts
+
+    def opcode(self, pc: int) -> str:
+        instr = self.module.code[pc]
+        return ".".join((instr.name, *instr.mods))
 
 
 def _entry(module: Module, name: str | None) -> Function:

@@ -1,146 +1,303 @@
-"""The shared-memory race detector.
+"""What the sanitised run looks for: data races, and accesses that a missing fence lets another proxy see too late.
 
-Two accesses to one byte by different threads, at least one of them a write, are a race unless something orders them:
-- threads of different warps: a chain of CTA barriers, cluster barriers, or mbarrier arrives and waits (vector clocks);
-- threads of one warp: a warp-level ``.sync`` instruction or one of the above between the two accesses.
-Issuing a bulk copy into shared memory is a write by its thread; waiting for its mbarrier orders the data before the
-waiter. Atomics do not race.
+Two accesses to one byte by different threads, at least one of them a write, are a race unless both are strong
+(volatile, relaxed, atomic) or something orders them (PTX ISA, Memory Consistency Model, "Causality order"):
+- in one warp a ``.sync`` instruction, or one of the following, between the two accesses;
+- between warps a chain of CTA barriers, cluster barriers, and mbarrier arrives and waits;
+- in global memory also releases and acquires (flags.py).
+What the generic proxy wrote is seen by the async proxy only past a ``fence.proxy.async`` on that chain. Asynchronous
+work is an agent of its own: what it wrote, or still reads, lies behind only those who waited for its completion.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from jitfp4.errors import SimRaceError
+from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED, ORDERED, PREVIOUS, TENSOR, Clocks, Release
+from jitfp4.sim.copy_races import CopyRaces
+from jitfp4.sim.flags import Flags
+from jitfp4.sim.history import PREVIOUS_GRID, History
 from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.memory import Part
 from jitfp4.sim.ptx import Array
+from jitfp4.sim.shadow import PROXY, READ_ONLY, STRONG, Cells, pack, time_of, who_of
+from jitfp4.sim.tensor_races import TensorRaces
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
 
+_ASYNC_LAYER = {"shared": ASYNC_SHARED, "global": ASYNC_GLOBAL}
+
+
+class _Place:
+    """One access: cells, and for each the id, row and record of who accesses. ``base`` is that of the cells' ids."""
+
+    __slots__ = ("base", "cell", "cells", "how", "ids", "layer", "record", "rows", "space")
+
+    def __init__(
+        self, space: str, cells: Cells, base: int, cell: Array, ids: Array, rows: Array, record: Array, how: int
+    ) -> None:
+        self.space, self.cells, self.base, self.cell = space, cells, base, cell
+        self.ids, self.rows, self.record, self.how = ids, rows, record, how
+
 
 class Races:
-    """Clocks of every warp, and the last accesses to every shared byte.
+    """The records of one batch and the clocks that judge them."""
 
-    ``clock[w, v]`` is the latest time of warp ``v`` that warp ``w`` knows to lie behind it. Warps are numbered within
-    their cluster; a byte's cluster follows from its offset.
-    """
+    def __init__(self, machine: Machine, history: History) -> None:
+        self.machine, self.history = machine, history
+        self.clocks = Clocks(machine)
+        self.shared = Cells(machine.ctas * machine.memory.shared_stride)
+        self.flags = Flags(machine, self)
+        self.copies = CopyRaces(machine, self)
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.width = machine.cluster_size * machine.block_warps
-        warps = machine.ctas * machine.block_warps
-        self.clock = np.zeros((warps, self.width), np.int64)
-        self.own = np.arange(warps) % self.width
-        self.clock[np.arange(warps), self.own] = 1
-        self.turn = np.zeros(warps, np.int64)  # number of meetings of the warp, for races inside it
-        size = machine.ctas * machine.memory.shared_stride
-        self.write_warp = np.full(size, -1, np.int32)
-        self.write_time = np.zeros(size, np.int64)
-        self.write_turn = np.zeros(size, np.int64)
-        self.write_thread = np.full(size, -1, np.int64)
-        self.write_pc = np.zeros(size, np.int32)
-        self.read_time = np.zeros((size, self.width), np.int64)
-        self.read_turn = np.full(size, -1, np.int64)
-        self.read_thread = np.full(size, -1, np.int64)  # last reader; -2 for several of one warp in one turn
-        self.read_warp = np.full(size, -1, np.int32)
+    @cached_property
+    def tensor(self) -> TensorRaces:
+        """Records of tensor memory, made when a kernel first uses it."""
+        return TensorRaces(self.machine, self)
 
-    # Accesses
+    # Accesses of threads
 
-    def read(self, ids: Array, offset: Array, size: int) -> None:
-        """``ids`` read ``size`` bytes each at flat shared offsets."""
-        cells, threads, warps = self._spread(ids, offset, size)
-        self._against_writes(cells, threads, warps, "read")
-        self.read_time[cells, self.own[warps]] = self.clock[warps, self.own[warps]]
-        same = (self.read_warp[cells] == warps) & (self.read_turn[cells] == self.turn[warps])
-        several = same & (self.read_thread[cells] != threads)
-        self.read_warp[cells], self.read_turn[cells] = warps, self.turn[warps]
-        self.read_thread[cells] = np.where(several, -2, threads)
-        order = np.argsort(cells, kind="stable")
-        twice = (np.diff(cells[order]) == 0) & (np.diff(threads[order]) != 0)
-        self.read_thread[cells[order][1:][twice]] = -2
+    def read(self, part: Part, ids: Array, size: int, how: int = 0) -> None:
+        """Threads ``ids`` read ``size`` bytes each."""
+        place = self._place(part, ids, size, how)
+        self._against_writes(place, "read")
+        self._note_read(place)
 
-    def write(self, ids: Array, offset: Array, size: int) -> None:
-        """``ids`` write."""
-        cells, threads, warps = self._spread(ids, offset, size)
-        order = np.argsort(cells, kind="stable")
-        clash = (np.diff(cells[order]) == 0) & (np.diff(threads[order]) != 0)
-        if clash.any():
-            at = order[:-1][clash][0]
-            self._fail("two threads write one byte in one instruction", int(cells[at]), int(threads[at]), None)
-        self._against_writes(cells, threads, warps, "write")
-        behind = self.read_time[cells] > self.clock[warps]
-        behind[np.arange(len(cells)), self.own[warps]] = False
-        if behind.any():
-            at = int(np.flatnonzero(behind.any(axis=1))[0])
-            self._fail("a write follows an unordered read by another warp", int(cells[at]), int(threads[at]), None)
-        same = (self.read_warp[cells] == warps) & (self.read_turn[cells] == self.turn[warps])
-        inside = same & (self.read_thread[cells] != threads)
-        if inside.any():
-            at = int(np.flatnonzero(inside)[0])
-            text = "a write follows a read by another lane without a warp sync"
-            self._fail(text, int(cells[at]), int(threads[at]), None)
-        self.write_warp[cells], self.write_time[cells] = warps, self.clock[warps, self.own[warps]]
-        self.write_turn[cells], self.write_thread[cells] = self.turn[warps], threads
-        self.write_pc[cells] = self.machine.pc
+    def write(self, part: Part, ids: Array, size: int, how: int = 0, *, atomic: bool = False) -> None:
+        """Threads write. Those that meet at one byte in one instruction are in order only if ``atomic``."""
+        place = self._place(part, ids, size, how)
+        self._against_writes(place, "write")
+        self._against_reads(place)
+        twice = place.cells.note_write(place.cell, place.record, self.machine.pc)
+        if twice.any() and not atomic and not (how & STRONG and part.space == "global"):
+            self._fail(place, int(np.flatnonzero(twice)[0]), "two threads write one byte in one instruction", None)
 
-    def _spread(self, ids: Array, offset: Array, size: int) -> tuple[Array, Array, Array]:
-        cells = (offset[:, None] + np.arange(size)).reshape(-1)
-        threads = np.repeat(ids, size)
-        return cells, threads, self.machine.warp[threads]
+    def require_behind(self, part: Part, ids: Array, size: int) -> None:
+        """What wrote these bytes, such as mbarrier.init, must lie behind the threads."""
+        self._against_writes(self._place(part, ids, size, 0), "use")
 
-    def _against_writes(self, cells: Array, threads: Array, warps: Array, verb: str) -> None:
-        writer = self.write_warp[cells]
-        other = (writer >= 0) & (writer != warps)
-        known = self.clock[warps, self.own[np.maximum(writer, 0)]]
-        bad = other & (self.write_time[cells] > known)
-        same_turn = (writer == warps) & (self.write_turn[cells] == self.turn[warps])
-        inside = same_turn & (self.write_thread[cells] != threads)
-        if (bad | inside).any():
-            at = int(np.flatnonzero(bad | inside)[0])
-            how = "another lane without a warp sync" if inside[at] else "another warp"
-            text = f"a {verb} follows an unordered write by {how}"
-            self._fail(text, int(cells[at]), int(threads[at]), int(self.write_pc[cells[at]]))
+    def _place(self, part: Part, ids: Array, size: int, how: int) -> _Place:
+        if part.space == "shared":
+            cells, offset, base = self.shared, part.offset, 0
+        else:
+            cells, first = self.history.of(part.region)
+            offset, base = part.offset + first, self.history.base
+        cell = cells.index(offset, size)
+        clocks = self.clocks
+        rows, record = clocks.row[ids], pack(ids + base, clocks.now[self.machine.warp[ids]], how)
+        if cell.ndim > 1:
+            count = cell.shape[1]
+            ids, rows, record = (np.repeat(x, count) for x in (ids, rows, record))
+            cell = cell.reshape(-1)
+        return _Place(part.space, cells, base, cell, ids, rows, record, how)
 
-    def _fail(self, text: str, cell: int, thread: int, pc: int | None) -> None:
+    # Accesses of agents
+
+    def agent_reads(self, space: str, cells: Cells, cell: Array, thread: int, agent: int, time: int) -> None:
+        """Work that ``thread`` issued reads cells, at once or later, through the async proxy."""
+        place = self._agent_place(space, cells, cell, thread, agent, time)
+        self._against_writes(place, "read beside the threads")
+        self._through_proxy(place)
+        self._note_read(place)
+
+    def agent_writes(
+        self, space: str, cells: Cells, cell: Array, thread: int, agent: int, time: int, how: int = 0
+    ) -> None:
+        place = self._agent_place(space, cells, cell, thread, agent, time, how)
+        self._against_writes(place, "write beside the threads")
+        self._against_reads(place)
+        self._through_proxy(place)
+        cells.note_write(cell, place.record, self.machine.pc)
+
+    def _agent_place(
+        self, space: str, cells: Cells, cell: Array, thread: int, agent: int, time: int, how: int = 0
+    ) -> _Place:
+        base = self.history.base if space == "global" else 0
+        ids = np.full(len(cell), thread)
+        record = np.full(len(cell), pack(agent + base, time, how | PROXY))
+        return _Place(space, cells, base, cell, ids, self.clocks.row[ids], record, how | PROXY)
+
+    def _through_proxy(self, place: _Place) -> None:
+        """What the generic proxy wrote in these cells must have been fenced."""
+        wrote = place.cells.wrote[place.cell]
+        generic = (wrote != 0) & (wrote & PROXY == 0)
+        if not generic.any():
+            return
+        bad = generic & ~self._behind(place, wrote, _ASYNC_LAYER[place.space])
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            text = (
+                f"the async proxy accesses {place.space} memory that the generic proxy wrote, "
+                "without fence.proxy.async between"
+            )
+            self._fail(place, at, text, int(place.cells.wrote_at[place.cell[at]]))
+
+    def agent_in_tensor_memory(
+        self, cells: Cells, cell: Array, thread: int, agent: int, time: int, write: bool
+    ) -> None:
+        """tcgen05 work that ``thread`` issued reads or writes cells of tensor memory."""
+        place = self._agent_place("tensor", cells, cell, thread, agent, time)
+        self._against_writes(place, "tcgen05 write" if write else "tcgen05 read")
+        if write:
+            self._against_reads(place)
+            cells.note_write(cell, place.record, self.machine.pc)
+        else:
+            self._note_read(place)
+
+    def free_tensor_memory(self, cells: Cells, cell: Array, thread: int) -> None:
+        """tcgen05.dealloc: what uses the columns must lie behind the thread."""
+        place = self._agent_place("freed tensor", cells, cell, thread, -1, 0)
+        self._against_writes(place, "tcgen05.dealloc")
+        self._against_reads(place, "tcgen05.dealloc")
+        cells.clear(cell)
+
+    # Checks
+
+    def _behind(self, place: _Place, records: Array, layer: int | None = None) -> Array:
+        """Which of the recorded accesses lie behind those who access now; no access does."""
+        clocks = self.clocks
+        own = layer is None
+        if layer is None:
+            layer = TENSOR if place.space == "tensor" else ORDERED
+        who, time = who_of(records) - place.base, time_of(records)
+        if not place.base:
+            known = clocks.behind(layer, place.rows, who, time)
+        else:
+            local = (who >= 0) & (who < len(clocks.column))
+            who = np.where(local, who, 0)
+            local &= clocks.cluster[who] == clocks.cluster[place.ids]
+            known = local & clocks.behind(layer, place.rows, who, time)
+            before = who_of(records) == PREVIOUS_GRID
+            known |= before & (time < clocks.known[ORDERED, place.rows, PREVIOUS])
+            if clocks.far:
+                self._far_behind(place, records, known)
+        if own:
+            known |= who_of(records) == who_of(place.record)
+            known |= who_of(records) - place.base == place.ids
+        return np.asarray(known | (records == 0))
+
+    def _far_behind(self, place: _Place, records: Array, known: Array) -> None:
+        """Mark accesses of other clusters that lie behind."""
+        left = np.flatnonzero(~known & (records != 0))
+        pairs, index = np.unique(np.stack([place.rows[left], records[left] >> 3]), axis=1, return_inverse=True)
+        answers = [self._far_one(int(row), int(record)) for row, record in pairs.T]
+        known[left] = np.array(answers, bool)[index.reshape(-1)] if answers else False
+
+    def _far_one(self, row: int, record: int) -> bool:
+        who, time = record >> 29, record & (1 << 29) - 1
+        at, clocks = who - self.history.base, self.clocks
+        if 0 <= at < len(clocks.column):
+            cluster = clocks.first_cluster + int(clocks.cluster[at])
+            return clocks.far_behind(row, cluster, (int(clocks.column[at]), int(clocks.alone[at])), time)
+        owner = self.history.owner(who)
+        return owner is not None and clocks.far_behind(row, *owner, time)
+
+    def _against_writes(self, place: _Place, verb: str) -> None:
+        wrote = place.cells.wrote[place.cell]
+        if not wrote.any():
+            return
+        bad = ~self._behind(place, wrote)
+        if place.how & STRONG:
+            bad &= wrote & STRONG == 0
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            pc = int(place.cells.wrote_at[place.cell[at]])
+            self._fail(place, at, f"a {verb} follows an unordered write by {self._whose(place, at, wrote)}", pc)
+        if place.how & READ_ONLY and (wrote >> 32 > PREVIOUS_GRID).any():
+            at = int(np.flatnonzero(wrote >> 32 > PREVIOUS_GRID)[0])
+            pc = int(place.cells.wrote_at[place.cell[at]])
+            self._fail(place, at, "ld.global.nc reads memory that this kernel writes", pc)
+
+    def _against_reads(self, place: _Place, verb: str = "write") -> None:
+        for records in (place.cells.read, place.cells.read_before):
+            reads = records[place.cell]
+            if not reads.any():
+                continue
+            bad = ~self._behind(place, reads)
+            if place.how & STRONG:
+                bad &= reads & STRONG == 0
+            if bad.any():
+                at = int(np.flatnonzero(bad)[0])
+                whose = self._whose(place, at, reads)
+                text = f"a {verb} follows an unordered read by {whose}"
+                if whose.startswith("another lane"):
+                    text = "a write follows a read by another lane without a warp sync"
+                self._fail(place, at, text, int(place.cells.read_at[place.cell[at]]))
+            if (reads & READ_ONLY != 0).any():
+                at = int(np.flatnonzero(reads & READ_ONLY)[0])
+                pc = int(place.cells.read_at[place.cell[at]])
+                self._fail(place, at, "a write to memory that ld.global.nc reads in this kernel", pc)
+
+    def _note_read(self, place: _Place) -> None:
+        cells, cell = place.cells, place.cell
+        before = cells.read[cell]
+        unordered = None
+        if ((before != 0) & (who_of(before) != who_of(place.record))).any():
+            unordered = ~self._behind(place, before)
+        cells.note_read(cell, place.record, self.machine.pc, unordered)
+
+    def _whose(self, place: _Place, at: int, records: Array) -> str:
         m = self.machine
-        other = f"; the other access: {m.program.place(pc)}" if pc is not None else ""
-        where = f"shared memory race at {cell % m.memory.shared_stride:#x}: {text}{other}"
-        raise m.error(SimRaceError, where, np.array([thread]))
+        who = int(records[at]) >> 32
+        if who == PREVIOUS_GRID and place.base:
+            return "the grid before this one, which griddepcontrol.wait waits for"
+        who -= place.base
+        if not 0 <= who < m.total:
+            return "asynchronous work that was not waited for" if int(records[at]) & PROXY else "another CTA"
+        thread = int(place.ids[at])
+        if m.warp[who] == m.warp[thread]:
+            return "another lane without a warp sync"
+        return "another warp" if m.cta[who] // m.cluster_size == m.cta[thread] // m.cluster_size else "another CTA"
 
-    # Ordering
+    def _fail(self, place: _Place, at: int, text: str, pc: int | None) -> NoReturn:
+        m = self.machine
+        offset = place.cells.bytes_of(int(place.cell[at]))
+        other = f"\n  the other access: {m.program.place(pc)}" if pc is not None else ""
+        if place.space == "shared":
+            where = f"shared memory race at {offset % m.memory.shared_stride:#x}"
+        else:
+            where = f"{place.space} memory race"
+        raise m.error(SimRaceError, f"{where}: {text}{other}", place.ids[at : at + 1])
+
+    # Order
 
     def warp_sync(self, lanes: Lanes) -> None:
         """The lanes of each warp met."""
-        self.turn[np.unique(self.machine.warp[lanes.sel])] += 1
+        self.clocks.meet(lanes.ids)
 
-    def snapshot(self, lanes: Lanes) -> Array:
-        """What lies before now, seen from the first lane's warp; time moves on."""
-        warp = int(self.machine.warp[lanes.ids[0]])
-        now: Array = self.clock[warp].copy()
-        self.clock[warp, self.own[warp]] += 1
-        return now
+    def publish(self, releases: dict[int, Release], lanes: Lanes, keys: Array, *, relaxed: bool = False) -> None:
+        """Lanes arrive at barriers ``keys``: what they did lies before the barrier's completion.
 
-    def join(self, clocks: dict[int, Array], key: int, known: Array) -> None:
-        before = clocks.get(key)
-        clocks[key] = known.copy() if before is None else np.maximum(before, known)
+        A relaxed arrival orders nothing but what tcgen05.fence has ordered.
+        """
+        for key, release in self.clocks.release_by(lanes.ids, keys).items():
+            self.join(releases, key, release.of_tensor_memory() if relaxed else release)
 
-    def publish(self, clocks: dict[int, Array], lanes: Lanes, keys: Array) -> None:
-        """Lanes arrive at barriers ``keys``: what they did lies before the barrier's completion."""
-        warps = self.machine.warp[lanes.sel]
-        for warp, key in np.unique(np.stack([warps, keys]), axis=1).T:
-            self.join(clocks, int(key), self.clock[warp])
-        moved = np.unique(warps)
-        self.clock[moved, self.own[moved]] += 1
+    def snapshot(self, lanes: Lanes) -> Release:
+        """What lies before now for lanes of one cluster; time moves on."""
+        return self.clocks.release(lanes.ids)
 
-    def acquire(self, clocks: dict[int, Array], ids: Array, keys: Array, closed: Array | None = None) -> None:
+    def join(self, releases: dict[int, Release], key: int, release: Release) -> None:
+        before = releases.get(key)
+        releases[key] = release if before is None else before.join(release)
+
+    def acquire(
+        self,
+        releases: dict[int, Release],
+        ids: Array,
+        keys: Array,
+        closed: Array | None = None,
+        *,
+        relaxed: bool = False,
+    ) -> None:
         """Threads ``ids`` come through barriers ``keys``; barriers ``closed`` start anew."""
-        warps = self.machine.warp[ids]
-        for warp, key in np.unique(np.stack([warps, keys]), axis=1).T:
-            if int(key) in clocks:
-                self.clock[warp] = np.maximum(self.clock[warp], clocks[int(key)])
-        self.turn[np.unique(warps)] += 1
+        if relaxed:
+            releases = {k: r.of_tensor_memory() for k, r in releases.items() if k in set(keys.tolist())}
+        self.clocks.acquire_by(ids, keys, releases)
         for key in closed if closed is not None else ():
-            clocks.pop(int(key), None)
+            releases.pop(int(key), None)

@@ -150,6 +150,11 @@ class TensorMap:
             rows = np.pad(rows.reshape(-1, group), ((0, 0), (0, 16 - group)))
         return rows.reshape(-1)
 
+    def touched(self, coords: tuple[int, ...]) -> NDArray[np.int64]:
+        """Offsets in ``base`` of the bytes of the box at element ``coords`` that lie in the tensor."""
+        offsets, inside = self._row_bytes(coords)
+        return np.asarray(offsets[inside])
+
     def store(self, coords: tuple[int, ...], data: Bytes) -> None:
         """Write box bytes ``data`` at element ``coords``; what lies outside the tensor is dropped."""
         offsets, inside = self._target(coords)

@@ -18,6 +18,7 @@ from jitfp4.errors import SimError
 from jitfp4.sim.decode import Dest, Source, broadcast
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.ptx import Array
+from jitfp4.sim.registers import RegisterWatch
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
@@ -62,6 +63,7 @@ class _Multiply:
     pc: int
     lanes: Lanes
     accumulator: Accumulator
+    fragments: tuple[int, ...]  # the registers of A
     function: Callable[..., Array]
 
 
@@ -87,24 +89,53 @@ class WarpGroups:
                 raise self.machine.error(SimError, f"wgmma by {len(ids)} threads of a warpgroup", ids)
         return out
 
-    def issue(self, number: int, lanes: Lanes, accumulator: Accumulator, function: Callable[..., Array]) -> None:
+    def note_operand(self, ids: Array, where: Array) -> None:
+        """A multiply of the warpgroup ``ids`` reads shared addresses: every warp must be allowed to."""
+        m = self.machine
+        if m.races is None:
+            return
+        number, races = int(self.number[ids[0]]), m.races
+        agent = races.clocks.agent(("wgmma", number), int(ids[0]))
+        cell = races.shared.of_bytes(int(m.cta[ids[0]]) * m.memory.shared_stride + where)
+        for thread in ids[::WARP].tolist():
+            races.agent_reads("shared", races.shared, cell, thread, agent, int(self.committed[number]) + 1)
+
+    def issue(
+        self,
+        number: int,
+        lanes: Lanes,
+        accumulator: Accumulator,
+        fragments: tuple[int, ...],
+        function: Callable[..., Array],
+    ) -> None:
         """Queue ``function(d=..., shared=...)``, which returns the new d, and poison the registers of d."""
         m = self.machine
         if not self.fenced[number]:
             raise m.error(SimError, "wgmma.mma_async before the first wgmma.fence", lanes.ids)
+        if m.races is not None:
+            m.unit(RegisterWatch).multiply(lanes.ids, (*accumulator.places, *fragments))
         key = (number, accumulator.places)
         if key not in self.held:
             self.held[key] = _Held(gather(m, lanes, accumulator.reads))
             for write in accumulator.writes:
                 write(m, lanes, np.full(lanes.n, IN_FLIGHT))
         self.held[key].owed += 1
-        self.queue[number].append(_Multiply(int(self.committed[number]), m.pc, lanes, accumulator, function))
+        group = int(self.committed[number])
+        self.queue[number].append(_Multiply(group, m.pc, lanes, accumulator, fragments, function))
 
-    def wait(self, number: int, allowed: int) -> None:
+    def wait(self, number: int, ids: Array, allowed: int) -> None:
         """Perform all but the last ``allowed`` committed groups of a warpgroup."""
         queue = self.queue[number]
         while queue and queue[0].group < self.committed[number] - allowed:
             self.perform(number, queue.popleft())
+        races = self.machine.races
+        if races is not None:
+            agent = races.clocks.agent(("wgmma", number), int(ids[0]))
+            races.clocks.done(ids, agent, int(self.committed[number]) - allowed + 1)
+            watch = self.machine.unit(RegisterWatch)
+            watch.land(ids)
+            for work in queue:
+                watch.fly(ids, (*work.accumulator.places, *work.fragments))
 
     def perform(self, number: int, work: _Multiply) -> None:
         m = self.machine

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from jitfp4 import ArgumentError, sim
 from jitfp4.families.gdn import (
     gated_delta_rule_decode_pretranspose,
     gated_delta_rule_mtp,
 )
 from jitfp4.reference.gdn import fma
-from tests.support.compare import assert_same_bytes
+from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.gdn import (
     STATE_DTYPES,
     assert_close,
@@ -117,6 +120,59 @@ def test_pool_with_holes_and_a_skipped_request(index_dtype: torch.dtype) -> None
 
 def test_other_writes() -> None:
     check_other_writes("cpu")
+
+
+POOL = 4
+NEGATIVE = (-1, -(1 << 31), -(1 << 31) - 1, -(1 << 32), -(1 << 40), -(1 << 63))
+BEYOND = (POOL, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 32) + 1, 1 << 40, (1 << 63) - 1)
+INDICES = [
+    (slot, dtype)
+    for slot in (*NEGATIVE, *BEYOND)
+    for dtype in (torch.int32, torch.int64)
+    if torch.iinfo(dtype).min <= slot <= torch.iinfo(dtype).max
+]
+SIM = [pytest.mark.sim, pytest.mark.compile]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "cpu",
+        pytest.param("sm_90a", marks=SIM),
+        pytest.param("sm_100a", marks=SIM),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("tokens", [2, 6], ids=["walked", "chunkwise"])
+@pytest.mark.parametrize("name", ["initial_state_indices", "output_state_indices", "ssm_state_indices"])
+def test_a_slot_outside_the_pool_touches_nothing(name: str, tokens: int, place: str) -> None:
+    """A negative slot is skipped, whatever its upper bits say. So is one beyond the pool where the host reads no
+    values; on the CPU it is an error before anything is written.
+    """
+    device = "cuda" if place == "cuda" else "cpu"
+    start = moved(case(2, tokens, pool=POOL), device)
+    start["initial_state_indices"] = torch.tensor([1, 2], device=device)
+    rows = [2, tokens] if name == "ssm_state_indices" else [2]
+    skipping = torch.full(rows, -1, device=device)
+    skipping[1] = torch.arange(tokens, device=device) % POOL if len(rows) == 2 else 3
+    with sim.device(place) if place.startswith("sm_") else nullcontext():
+        want = moved(start, device)
+        want_out = gated_delta_rule_mtp(**(want | {name: skipping}))[0]
+        for slot, dtype in INDICES:
+            given, slots = moved(start, device), skipping.to(dtype)
+            slots[0] = slot
+            output = poisoned(tuple(given["v"].shape), torch.bfloat16, device)
+            if place == "cpu" and slot >= 0:
+                with pytest.raises(ArgumentError, match=f"slot {slot}") as caught:
+                    gated_delta_rule_mtp(**(given | {name: slots}), output=output)
+                assert caught.value.name == name
+                assert_same_bytes("state", given["initial_state"], start["initial_state"])
+                assert_same_bytes("output", output, poisoned(tuple(output.shape), torch.bfloat16, device))
+                continue
+            gated_delta_rule_mtp(**(given | {name: slots}), output=output)
+            assert_same_bytes(f"output with slot {slot}", output, want_out)
+            assert_same_bytes(f"states with slot {slot}", given["initial_state"], want["initial_state"])
+    assert want_out[0].any() == (name != "initial_state_indices")
 
 
 def test_update_is_the_default() -> None:

@@ -11,13 +11,13 @@ import torch
 
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gdn import gated_delta_rule_mtp, selection
-from jitfp4.families.gdn.kernel import CHUNK_ROWS, ChunkSpec, StateLayout
-from jitfp4.families.gdn.selection import CHUNK, ChunkShape, Problem
+from jitfp4.families.gdn import gated_delta_rule_mtp
+from jitfp4.families.gdn.operation import CHUNK, GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import CHUNK_ROWS, ChunkSpec, ChunkTactic, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, force, moved, recurrence
+from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, moved, recurrence
 from tests.support.sass import disassemble
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,7 +28,8 @@ PROBLEM = Problem(
     state_layout=StateLayout.VK,
     head_dim=128,
     tokens=16,
-    heads=4096,
+    batch=4096,
+    value_heads=1,
     store_steps=False,
 )
 SPEC = ChunkSpec(dtype=DType.BF16, state_dtype=DType.F32, head_dim=128, max_tokens=16, warps=8, ahead=0)
@@ -38,13 +39,13 @@ SPEC = ChunkSpec(dtype=DType.BF16, state_dtype=DType.F32, head_dim=128, max_toke
 @pytest.mark.parametrize("name", ["sm_80", "sm_90a", "sm_100a"])
 def test_many_tokens_without_steps_get_it(name: str, heads: int) -> None:
     for tokens in range(1, 17):
-        problem = replace(PROBLEM, tokens=tokens, heads=heads)
-        spec = selection.select(problem, Arch.of(name))
+        problem = PROBLEM._replace(tokens=tokens, batch=heads)
+        tactic = GATED_DELTA_RULE.select(problem, Arch.of(name))
         if tokens not in (3, 4):  # where either may be the faster one
-            assert isinstance(spec, ChunkSpec) == (tokens > 4)
-        assert name != "sm_80" or spec.ahead == 0  # no copy engine
-        for steps in (replace(problem, store_steps=True), replace(problem, store_steps=True, step_slots=True)):
-            assert not isinstance(selection.select(steps, Arch.of(name)), ChunkSpec)
+            assert isinstance(tactic, ChunkTactic) == (tokens > 4)
+        assert name != "sm_80" or tactic.ahead == 0  # no copy engine
+        for steps in (problem._replace(store_steps=True), problem._replace(store_steps=True, step_slots=True)):
+            assert not isinstance(GATED_DELTA_RULE.select(steps, Arch.of(name)), ChunkTactic)
 
 
 @pytest.mark.parametrize(
@@ -115,39 +116,37 @@ def check(arguments: Case, device: str, arch: str | None = None, **options: Any)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 class TestSimulated:
     @pytest.mark.parametrize(
-        ("given", "shape", "options"),
+        ("given", "tactic", "options"),
         [
-            ((1, 64, BF16, F32), ChunkShape(1), {}),
-            ((5, 64, F16, BF16), ChunkShape(2, ahead=4), {"scale": 0.75}),
-            ((13, 64, F16, F32), ChunkShape(1, ahead=4), {"disable_state_update": True}),
-            ((16, 64, BF16, F32), ChunkShape(4, ahead=4), {"use_qk_l2norm": False, "scale": 1.0}),
-            ((8, 128, F16, BF16), ChunkShape(2, ahead=4), {"use_qk_l2norm": False}),
-            ((13, 128, F16, F32), ChunkShape(8), {"scale": -0.5}),
-            ((16, 128, BF16, F32), ChunkShape(8, ahead=4), {}),
+            ((1, 64, BF16, F32), ChunkTactic(1), {}),
+            ((5, 64, F16, BF16), ChunkTactic(2, ahead=4), {"scale": 0.75}),
+            ((13, 64, F16, F32), ChunkTactic(1, ahead=4), {"disable_state_update": True}),
+            ((16, 64, BF16, F32), ChunkTactic(4, ahead=4), {"use_qk_l2norm": False, "scale": 1.0}),
+            ((8, 128, F16, BF16), ChunkTactic(2, ahead=4), {"use_qk_l2norm": False}),
+            ((13, 128, F16, F32), ChunkTactic(8), {"scale": -0.5}),
+            ((16, 128, BF16, F32), ChunkTactic(8, ahead=4), {}),
         ],
         ids=str,
     )
-    def test_shapes(
-        self, arch: str, given: tuple[Any, ...], shape: ChunkShape, options: Case, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        force(monkeypatch, shape)
+    def test_shapes(self, arch: str, given: tuple[Any, ...], tactic: ChunkTactic, options: Case) -> None:
         tokens, head_dim, dtype, state_dtype = given
         arguments = case(3, tokens, 1, 2, head_dim, dtype=dtype, state_dtype=state_dtype)  # heads 4 and 5 come ahead
         arguments["k"] /= 16  # no longer than 1, for calls that do not normalise it
-        check(arguments, "cpu", arch, **options)
+        with GATED_DELTA_RULE.forced(tactic):
+            check(arguments, "cpu", arch, **options)
 
-    def test_slots(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @GATED_DELTA_RULE.forced(ChunkTactic(2, ahead=8))
+    def test_slots(self, arch: str) -> None:
         """Holes, a skipped request, and final states to other slots or to none."""
-        force(monkeypatch, ChunkShape(2, ahead=8))
         arguments = case(4, 6, 2, 4, pool=7)
         arguments["initial_state_indices"] = torch.tensor([5, 0, -1, 3], dtype=torch.int32)
         check(arguments, "cpu", arch)
         check(arguments, "cpu", arch, output_state_indices=torch.tensor([6, -1, 4, 3]))
 
-    def test_decays_at_the_ends(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @GATED_DELTA_RULE.forced(ChunkTactic(4))
+    def test_decays_at_the_ends(self, arch: str) -> None:
         """Head 0 forgets all at some tokens and nothing at the others, head 1 never forgets, head 2 has a large rate of
         a small softplus."""
-        force(monkeypatch, ChunkShape(4))
         arguments = case(2, 12, value_heads=3) | {"A_log": torch.tensor([5.0, -40.0, 20.0]), "dt_bias": torch.zeros(3)}
         arguments["a"] = torch.full((2, 12, 3), -100.0, dtype=BF16)
         arguments["a"][0, [0, 5, 6], :2] = 100.0
@@ -155,9 +154,9 @@ class TestSimulated:
         arguments["a"][..., 2] = -20.0
         check(arguments, "cpu", arch)
 
+    @GATED_DELTA_RULE.forced(ChunkTactic(4))
     @pytest.mark.parametrize("tokens", [7, 12])
-    def test_a_nan_reaches_no_earlier_token(self, arch: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        force(monkeypatch, ChunkShape(4))
+    def test_a_nan_reaches_no_earlier_token(self, arch: str, tokens: int) -> None:
         arguments = case(1, tokens)
         want_out, want_pool = run(arguments, "cpu", arch)
         assert want_out.isfinite().all()
@@ -170,9 +169,9 @@ class TestSimulated:
             if name == "q":
                 assert_same_bytes("state", pool, want_pool)
 
-    def test_strides(self, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @GATED_DELTA_RULE.forced(ChunkTactic(4))
+    def test_strides(self, arch: str) -> None:
         """Views of a packed projection read as dense tensors do."""
-        force(monkeypatch, ChunkShape(4))
         dense = case(2, 6, 1, 2)
         packed = torch.full((2, 8, 400), torch.nan, dtype=BF16)
         strided = moved(dense, "cpu")
@@ -194,18 +193,18 @@ class TestOnGpu:
     @pytest.mark.parametrize("tokens", [5, 8, 16])
     @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_shape(self, head_dim: int, state_dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_shape(self, head_dim: int, state_dtype: torch.dtype, tokens: int) -> None:
         for number, warps in enumerate(warps for warps in (1, 2, 4, 8) if warps * CHUNK_ROWS <= head_dim):
-            force(monkeypatch, ChunkShape(warps, ahead=4 * (number % 2)))
             dtype = (BF16, F16)[number % 2]
             arguments = case(5, tokens, 2, 4, head_dim, dtype=dtype, state_dtype=state_dtype, pool=7, seed=number)
             arguments["initial_state_indices"] = torch.tensor([6, 2, -1, 0, 3])
             arguments["k"] /= 16  # no longer than 1, for calls that do not normalise it
-            check(arguments, "cuda")
-            check(arguments, "cuda", use_qk_l2norm=False, scale=0.75, disable_state_update=True)
+            with GATED_DELTA_RULE.forced(ChunkTactic(warps, ahead=4 * (number % 2))):
+                check(arguments, "cuda")
+                check(arguments, "cuda", use_qk_l2norm=False, scale=0.75, disable_state_update=True)
 
-    def test_two_calls_follow_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        force(monkeypatch, ChunkShape(8))
+    @GATED_DELTA_RULE.forced(ChunkTactic(8))
+    def test_two_calls_follow_one(self) -> None:
         arguments = case(3, 16, 2, 4, 128)
         want_out, want_states = recurrence(arguments)
         pool = arguments["initial_state"]
@@ -215,15 +214,15 @@ class TestOnGpu:
             assert_close("output", out, want_out[:, tokens], STEPS)
             assert_close("state", pool, want_states[:, tokens][:, -1], STEPS)
 
-    def test_heads_brought_ahead_change_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_heads_brought_ahead_change_nothing(self) -> None:
         arguments = case(40, 8, 2, 4, 128)
-        force(monkeypatch, ChunkShape(8))
-        want_out, want_pool = run(arguments, "cuda")
-        force(monkeypatch, ChunkShape(8, ahead=8))
-        out, pool = run(arguments, "cuda")
+        with GATED_DELTA_RULE.forced(ChunkTactic(8)):
+            want_out, want_pool = run(arguments, "cuda")
+        with GATED_DELTA_RULE.forced(ChunkTactic(8, ahead=8)):
+            out, pool = run(arguments, "cuda")
         assert_same_bytes("output", out, want_out)
         assert_same_bytes("state", pool, want_pool)
 
-    def test_graph_replay(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        force(monkeypatch, ChunkShape(8, ahead=8))
+    @GATED_DELTA_RULE.forced(ChunkTactic(8, ahead=8))
+    def test_graph_replay(self) -> None:
         check_graph_replay(tokens=8)

@@ -12,19 +12,24 @@ import torch
 
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gdn import (
-    gated_delta_rule_decode,
-    gated_delta_rule_mtp,
-    kernel,
-    selection,
+from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
+from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE, GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import (
+    DTYPES,
+    HEAD_DIMS,
+    STATE_DTYPES,
+    Problem,
+    StateLayout,
+    WalkTactic,
+    chunk_spec,
+    walk_spec,
 )
-from jitfp4.families.gdn.kernel import StateLayout
-from jitfp4.families.gdn.selection import DELTA_RULE, Problem, Shape
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
+from jitfp4.spec import KernelSpec
 from tests.support.compare import assert_same_bytes, poisoned
+from tests.support.gdn import STATE_DTYPES as STATE_TYPES
 from tests.support.gdn import (
-    STATE_DTYPES,
     Case,
     assert_close,
     case,
@@ -33,7 +38,6 @@ from tests.support.gdn import (
     check_other_writes,
     check_pool,
     check_strides,
-    force,
     moved,
     recurrence,
 )
@@ -46,7 +50,8 @@ PROBLEM = Problem(
     state_layout=StateLayout.VK,
     head_dim=128,
     tokens=4,
-    heads=32,
+    batch=1,
+    value_heads=32,
     store_steps=True,
 )
 
@@ -54,36 +59,41 @@ PROBLEM = Problem(
 @pytest.mark.parametrize("arch", [Arch.of(name) for name in ARCHS], ids=str)
 def test_selection_and_warm_up_agree(arch: Arch) -> None:
     problems = [
-        replace(
-            PROBLEM,
+        PROBLEM._replace(
             dtype=dtype,
             state_dtype=state_dtype,
             head_dim=head_dim,
             tokens=tokens,
-            heads=heads,
+            batch=heads,
+            value_heads=1,
             store_steps=steps,
             step_slots=slots,
         )
-        for dtype in kernel.DTYPES
-        for state_dtype in kernel.STATE_DTYPES
-        for head_dim in kernel.HEAD_DIMS
+        for dtype in DTYPES
+        for state_dtype in STATE_DTYPES
+        for head_dim in HEAD_DIMS
         for tokens in range(1, 17)
         for steps, slots in ((True, False), (True, True), (False, False))
         for heads in (1, 32, 64, 65, 128, 256, 512, 1024, 4096, 65536)
     ]
     problems += [
-        replace(problem, state_layout=StateLayout.KV)
+        problem._replace(state_layout=StateLayout.KV)
         for problem in problems
         if problem.state_dtype is DType.F32 and problem.tokens == 1 and not problem.store_steps
     ]
-    assert {selection.select(problem, arch) for problem in problems} == set(selection.specs(arch))
+    assert {selected(problem, arch) for problem in problems} == {*DELTA_RULE.specs(arch), *CHUNK.specs(arch)}
+
+
+def selected(problem: Problem, arch: Arch) -> KernelSpec:
+    tactic = GATED_DELTA_RULE.select(problem, arch)
+    return walk_spec(problem, tactic) if isinstance(tactic, WalkTactic) else chunk_spec(problem, tactic)
 
 
 def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
-    many = replace(PROBLEM, heads=1 << 20)
-    assert selection.select(many, SM_90A).bulk_stores
-    assert not selection.select(many, Arch.of("sm_89")).bulk_stores
-    assert not selection.select(replace(many, step_slots=True), SM_90A).bulk_stores
+    many = PROBLEM._replace(batch=1 << 15)
+    assert GATED_DELTA_RULE.select(many, SM_90A).bulk_stores
+    assert not GATED_DELTA_RULE.select(many, Arch.of("sm_89")).bulk_stores
+    assert not GATED_DELTA_RULE.select(many._replace(step_slots=True), SM_90A).bulk_stores
 
 
 @pytest.mark.parametrize(
@@ -103,18 +113,18 @@ def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
 )
 def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
-        replace(selection.specialise(PROBLEM, Shape(32, 2, 4)), **change)
+        replace(walk_spec(PROBLEM, WalkTactic(32, 2, 4)), **change)
 
 
-def shapes(head_dim: int) -> Iterator[Shape]:
+def tactics(head_dim: int) -> Iterator[WalkTactic]:
     """Every number of rows that a lane can hold, in tiles of every size, with each way to take v and store states."""
     for ilp_rows in (1, 2, 4, 8):
         for tile_v in (4, 16, 64, 128):
             warps = min(4, tile_v // (4 * ilp_rows))
             if warps and tile_v <= head_dim:
                 use_smem_v = (tile_v == 16) == (ilp_rows < 4)
-                yield Shape(tile_v, ilp_rows, warps, use_smem_v)
-                yield Shape(tile_v, ilp_rows, warps, not use_smem_v, keep_state=tile_v == 64, bulk_stores=True)
+                yield WalkTactic(tile_v, ilp_rows, warps, use_smem_v)
+                yield WalkTactic(tile_v, ilp_rows, warps, not use_smem_v, keep_state=tile_v == 64, bulk_stores=True)
 
 
 @pytest.mark.compile
@@ -122,11 +132,11 @@ def shapes(head_dim: int) -> Iterator[Shape]:
 def test_compiles_everywhere_without_local_memory(arch: str) -> None:
     problems = [
         PROBLEM,
-        replace(PROBLEM, dtype=DType.F16, state_dtype=DType.BF16, tokens=16),
-        replace(PROBLEM, state_layout=StateLayout.KV, tokens=1, store_steps=False),
+        PROBLEM._replace(dtype=DType.F16, state_dtype=DType.BF16, tokens=16),
+        PROBLEM._replace(state_layout=StateLayout.KV, tokens=1, store_steps=False),
     ]
     for problem in problems:
-        spec = selection.select(problem, Arch.of(arch))
+        spec = selected(problem, Arch.of(arch))
         code = disassemble(
             compile_cubin(DELTA_RULE.render(spec, Arch.of(arch)), Arch.of(arch), symbol=DELTA_RULE.symbol)
         )
@@ -166,15 +176,15 @@ def check_kernel(
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+@pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, shape in enumerate(shapes(head_dim)):
-        force(monkeypatch, shape)
+def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int) -> None:
+    for number, tactic in enumerate(tactics(head_dim)):
         dtype = (torch.bfloat16, torch.float16)[number % 2]
         arguments = case(2, 3, 1, 2, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
         arguments["initial_state_indices"] = torch.tensor([1, -1] if number % 3 == 0 else [1, 0])
-        check_kernel(arguments, "cpu", arch, l2norm=number % 4 != 3, update=number % 5 != 4)
+        with GATED_DELTA_RULE.forced(tactic):
+            check_kernel(arguments, "cpu", arch, l2norm=number % 4 != 3, update=number % 5 != 4)
 
 
 @pytest.mark.sim
@@ -211,21 +221,21 @@ def test_simulated_pools_strides_and_orders(arch: str) -> None:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+    @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_every_shape(self, head_dim: int, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        for number, shape in enumerate(shapes(head_dim)):
-            force(monkeypatch, shape)
+    def test_every_cut(self, head_dim: int, state_dtype: torch.dtype) -> None:
+        for number, tactic in enumerate(tactics(head_dim)):
             dtype = (torch.bfloat16, torch.float16)[number % 2]
             arguments = case(5, 4, 2, 4, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
-            check_kernel(arguments, "cuda", l2norm=number % 4 != 3, update=number % 5 != 4)
+            with GATED_DELTA_RULE.forced(tactic):
+                check_kernel(arguments, "cuda", l2norm=number % 4 != 3, update=number % 5 != 4)
 
     @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 16])
     def test_every_token_count_and_table_row(self, tokens: int) -> None:
         for batch in (1, 9, 40):
             check_kernel(case(batch, tokens, 2, 16, exact_gates=True), "cuda")
 
-    @pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+    @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
     def test_follows_the_recurrence(self, state_dtype: torch.dtype) -> None:
         arguments = case(3, 4, 2, 4, 128, state_dtype=state_dtype)
         want_out, want_states = recurrence(arguments)

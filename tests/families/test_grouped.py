@@ -13,7 +13,7 @@ from jitfp4 import (
     scaled_fp4_grouped_quantize,
     silu_and_mul_scaled_nvfp4_experts_quantize,
 )
-from jitfp4.families.quantize import ops
+from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import unswizzle
@@ -47,7 +47,8 @@ def test_masked_rows_are_quantized_and_no_others_touched(device: str) -> None:
     q = poisoned((4, 140, 104), torch.uint8, device)
     sf = poisoned((4, L.numel(140, 13)), torch.uint8, device)
     poison = int(q.flatten()[0])
-    ops.quantize_batch(a.to(device), mask.to(device), scale.to(device), False, q, sf, False, None)
+    given = a.to(device), mask.to(device), scale.to(device)
+    QUANTIZE_BATCH(BatchArguments(*given, by_row=False, out=q, out_sf=sf, silu=False, enable_pdl=None))
     for b, rows in enumerate((140, 0, 65, 140)):
         codes, scales = reference.quantize_blocks(a[b, :rows], NVFP4, scale[b])
         assert_same_bytes("codes", q[b, :rows], codes)

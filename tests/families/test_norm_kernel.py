@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,9 @@ import jitfp4
 from jitfp4 import nvfp4_quantize
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import build
-from jitfp4.families.norm import add_rmsnorm_fp4quant, kernel, rmsnorm_fp4quant
-from jitfp4.families.norm.kernel import RMSNORM, SHAPES, Scale, Spec, geometry, select, specs
+from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+from jitfp4.families.norm.operation import KERNEL, RMSNORM
+from jitfp4.families.norm.problem import Problem, Scale, Spec, Tactic, geometry, row_threads, specialise
 from jitfp4.formats import DType
 from jitfp4.reference import norm as reference
 from tests.support.compare import assert_same_bytes
@@ -24,28 +23,32 @@ from tests.support.sass import disassemble
 
 # ---- selection -------------------------------------------------------------------------------------------------------
 
-PROBLEM: dict[str, Any] = {"in_dtype": DType.F16, "block": 16, "scale": Scale.E4M3}
+PROBLEM = Problem(in_dtype=DType.F16, block=16, scale=Scale.E4M3, add=True, padded=False, m=1, h=65536)
+TACTICS = KERNEL.tactics
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
 def test_every_hidden_size_has_a_kernel_that_warm_up_builds(arch: Arch) -> None:
-    prebuilt = set(specs(arch))
+    prebuilt = set(KERNEL.specs(arch))
     met = set()
     for add, h, m in product((False, True), range(64, 65537, 16), (1, 1000, 1 << 17)):
-        spec = select(**PROBLEM, add=add, m=m, h=h, arch=arch)
+        problem = PROBLEM._replace(add=add, m=m, h=h)
+        tactic = RMSNORM.select(problem, arch)
+        spec, launch = specialise(problem, tactic), geometry(problem, tactic, arch)
         met.add(spec)
-        launch, row_threads = geometry(spec, m=m, h=h, padded=False, arch=arch)
         assert launch.block[0] <= spec.max_threads and launch.shared_bytes <= arch.shared_bytes
         assert launch.cluster[0] == 1 or (arch.has_tma and launch.cluster[0] <= 8)
-        threads = row_threads if spec.warps > 1 else min(row_threads, 32)
+        share = row_threads(h, spec)
+        threads = share if spec.warps > 1 else min(share, 32)
         assert threads * launch.cluster[0] * spec.units * 16 >= h
-    assert met == {s for s in prebuilt if (s.in_dtype, s.block, s.scale) == tuple(PROBLEM.values())}
+    form = PROBLEM.in_dtype, PROBLEM.block, PROBLEM.scale
+    assert met == {s for s in prebuilt if (s.in_dtype, s.block, s.scale) == form}
 
 
 def test_a_row_that_does_not_fit_on_chip_is_streamed() -> None:
-    assert select(**PROBLEM, add=True, m=1, h=65536, arch=Arch.of("sm_80")).stream
-    assert select(**PROBLEM, add=True, m=1, h=65536, arch=Arch.of("sm_90a")).clustered
-    assert not any(spec.stream for spec in specs(Arch.of("sm_90a")))
+    assert RMSNORM.select(PROBLEM, Arch.of("sm_80")).stream
+    assert RMSNORM.select(PROBLEM, Arch.of("sm_90a")).clustered
+    assert not any(spec.stream for spec in KERNEL.specs(Arch.of("sm_90a")))
 
 
 def test_specs_name_no_size_of_a_problem() -> None:
@@ -62,9 +65,9 @@ def test_specs_name_no_size_of_a_problem() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_no_local_memory_and_wide_accesses(arch: str, add: bool) -> None:
     target = Arch.of(arch)
-    for spec in specs(target):
+    for spec in KERNEL.specs(target):
         if spec.add is add and (spec.in_dtype, spec.block) == (DType.BF16, 16):
-            code = disassemble(build(RMSNORM, spec, target).cubin)
+            code = disassemble(build(KERNEL, spec, target).cubin)
             assert not [line for line in code if line.startswith(("LDL", "STL"))], spec
             loads = [line for line in code if line.startswith("LDG" if spec.stream else "LDGSTS")]
             assert loads and all(".128" in line for line in loads if "LDGSTS" in line), spec
@@ -89,43 +92,25 @@ def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_forma
                 check(x, None, "linear" if layout == "both" else layout, block, scale_format, "cpu", scale=None)
 
 
-@pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Gives every problem one kind of kernel."""
-
-    def force(units: int, warps: int, clustered: bool, stream: bool = False) -> None:
-        def select(**problem: Any) -> Spec:
-            form = {name: problem[name] for name in ("in_dtype", "block", "scale", "add")}
-            return Spec(**form, units=units, warps=warps, clustered=clustered, stream=stream)
-
-        monkeypatch.setattr(kernel, "select", select)
-        kernel.plan.cache_clear()
-
-    yield force
-    kernel.plan.cache_clear()
-
-
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("units", "warps", "clustered", "stream", "h"),
+    ("tactic", "h"),
     [
-        (2, 1, False, False, 1024),  # rows that fill their threads, which are not asked for then
-        (3, 1, False, False, 1536),
-        (3, 1, False, False, 1104),
-        (1, 8, False, False, 1040),
-        (2, 8, False, False, 3088),
-        (4, 4, False, False, 6160),
-        (2, 16, True, False, 20496),
-        (8, 16, False, True, 9232),
+        (Tactic(2, 1), 1024),  # rows that fill their threads, which are not asked for then
+        (Tactic(3, 1), 1536),
+        (Tactic(3, 1), 1104),
+        (Tactic(1, 8), 1040),
+        (Tactic(2, 8), 3088),
+        (Tactic(4, 4), 6160),
+        (Tactic(2, 16, clustered=True), 20496),
+        (Tactic(8, 16, stream=True), 9232),
     ],
+    ids=str,
 )
-def test_every_kind_of_kernel_simulated(
-    forced: Callable[..., None], units: int, warps: int, clustered: bool, stream: bool, h: int
-) -> None:
-    forced(units, warps, clustered, stream)
+def test_every_kind_of_kernel_simulated(tactic: Tactic, h: int) -> None:
     x = rows_of_all_kinds(3, h, torch.float16)
-    with jitfp4.sim.device("sm_90a", races=True):
+    with jitfp4.sim.device("sm_90a", races=True), RMSNORM.forced(tactic):
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")
         check(x, None, "128x4", 16, "e4m3", "cpu")
 
@@ -148,17 +133,17 @@ class TestOnGpu:
             if layout != "both":
                 check(x, None, layout, block, scale_format, "cuda", scale=None, eps=0.0)
 
-    @pytest.mark.parametrize(("units", "warps", "clustered"), SHAPES)
-    def test_every_kind_of_kernel(self, forced: Callable[..., None], units: int, warps: int, clustered: bool) -> None:
-        forced(units, warps, clustered)
+    @pytest.mark.parametrize("tactic", [tactic for tactic in TACTICS if not tactic.stream], ids=str)
+    def test_every_kind_of_kernel(self, tactic: Tactic) -> None:
         for m, h in GPU_SHAPES + LONG_SHAPES:
-            if h <= 512 * units * warps * (8 if clustered else 1):
+            if h <= 512 * tactic.units * tactic.warps * (8 if tactic.clustered else 1):
                 x = rows_of_all_kinds(m, h, torch.float16)
-                check(x, x.flip(0), "both", 16 if h % 32 else 32, "e4m3", "cuda")
-                check(x, None, "128x4", 16, "e4m3", "cuda")
+                with RMSNORM.forced(tactic):
+                    check(x, x.flip(0), "both", 16 if h % 32 else 32, "e4m3", "cuda")
+                    check(x, None, "128x4", 16, "e4m3", "cuda")
 
-    def test_streaming(self, forced: Callable[..., None]) -> None:
-        forced(8, 16, False, True)
+    @RMSNORM.forced(Tactic(8, 16, stream=True))
+    def test_streaming(self) -> None:
         for m, h in GPU_SHAPES + LONG_SHAPES:
             x = rows_of_all_kinds(m, h, torch.bfloat16)
             check(x, x.flip(0), "both", 16, "e4m3", "cuda")

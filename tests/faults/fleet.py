@@ -33,7 +33,7 @@ def rank() -> None:
     tasks = some_tasks()
     dist.barrier()
     for task in tasks:
-        engine.build(task.family, task.spec, task.arch)
+        engine.build(task.kernel, task.spec, task.arch)
     info = engine.cache_info()
     counts = torch.tensor([info.builds, info.publishes, info.hits + info.joins, sum(info.store_errors.values())])
     dist.all_reduce(counts)
@@ -72,9 +72,9 @@ def check_offline() -> None:
     tasks = some_tasks(KERNELS + 1)
     assert warmup.missing(tasks[:KERNELS]) == []
     for task in tasks[:KERNELS]:
-        assert engine.build(task.family, task.spec, task.arch).missed is None
+        assert engine.build(task.kernel, task.spec, task.arch).missed is None
     with pytest.raises(OfflineError, match=f"jitfp4 warmup --arch {ARCH} --family {PATTERN}"):
-        engine.build(tasks[-1].family, tasks[-1].spec, tasks[-1].arch)
+        engine.build(tasks[-1].kernel, tasks[-1].spec, tasks[-1].arch)
     assert engine.cache_info().store_errors == {}
     assert "libnvrtc" not in Path("/proc/self/maps").read_text()
     with pytest.raises(OSError, match="Read-only"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jitfp4.cache import Cache
-from jitfp4.cache.evict import disk_bytes
+from jitfp4.cache.tree import disk_bytes
 from jitfp4.config import Config
 from tests.faults.crashes import open_store
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock  # noqa: F401 - jitfp4 imports it late; a child that is killed within milliseconds has no time for that
 import pytest
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ CRASHES = "tests.faults.crashes"
 
 
 @pytest.mark.parametrize(
-    ("scenario", "at_least"), [("publish", 30), ("rebuild", 35), ("prune", 15), ("clear", 15), ("index", 10)]
+    ("scenario", "at_least"), [("publish", 30), ("rebuild", 30), ("prune", 15), ("clear", 15), ("index", 10)]
 )
 def test_exit_at_every_write_side_call(tmp_path: Path, shim: Path, scenario: str, at_least: int) -> None:
     """No bad entry, no stuck lock, no litter after the next publish, whichever call was the last."""

@@ -27,16 +27,16 @@ _NEW_MOUNTS, _READ_ONLY, _REMOUNT, _PRIVATE = 0x20000, 1, 32, 1 << 18 | 16384
 
 def full_disk(folder: Path) -> None:
     """A tmpfs of 300 KB with 290 KB in use."""
-    _mount(folder, b"size=300k")
+    mount(folder, b"size=300k")
     (folder / "ballast").write_bytes(bytes(290_000))
 
 
 def no_inodes(folder: Path) -> None:
-    _mount(folder, b"size=10m,nr_inodes=6")
+    mount(folder, b"size=10m,nr_inodes=6")
 
 
 def read_only_mount(folder: Path) -> None:
-    _mount(folder, b"size=1m")
+    mount(folder, b"size=1m")
     _call("mount", b"none", bytes(folder), None, _REMOUNT | _READ_ONLY, None)
 
 
@@ -79,7 +79,7 @@ TROUBLES = {
 
 def survive(trouble: str, store: str, strict: bool) -> dict[str, object]:
     """Five kernels wanted under a trouble: how many came out right, what was raised, and what was said."""
-    return _in_world(lambda folder: _survive(TROUBLES[trouble], folder, store, strict))
+    return in_world(lambda folder: _survive(TROUBLES[trouble], folder, store, strict))
 
 
 def _survive(trouble: Callable[[Path], None], folder: Path, store: str, strict: bool) -> dict[str, object]:
@@ -140,7 +140,7 @@ def foreign_layer(pinned: str | None, plant: bool) -> dict[str, object]:
             "untouched": _times(made) == before,
         }
 
-    return _in_world(work)
+    return in_world(work)
 
 
 def _pin(made: Path) -> None:
@@ -155,7 +155,7 @@ def _times(root: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.lstat().st_mtime_ns, path.lstat().st_ctime_ns) for path in root.rglob("*"))
 
 
-def _in_world(work: Callable[[Path], dict[str, object]]) -> dict[str, object]:
+def in_world(work: Callable[[Path], dict[str, object]]) -> dict[str, object]:
     """``work`` in a child, because it may give up its rights, in a folder that others can reach."""
     folder = Path(tempfile.mkdtemp(prefix="jitfp4-world-"))
     folder.chmod(0o755)
@@ -175,7 +175,7 @@ def _in_world(work: Callable[[Path], dict[str, object]]) -> dict[str, object]:
     return value
 
 
-def _mount(folder: Path, options: bytes) -> None:
+def mount(folder: Path, options: bytes) -> None:
     """A tmpfs that only this process sees. Ends the process with status 75 where that is not allowed."""
     _call("unshare", _NEW_MOUNTS)
     _call("mount", b"none", b"/", None, _PRIVATE, None)

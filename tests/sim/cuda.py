@@ -15,7 +15,8 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 __device__ __forceinline__ uint32 address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void init(uint64* b, uint32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(b)), "r"(count) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.mbarrier_init.release.cluster;"
+               ::"r"(address(b)), "r"(count) : "memory");
 }
 __device__ __forceinline__ void arrive(uint64* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(b)) : "memory");

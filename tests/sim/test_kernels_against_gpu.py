@@ -17,11 +17,10 @@ import torch
 
 import jitfp4
 import jitfp4.families
-from jitfp4 import SfLayout, engine, sim
-from jitfp4.families.gdn.kernel import ChunkSpec, Spec, StateLayout
-from jitfp4.families.gdn.operator import DTYPES, STATE_DTYPES
-from jitfp4.families.gdn.selection import Problem, select
-from jitfp4.registry import families, lookup
+from jitfp4 import SfLayout, engine, replay, sim
+from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE, DTYPES, GATED_DELTA_RULE, STATE_DTYPES
+from jitfp4.families.gdn.problem import Problem, StateLayout
+from jitfp4.kernel import AnyKernel, Plan, kernels, lookup
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
 from jitfp4.spec import KernelSpec
@@ -127,7 +126,7 @@ def norm_calls() -> Iterator[Call]:
         )
 
 
-def gdn_calls(kind: type[KernelSpec]) -> Iterator[Call]:
+def gdn_calls(kernel: AnyKernel) -> Iterator[Call]:
     """A call for each specialisation. Gates at which exp and log do not matter: decay 1, beta 1/2."""
     arch, found = device_arch(torch.cuda.current_device()), set()
     for dtype, state, dim, tokens, heads, (steps, slots) in product(
@@ -144,12 +143,14 @@ def gdn_calls(kind: type[KernelSpec]) -> Iterator[Call]:
             state_layout=StateLayout.VK,
             head_dim=dim,
             tokens=tokens,
-            heads=heads,
+            batch=1,
+            value_heads=heads,
             store_steps=steps,
             step_slots=slots,
         )
-        spec = select(problem, arch)
-        if isinstance(spec, kind) and spec not in found:
+        tactic = GATED_DELTA_RULE.select(problem, arch)
+        spec = kernel.specialise(problem, tactic) if type(tactic) is kernel.tactic else None
+        if spec is not None and spec not in found:
             found.add(spec)
             arguments = delta_rule_arguments(dtype, state, dim, tokens, heads)
             if slots:
@@ -159,8 +160,8 @@ def gdn_calls(kind: type[KernelSpec]) -> Iterator[Call]:
                 pool = arguments["initial_state"]
                 arguments["intermediate_states_buffer"] = torch.zeros(1, tokens, *pool.shape[1:], dtype=state)
             # the chunkwise kernel has an approximate 1 / sqrt
-            yield "gated_delta_rule_mtp", arguments | {"use_qk_l2norm": isinstance(spec, Spec)}
-        if tokens == 1 and state is torch.float32 and not steps and kind is Spec:
+            yield "gated_delta_rule_mtp", arguments | {"use_qk_l2norm": kernel is DELTA_RULE}
+        if tokens == 1 and state is torch.float32 and not steps and kernel is DELTA_RULE:
             one = delta_rule_arguments(dtype, state, dim, 1, heads)
             del one["initial_state_indices"]
             yield "gated_delta_rule_decode", one | {"state": one.pop("initial_state")}
@@ -186,8 +187,8 @@ def delta_rule_arguments(dtype: torch.dtype, state: torch.dtype, dim: int, token
 
 
 CALLS: dict[str, Callable[[], Iterator[Call]]] = {
-    "gdn/chunk": partial(gdn_calls, ChunkSpec),
-    "gdn/delta_rule": partial(gdn_calls, Spec),
+    "gdn/chunk": partial(gdn_calls, CHUNK),
+    "gdn/delta_rule": partial(gdn_calls, DELTA_RULE),
     "norm/rmsnorm_fp4quant": norm_calls,
     "quantize/dequantize": dequantize_calls,
     "quantize/e4m3": e4m3_calls,
@@ -204,9 +205,9 @@ class Launches:
         self.found: set[tuple[str, KernelSpec]] = set()
         self.partial = False
 
-    def record(self, launch: engine.Launch, *args: Any, **kwargs: Any) -> None:
-        self.found.add((launch.family.name, launch.spec))
-        _run(launch, *args, **kwargs)
+    def record(self, plan: Plan, *args: Any, **kwargs: Any) -> object:
+        self.found.add((plan.kernel.name, plan.spec))
+        return _launch(plan, *args, **kwargs)
 
     def machine(self, program: Any, launch: Any, memory: Any, params: Any, const: Any, first: int, ctas: int) -> Any:
         """In place of a Machine: one that does nothing in the midst of a large grid."""
@@ -218,7 +219,7 @@ class Launches:
         return Skipped(block_runs=(0,) * len(program.blocks))
 
 
-_run, _empty = engine.Launch.run, torch.empty
+_launch, _empty = engine.launch, torch.empty
 
 
 def poisoned_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -242,21 +243,22 @@ class Skipped:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Records what is launched. New memory is poisoned."""
     launches = Launches()
-    monkeypatch.setattr(engine.Launch, "run", lambda *args, **kwargs: launches.record(*args, **kwargs))
+    monkeypatch.setattr(engine, "launch", launches.record)
     monkeypatch.setattr(api, "Machine", launches.machine)
     monkeypatch.setattr(torch, "empty", poisoned_empty)
-    yield launches
+    with replay.suspended():
+        yield launches
 
 
-@pytest.mark.parametrize("family", [family.name for family in families()])
-def test_kernels(family: str, launches: Launches) -> None:
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in kernels()])
+def test_kernels(kernel: str, launches: Launches) -> None:
     arch = device_arch(torch.cuda.current_device())
-    specs = set(lookup(family).specs(arch))
+    specs = set(lookup(kernel).specs(arch))
     if not specs:
         pytest.skip(f"not on {arch.name}")
-    assert family in CALLS, "a new family needs calls here"
+    assert kernel in CALLS, "a new kernel needs calls here"
     faults: list[str] = []
-    for name, arguments in CALLS[family]():
+    for name, arguments in CALLS[kernel]():
         function, launches.partial = getattr(jitfp4, name), False
         on_gpu, on_cpu = moved(arguments, DEVICE), moved(arguments, "cpu")
         gpu = tensors(on_gpu, function(**on_gpu))
@@ -265,7 +267,7 @@ def test_kernels(family: str, launches: Launches) -> None:
         wrong = differences(tensors(arguments, ()), gpu, simulated, launches.partial)
         faults += [f"{described(name, arguments)}: {difference}" for difference in wrong]
     assert not faults, f"{len(faults)} tensors differ, such as\n" + "\n".join(faults[:5])
-    missing = specs - {spec for found, spec in launches.found if found == family}
+    missing = specs - {spec for found, spec in launches.found if found == kernel}
     assert not missing, f"{len(missing)} specialisations were not launched, such as {next(iter(missing))}"
 
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from jitfp4.arch import Arch
-from jitfp4.engine import Launch
 from jitfp4.families.gdn import (
     gated_delta_rule_decode,
     gated_delta_rule_decode_pretranspose,
     gated_delta_rule_mtp,
-    operator,
 )
-from jitfp4.families.gdn.selection import ChunkShape, Problem, Shape, plan
 from tests.support.compare import assert_same_bytes, poisoned
 
 Case = dict[str, Any]
@@ -59,15 +54,6 @@ def case(
         "dt_bias": torch.zeros(value_heads) if exact_gates else normal(value_heads),
         "b": (one_of((0.0, 100.0, -100.0), *rows) if exact_gates else normal(*rows)).to(dtype),
     }
-
-
-def force(monkeypatch: pytest.MonkeyPatch, shape: Shape | ChunkShape) -> None:
-    """Have every problem cut into ``shape``."""
-
-    def forced(batch: int, value_heads: int, problem: Problem, arch: Arch) -> Launch:
-        return plan(problem, shape, arch, batch=batch, value_heads=value_heads)
-
-    monkeypatch.setattr(operator, "_plan", forced)
 
 
 def moved(arguments: Case, device: str) -> Case:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jitfp4.families  # noqa: F401 - registers every kernel
 from jitfp4 import nvrtc
 from jitfp4.arch import ARCHS, Arch
+from jitfp4.cache.entry import check_elf
 from jitfp4.golden import digest
 from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.spec import KernelSpec
@@ -67,6 +68,7 @@ def builds(kernel: AnyKernel) -> Iterator[Build]:
 def measure(build: Build) -> dict[str, str]:
     """Compile, and read the machine code: a line of the ledger."""
     cubin = nvrtc.compile_cubin(build.source, build.arch, symbol=build.kernel.symbol)
+    check_elf(cubin, build.arch.name, build.kernel.symbol)
     opcodes = Counter(line.split()[0] for line in disassemble(cubin))
     usage = _resources(cubin)
     counts = {kind: sum(n for opcode, n in opcodes.items() if opcode.startswith(kind)) for kind in KINDS}

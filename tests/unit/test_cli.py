@@ -46,7 +46,7 @@ def test_an_error_of_the_package_is_one_line_and_status_2() -> None:
     result = CliRunner().invoke(app, ["warmup", "--arch", "sm_1"])
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr == f"jitfp4: arch: got 'sm_1'; allowed: {', '.join(ARCHS)}\n"
+    assert result.stderr == f"jitfp4: --arch: got 'sm_1'; allowed: {', '.join(ARCHS)}, or all\n"
 
 
 def test_an_error_of_the_file_system_is_one_line_and_status_2(tmp_path: Path) -> None:

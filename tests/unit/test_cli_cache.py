@@ -37,7 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("JITFP4_CACHE_DIR", str(root))
         engine.reset()
         for task in tasks:
-            engine.build(task.family, task.spec, task.arch)
+            engine.build(task.kernel, task.spec, task.arch)
     engine.reset()
     return root
 
@@ -263,7 +263,9 @@ def test_a_cubin_that_cannot_be_reproduced_is_status_8(cache: Path, monkeypatch:
 
 
 def test_another_compiler_is_no_fault(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "toolchain", lambda: nvrtc.Toolchain(version="99.0", build="0" * 64))
+    monkeypatch.setattr(
+        nvrtc, "toolchain", lambda: nvrtc.Toolchain(version="99.0", build="0" * 64, library=Path("/nowhere"))
+    )
     result = run("verify", "--recompile")
     assert result.exit_code == 0
     assert f"{KERNELS} not compiled again" in result.stderr
@@ -342,6 +344,6 @@ def test_a_cleared_cache_works_on(cache: Path) -> None:
     assert info.hits == 0
     engine.reset()
     task = plan([Arch.of("sm_90a")], ["quantize/vector"])[0]
-    assert engine.build(task.family, task.spec, task.arch).missed is not None
+    assert engine.build(task.kernel, task.spec, task.arch).missed is not None
     assert run("verify").exit_code == 0
     assert len(cubins(cache)) == 1

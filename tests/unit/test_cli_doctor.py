@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,9 @@ from jitfp4.cli.gpus import Driver, Gpu
 from jitfp4.errors import ToolchainError
 
 pytestmark = pytest.mark.compile
+
+ROOT = Path(__file__).parents[2]
+_PR_CAPBSET_DROP, _DAC_OVERRIDE, _DAC_READ_SEARCH = 24, 1, 2  # prctl(2), capabilities(7)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +53,7 @@ def test_all_is_well(cache: Path) -> None:
     result = run("--json")
     assert result.exit_code == 0, result.stdout
     found = findings(result)
-    assert found["compiler"]["archs"] == list(ARCHS)
+    assert found["compiler"]["archs"] == [name for name, arch in ARCHS.items() if nvrtc.supports(arch)]
     toolchain = nvrtc.toolchain()
     assert toolchain is not None
     assert found["compiler"]["toolchain"] == toolchain.name
@@ -62,7 +69,8 @@ def test_the_same_as_text() -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == ["versions", "compiler", "cache", "gpu"]
-    assert f"  archs      {' '.join(ARCHS)}" in lines
+    known = " ".join(name for name, arch in ARCHS.items() if nvrtc.supports(arch))
+    assert f"  archs        {known}" in lines
     assert result.stderr == "0 problems found\n"
 
 
@@ -74,28 +82,141 @@ def test_a_cache_that_does_not_exist_yet_is_not_made(tmp_path: Path) -> None:
     assert not absent.parent.exists()
 
 
-def test_nvrtc_is_missed_unless_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "toolchain", lambda: None)
+# ---- compiler and packages -------------------------------------------------------------------------------------------
+
+
+def find(monkeypatch: pytest.MonkeyPatch, found: nvrtc.Toolchain | ToolchainError | None) -> None:
+    """Lets the compiler be another, damaged, or none."""
+
+    def find_toolchain() -> nvrtc.Toolchain | None:
+        if isinstance(found, ToolchainError):
+            raise found
+        return found
+
+    monkeypatch.setattr(nvrtc, "find_toolchain", find_toolchain)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (None, r"NVRTC is not installed: install jitfp4[cu12] or jitfp4[cu13]"),
+        (ToolchainError("NVRTC is damaged or cannot be read: /x"), "NVRTC is damaged or cannot be read: /x"),
+    ],
+    ids=["none", "damaged"],
+)
+def test_nvrtc_is_missed_unless_offline(
+    found: ToolchainError | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find(monkeypatch, found)
     result = run("--json")
     assert result.exit_code == 1
-    assert "NVRTC" in problems(result)[0]
+    assert problems(result) == [f"{text}; only kernels that are in the cache can run"]
     monkeypatch.setenv("JITFP4_OFFLINE", "1")
-    assert run().exit_code == 0
+    result = run("--json")
+    assert result.exit_code == 0
+    assert findings(result)["compiler"]["unusable"] == text
 
 
-def test_an_old_nvrtc_that_lacks_an_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bytes:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
+    monkeypatch.setenv("JITFP4_OFFLINE", "1")
+    result = run("--json")
+    assert result.exit_code == 0, result.stdout
+    assert findings(result)["compiler"]["toolchain"].startswith("nvrtc-")
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged", b"\x7fELF" + bytes(200)], ids=["empty", "text", "header"])
+def test_a_damaged_libnvrtc_is_a_problem_and_no_traceback(content: bytes, tmp_path: Path) -> None:
+    package = tmp_path / "nvidia_cuda_nvrtc-13.0.88.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cuda-nvrtc\nVersion: 13.0.88\n")
+    (package / "RECORD").write_text("lib/libnvrtc.so.99,,\n")
+    bindings = tmp_path / "cuda_bindings-99.dist-info"
+    bindings.mkdir()
+    (bindings / "METADATA").write_text("Metadata-Version: 2.1\nName: cuda-bindings\nVersion: 99\n")
+    (tmp_path / "lib").mkdir()
+    for name in ("libnvrtc.so.99", "libnvrtc-builtins.so.13.0"):
+        (tmp_path / "lib" / name).write_bytes(content)
+    done = doctor_in_a_process("", PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
+    assert done.returncode == 1 and done.stderr == ""
+    (problem,) = [p for finding in json.loads(done.stdout)["findings"] for p in finding["problems"]]
+    assert str(tmp_path / "lib/libnvrtc.so.99") in problem
+
+
+def test_without_torch_it_says_so() -> None:
+    hide = """
+import importlib.metadata, sys
+version = importlib.metadata.version
+def without_torch(name):
+    if name == "torch":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = without_torch
+sys.modules["torch"] = None  # an import of it fails
+"""
+    done = doctor_in_a_process(hide)
+    assert done.returncode == 1, done.stderr
+    assert [p for f in json.loads(done.stdout)["findings"] for p in f["problems"]] == ["torch is not installed"]
+
+
+def doctor_in_a_process(before: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = f"{before}\nfrom jitfp4.cli import app\napp(['doctor', '--json'])"
+    env = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    summary = re.compile(r"\d+ problems? found\n")
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout, summary.sub("", done.stderr))
+
+
+def test_an_architecture_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_cubin = nvrtc.compile_cubin
 
-    def refuse_sm_121a(source: str, arch: Arch, *, symbol: str) -> bytes:
-        if arch.name == "sm_121a":
-            raise ToolchainError("invalid value for --gpu-architecture\nmore")
+    def refuse_sm_120a(source: str, arch: Arch, *, symbol: str) -> bytes:
+        if arch.name == "sm_120a":
+            raise ToolchainError("it fails\nmore")
         return compile_cubin(source, arch, symbol=symbol)
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", refuse_sm_121a)
+    monkeypatch.setattr(nvrtc, "compile_cubin", refuse_sm_120a)
     result = run("--json")
     assert result.exit_code == 1
-    assert problems(result) == ["NVRTC does not compile for sm_121a: invalid value for --gpu-architecture"]
-    assert findings(result)["compiler"]["archs"] == [name for name in ARCHS if name != "sm_121a"]
+    assert problems(result) == ["NVRTC does not compile for sm_120a: it fails"]
+    assert "sm_120a" not in findings(result)["compiler"]["archs"]
+
+
+def test_an_old_nvrtc_lacks_architectures_which_matters_to_their_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    supports = nvrtc.supports
+    monkeypatch.setattr(nvrtc, "supports", lambda arch: arch.name != "sm_103a" and supports(arch))
+    result = run("--json")
+    assert result.exit_code == 0, result.stdout
+    compiler = findings(result)["compiler"]
+    assert "sm_103a" in compiler["too_old_for"]
+    assert sorted(compiler["archs"] + compiler["too_old_for"]) == sorted(ARCHS)
+
+    gpus = (Gpu("NVIDIA B300", (10, 3)), Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: Driver("99.0", gpus))
+    result = run("--json")
+    assert result.exit_code == 1
+    assert problems(result) == [f"NVRTC {compiler['nvrtc']} is too old for the GPU's sm_103a"]
+
+
+@pytest.mark.parametrize(("driver", "newer"), [("12.4", True), ("9.9", True), ("same", False), ("99.0", False)])
+def test_an_nvrtc_that_is_newer_than_the_driver(driver: str, newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain = nvrtc.toolchain()
+    assert toolchain is not None
+    own = ".".join(toolchain.version.split(".")[:2])
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: Driver(own if driver == "same" else driver, ()))
+    result = run("--json")
+    assert result.exit_code == int(newer)
+    if newer:
+        (problem,) = problems(result)
+        assert problem.startswith(f"NVRTC {toolchain.version} is newer than the driver, which is for CUDA {driver}")
+        monkeypatch.setenv("JITFP4_OFFLINE", "1")
+        assert run().exit_code == 0
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_others_may_write(cache: Path) -> None:
@@ -113,6 +234,31 @@ def test_a_cache_that_is_no_folder(tmp_path: Path, kind: str) -> None:
     result = run("--json", "--cache-dir", odd)
     assert result.exit_code == 1
     assert "where a folder belongs" in problems(result)[0]
+
+
+@pytest.mark.parametrize("where", ["cache", "layer"])
+def test_a_cache_below_a_folder_that_cannot_be_searched(where: str, tmp_path: Path) -> None:
+    """For a user who must ask: root without the capabilities by which it searches every folder."""
+    closed = tmp_path / "closed"
+    (closed / "cache").mkdir(parents=True)
+    closed.chmod(0)
+    variable = {"cache": "JITFP4_CACHE_DIR", "layer": "JITFP4_CACHE_RO"}[where]
+    drop = f"""
+import ctypes
+for capability in {_DAC_OVERRIDE}, {_DAC_READ_SEARCH}:
+    ctypes.CDLL(None).prctl({_PR_CAPBSET_DROP}, capability, 0, 0, 0)
+"""
+    program = [sys.executable, "-c", "from jitfp4.cli import app; app(['doctor', '--json'])"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{drop}\nimport os\nos.execv({sys.executable!r}, {program!r})"],
+            cwd=ROOT, env=os.environ | {variable: str(closed / "cache")}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    finally:
+        closed.chmod(0o700)
+    assert (done.returncode, done.stderr) == (1, "1 problem found\n")
+    found = [problem for finding in json.loads(done.stdout)["findings"] for problem in finding["problems"]]
+    assert found == [f"{closed / 'cache'}: Permission denied"]
 
 
 def test_a_cache_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +313,10 @@ def test_read_only_layers_are_looked_at(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_gpus_are_named_with_their_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = (Gpu("NVIDIA H200", (9, 0)), Gpu("Tesla V100", (7, 0)))
-    monkeypatch.setattr(doctor, "cuda_driver", lambda: Driver("13.0", gpus))
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: Driver("99.0", gpus))
     result = run("--json")
     assert result.exit_code == 1
     gpu = findings(result)["gpu"]
-    assert gpu["driver_cuda"] == "13.0"
+    assert gpu["driver_cuda"] == "99.0"
     assert gpu["devices"] == [{"name": "NVIDIA H200", "arch": "sm_90a"}, {"name": "Tesla V100", "arch": None}]
     assert problems(result)[0].startswith("Tesla V100: compute capability 7.0")

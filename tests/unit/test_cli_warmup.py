@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli import app
 from jitfp4.cli import warmup as command
 from jitfp4.cli.gpus import Driver, Gpu
-from jitfp4.errors import CompileError
+from jitfp4.errors import CompileError, ToolchainError
 from jitfp4.warmup import Task, plan, write_plan
 
 pytestmark = pytest.mark.compile
@@ -105,6 +107,25 @@ def test_a_kernel_that_does_not_compile_is_status_3_and_stops_no_other(
     assert states == {"failed", "built"}
 
 
+def test_an_architecture_that_nvrtc_does_not_know_stops_no_other(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_cubin = nvrtc.compile_cubin
+
+    def too_old(source: str, arch: Arch, *, symbol: str) -> bytes:
+        if arch.name == "sm_103a":
+            raise ToolchainError("NVRTC 12.8.93 does not know sm_103a")
+        return compile_cubin(source, arch, symbol=symbol)
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", too_old)
+    tasks = [task for name in ("sm_90a", "sm_103a") for task in plan([Arch.of(name)], ["quantize/vector"])[:KERNELS]]
+    (tmp_path / "plan.json").write_text(write_plan(tasks))
+    result = run(tmp_path / "plan.json", "--json")
+    assert result.exit_code == 3
+    assert [kernel["state"] for kernel in document(result)["kernels"]] == ["built"] * KERNELS + ["failed"] * KERNELS
+    assert f"{tasks[KERNELS]} and 1 more\nNVRTC 12.8.93 does not know sm_103a\n" in result.stderr
+
+
 def test_a_kernel_that_cannot_be_stored_is_status_1(tmp_path: Path, small_plan: Path) -> None:
     (tmp_path / "file").write_text("where the cache should be")
     result = run(small_plan, "--json", "--cache-dir", tmp_path / "file")
@@ -185,6 +206,24 @@ def test_without_arch_and_gpu_it_asks_for_arch(driver: Driver | None, monkeypatc
     assert "--arch" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "arch", "hint"),
+    [
+        ("warmup", "sm_90", "; did you mean sm_90a?"),
+        ("render", "sm_90a,sm_100", "; did you mean sm_100a?"),
+        ("warmup", "hopper", ""),
+        ("warmup", ",", ""),
+    ],
+)
+def test_a_wrong_architecture_is_refused_before_torch_is_imported(command: str, arch: str, hint: str) -> None:
+    call = f"try: app([{command!r}, '--arch', {arch!r}])\nfinally: print('torch' in sys.modules)"
+    code = f"import sys\nfrom jitfp4.cli import app\n{call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    wrong = arch.split(",")[-1] or arch
+    assert done.stderr == f"jitfp4: --arch: got '{wrong}'; allowed: {', '.join(ARCHS)}, or all{hint}\n"
+
+
 def test_jobs_are_limited_by_cores_and_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10_000)))
     by_memory = command.default_jobs()
@@ -194,4 +233,4 @@ def test_jobs_are_limited_by_cores_and_by_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def _fields(task: Task) -> dict[str, object]:
-    return {"family": task.family.name, "arch": task.arch.name, "spec": task.spec.fields()}
+    return {"family": task.kernel.name, "arch": task.arch.name, "spec": task.spec.fields()}

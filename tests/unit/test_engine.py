@@ -14,12 +14,12 @@ import jitfp4.families
 from jitfp4 import OfflineError, UnsupportedArchError, engine, nvrtc, warmup
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.registry import lookup
+from jitfp4.kernel import lookup
 
 pytestmark = pytest.mark.compile
 
-FAMILY, ARCH = lookup("quantize/vector"), ARCHS["sm_90a"]
-SPEC = next(iter(FAMILY.specs(ARCH)))
+KERNEL, ARCH = lookup("quantize/vector"), ARCHS["sm_90a"]
+SPEC = next(iter(KERNEL.specs(ARCH)))
 
 
 @pytest.fixture
@@ -46,20 +46,20 @@ def test_built_once_then_served_from_disk(
 ) -> None:
     calls = count_compiles(monkeypatch)
     with caplog.at_level(logging.INFO, "jitfp4.engine"):
-        first = engine.build(FAMILY, SPEC, ARCH)
+        first = engine.build(KERNEL, SPEC, ARCH)
         engine.reset()
-        second = engine.build(FAMILY, SPEC, ARCH)
+        second = engine.build(KERNEL, SPEC, ARCH)
     assert len(calls) == 1
     assert first.cubin == second.cubin and second.missed is None
     lines = [record.getMessage() for record in caplog.records if record.name == "jitfp4.engine"]
-    assert len(lines) == 1 and FAMILY.name in lines[0] and " ms (absent)" in lines[0]
+    assert len(lines) == 1 and KERNEL.name in lines[0] and " ms (absent)" in lines[0]
     assert jitfp4.cache_info().hits == 1
 
 
 def test_threads_compile_a_kernel_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_compiles(monkeypatch)
     with ThreadPoolExecutor(8) as pool:
-        cubins = {loaded.cubin for loaded in pool.map(lambda _: engine.build(FAMILY, SPEC, ARCH), range(8))}
+        cubins = {loaded.cubin for loaded in pool.map(lambda _: engine.build(KERNEL, SPEC, ARCH), range(8))}
     assert len(cubins) == 1 and len(calls) == 1
 
 
@@ -67,20 +67,20 @@ def test_offline_miss_names_the_spec_and_the_command(empty_cache: Path, monkeypa
     monkeypatch.setenv("JITFP4_OFFLINE", "1")
     engine.reset()
     with pytest.raises(OfflineError) as caught:
-        engine.build(FAMILY, SPEC, ARCH)
+        engine.build(KERNEL, SPEC, ARCH)
     assert str(SPEC) in str(caught.value)
     assert "jitfp4 warmup --arch sm_90a --family quantize/vector" in str(caught.value)
     assert not empty_cache.exists()
 
 
 def test_prebuilt_kernels_need_no_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = engine.build(FAMILY, SPEC, ARCH)
+    built = engine.build(KERNEL, SPEC, ARCH)
     monkeypatch.setattr(nvrtc, "toolchain", lambda: None)
     engine.reset()
-    assert engine.build(FAMILY, SPEC, ARCH).cubin == built.cubin
-    other = next(spec for spec in FAMILY.specs(ARCH) if spec != SPEC)
+    assert engine.build(KERNEL, SPEC, ARCH).cubin == built.cubin
+    other = next(spec for spec in KERNEL.specs(ARCH) if spec != SPEC)
     with pytest.raises(OfflineError, match="NVRTC is not installed"):
-        engine.build(FAMILY, other, ARCH)
+        engine.build(KERNEL, other, ARCH)
 
 
 @pytest.mark.parametrize("where", ["file in the way", "no home"])
@@ -94,7 +94,7 @@ def test_without_a_cache_folder_the_kernel_is_built_in_memory(
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("JITFP4_CACHE_DIR", str(tmp_path / "file" / "cache"))
     engine.reset()
-    loaded = engine.build(FAMILY, SPEC, ARCH)
+    loaded = engine.build(KERNEL, SPEC, ARCH)
     assert loaded.cubin and loaded.path is None
     assert any(record.levelno == logging.WARNING for record in caplog.records)
 

@@ -11,20 +11,23 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jitfp4"
 FLOORS = (
-    ("spec", "arch", "layouts", "formats", "config", "errors", "reference"),
-    ("cache", "bundle", "remote", "render", "keys"),
-    ("tensors", "driver", "nvrtc", "sim"),
-    ("registry", "engine", "ops"),
+    ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
+    ("cache", "bundle", "remote", "render", "keys", "kernel"),
+    ("tensors", "replay", "driver", "nvrtc", "sim"),
+    ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden"),
     ("cli", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
-    "torch": {"tensors", "ops", "reference", "families", "sim"},  # sim takes torch tensors at its edge
+    # sim takes torch tensors at its edge
+    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
     "cuda": {"nvrtc", "driver"},
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
+    "filelock": {"cache"},
+    "zstandard": {"bundle"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

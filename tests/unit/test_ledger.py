@@ -1,4 +1,4 @@
-"""Machine code: the committed ledger is of today's sources, nothing lives in local memory, and samples agree with it."""
+"""Machine code: the ledger is of today's sources, nothing lives in local memory, and samples agree with it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def test_a_sample_compiles_to_what_the_ledger_says(kernel: AnyKernel, arch: Arch
     """Chosen by digest, so that each change of a source draws anew; with another NVRTC, local memory only."""
     toolchain = nvrtc.toolchain()
     assert toolchain is not None
+    if not nvrtc.supports(arch):
+        pytest.skip("this NVRTC is too old for the architecture")
     known = read(kernel)
     for build in builds(kernel):
         if build.arch is arch and int(build.digest, 16) % _SAMPLE == 0:

@@ -116,23 +116,46 @@ def sources(folder: Path) -> dict[str, str]:
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
 
-def requirements() -> list[str]:
-    extras = PROJECT["optional-dependencies"]
-    return [*PROJECT["dependencies"], *(item for name, items in extras.items() if name != "cu12" for item in items)]
+LINES = {"constraints.txt": ("cu13", "nvidia-cuda-nvrtc"), "constraints-cu12.txt": ("cu12", "nvidia-cuda-nvrtc-cu12")}
 
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_every_dependency_is_pinned_once() -> None:
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    pins = [line.split("==") for line in lines if line]
-    assert all(len(pin) == 2 for pin in pins)
-    names = [normal(name) for name, _ in pins]
+def pins(file: str) -> list[tuple[str, str]]:
+    """Name and version of every pin of a constraints file and of those that it includes."""
+    found: list[tuple[str, str]] = []
+    for line in (text.split("#")[0].strip() for text in (ROOT / file).read_text().splitlines()):
+        if line.startswith("-c "):
+            found += pins(line.removeprefix("-c "))
+        elif line:
+            name, version = line.split("==")
+            found.append((normal(name), version))
+    return found
+
+
+@pytest.mark.parametrize("file", LINES)
+def test_every_dependency_of_a_cuda_line_is_pinned_once(file: str) -> None:
+    names = [name for name, _ in pins(file)]
     assert len(set(names)) == len(names)
-    wanted = {normal(re.match(r"[\w.-]+", item)[0]) for item in requirements()} - {"jitfp4"}
+    others = {extra for extra, _ in LINES.values()} - {LINES[file][0]}
+    extras = (items for name, items in PROJECT["optional-dependencies"].items() if name not in others)
+    wanted = {normal(re.match(r"[\w.-]+", item)[0]) for items in (PROJECT["dependencies"], *extras) for item in items}
     assert wanted <= set(names)
+
+
+@pytest.mark.parametrize(("file", "extra", "nvrtc"), [(file, *line) for file, line in LINES.items()])
+def test_the_compiler_of_a_cuda_line_is_in_its_extra_only(file: str, extra: str, nvrtc: str) -> None:
+    assert not any("nvrtc" in item for item in PROJECT["dependencies"])
+    bindings, compiler = PROJECT["optional-dependencies"][extra]
+    assert re.match(r"[\w.-]+", compiler)[0] == nvrtc
+    major = extra.removeprefix("cu")
+    for item, pin in ((bindings, "cuda-bindings"), (bindings, "cuda-python"), (compiler, nvrtc)):
+        version = dict(pins(file))[pin]
+        assert version.split(".")[0] == major
+        least, below = re.search(r">=([\d.]+),<(\d+)$", item).groups()
+        assert tuple(map(int, least.split("."))) <= tuple(map(int, version.split("."))) < (int(below),)
 
 
 def test_the_console_script_is_the_command_line() -> None:

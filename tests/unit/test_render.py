@@ -15,32 +15,32 @@ from jitfp4 import render
 from jitfp4.arch import ARCHS
 from jitfp4.errors import ArgumentError, RenderError
 from jitfp4.formats import DType
+from jitfp4.kernel import AnyKernel, kernels, lookup
 from jitfp4.layouts import SfLayout
-from jitfp4.registry import Family, families, lookup
 from jitfp4.spec import F32, I64, Ptr, TensorMapParam
 
 SM_90A = ARCHS["sm_90a"]
 
 
-def text_of(family: Family, arch: str = "sm_90a") -> str:
-    return family.render(next(iter(family.specs(ARCHS[arch]))), ARCHS[arch])
+def text_of(kernel: AnyKernel, arch: str = "sm_90a") -> str:
+    return kernel.render(next(iter(kernel.specs(ARCHS[arch]))), ARCHS[arch])
 
 
-@pytest.mark.parametrize("family", families(), ids=lambda f: f.name)
-def test_generated_files_stand_alone_and_name_nothing_of_this_machine(family: Family) -> None:
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
+def test_generated_files_stand_alone_and_name_nothing_of_this_machine(kernel: AnyKernel) -> None:
     for arch in ARCHS.values():
-        for spec in family.specs(arch):
-            text = family.render(spec, arch)
+        for spec in kernel.specs(arch):
+            text = kernel.render(spec, arch)
             assert "#include" not in text
-            assert f" {family.symbol}(" in text
-            assert not re.search(r"\$\{|//%|\b(None|True|False)\b|/work|/home|/root|20\d\d-", text), (family.name, spec)
+            assert f" {kernel.symbol}(" in text
+            assert not re.search(r"\$\{|//%|\b(None|True|False)\b|/work|/home|/root|20\d\d-", text), (kernel.name, spec)
             assert text.endswith("\n") and "\n\n\n" not in text
             assert max(len(line) for line in text.splitlines() if not line.startswith("// spec:")) <= 120
 
 
 def test_text_does_not_depend_on_the_process() -> None:
     program = (
-        "import jitfp4.families; from jitfp4.registry import lookup; from jitfp4.arch import Arch; import hashlib;"
+        "import jitfp4.families; from jitfp4.kernel import lookup; from jitfp4.arch import Arch; import hashlib;"
         "f = lookup('quantize/vector'); a = Arch.of('sm_100a');"
         "print(hashlib.sha256(''.join(f.render(s, a) for s in f.specs(a)).encode()).hexdigest())"
     )
@@ -61,7 +61,7 @@ def test_text_does_not_depend_on_the_process() -> None:
 def test_unknown_names_and_wrong_types_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "templates_dir", lambda: tmp_path)
     render._environment.cache_clear()
-    spec = next(iter(families("quantize")[-1].specs(SM_90A)))
+    spec = next(iter(kernels("quantize")[-1].specs(SM_90A)))
     cases = {
         "typo": "constexpr int kK = ${spec.tpyo};",
         "bool": "${spec.in_dtype | cpp_bool}",
@@ -82,7 +82,7 @@ def test_ptx_braces_and_blank_lines_survive(tmp_path: Path, monkeypatch: pytest.
     render._environment.cache_clear()
     body = 'asm("{%0, %1}, [%2];");\n\nint a[2][2] = {{1, 2}, {3, 4}};\n{# not a comment\n'
     (tmp_path / "t").write_text(body)
-    spec = next(iter(families("quantize")[-1].specs(SM_90A)))
+    spec = next(iter(kernels("quantize")[-1].specs(SM_90A)))
     assert render.render("t", spec, SM_90A, symbol="k", params=()) == body
     render._environment.cache_clear()
 

@@ -9,26 +9,26 @@ import pytest
 import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4.arch import ARCHS
 from jitfp4.errors import ArgumentError
-from jitfp4.registry import Family, families, lookup, register
+from jitfp4.kernel import AnyKernel, kernels, lookup, register
 from jitfp4.spec import Ptr
 
-ALL = families()
+ALL = kernels()
 
 
-@pytest.mark.parametrize("family", ALL, ids=lambda f: f.name)
-def test_specs_are_finite_distinct_and_survive_json(family: Family) -> None:
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
+def test_specs_are_finite_distinct_and_survive_json(kernel: AnyKernel) -> None:
     for arch in ARCHS.values():
-        specs = list(family.specs(arch))
+        specs = list(kernel.specs(arch))
         assert len(set(specs)) == len(specs)
         for spec in specs:
-            assert type(spec) is family.spec
-            assert family.spec.from_fields(spec.fields()) == spec
+            assert type(spec) is kernel.spec
+            assert kernel.spec.from_fields(spec.fields()) == spec
             assert spec.json().replace(" ", "") == spec.json()
 
 
-@pytest.mark.parametrize("family", ALL, ids=lambda f: f.name)
-def test_no_runtime_value_is_a_field(family: Family) -> None:
-    runtime = {param.name for param in family.params if not isinstance(param, Ptr)} | {
+@pytest.mark.parametrize("kernel", ALL, ids=lambda k: k.name)
+def test_no_runtime_value_is_a_field(kernel: AnyKernel) -> None:
+    runtime = {param.name for param in kernel.params if not isinstance(param, Ptr)} | {
         "m",
         "n",
         "k",
@@ -36,7 +36,7 @@ def test_no_runtime_value_is_a_field(family: Family) -> None:
         "rows",
         "device",
     }
-    assert not runtime & {field.name for field in dataclasses.fields(family.spec)}
+    assert not runtime & {field.name for field in dataclasses.fields(kernel.spec)}
 
 
 @pytest.mark.parametrize(
@@ -52,24 +52,24 @@ def test_no_runtime_value_is_a_field(family: Family) -> None:
     ids=str,
 )
 def test_impossible_fields_are_refused(change: dict[str, object]) -> None:
-    family = lookup("quantize/vector")
-    good = next(iter(family.specs(ARCHS["sm_90a"]))).fields()
+    kernel = lookup("quantize/vector")
+    good = next(iter(kernel.specs(ARCHS["sm_90a"]))).fields()
     with pytest.raises(ArgumentError, match="spec"):
-        family.spec.from_fields(good | change)
+        kernel.spec.from_fields(good | change)
     with pytest.raises(ArgumentError, match="spec"):
-        family.spec.from_fields({})
+        kernel.spec.from_fields({})
 
 
 def test_registry_finds_by_name_and_by_folder() -> None:
     assert lookup(ALL[0].name) is ALL[0]
-    assert set(families("quantize")) == {family for family in ALL if family.name.startswith("quantize/")}
+    assert set(kernels("quantize")) == {kernel for kernel in ALL if kernel.name.startswith("quantize/")}
     for wrong in ("quant", "quantize/", "nothing"):
         with pytest.raises(ArgumentError, match="family"):
-            families(wrong)
+            kernels(wrong)
         with pytest.raises(ArgumentError, match="family"):
             lookup(wrong)
 
 
 def test_a_second_registration_is_an_error() -> None:
     with pytest.raises(ArgumentError, match="not registered yet"):
-        register(dataclasses.replace(ALL[0]))
+        register(dataclasses.replace(ALL[0]), lambda _arch, _which: ())

@@ -6,10 +6,10 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.arguments import Call
-from jitfp4.replay import replayed
+from jitfp4.public import public
 
 
-@replayed
+@public
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,7 +39,8 @@ def gated_delta_rule_mtp(
         v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
-            its output is zero and no state is touched.
+            its output is zero and no state is touched. In any list of slots, one beyond the pool is an error on the
+            CPU; on the GPU, where the host reads no values, it counts as negative.
         A_log: [HV] float32.
         a: [B, T, HV], q's dtype, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
@@ -102,7 +103,7 @@ def gated_delta_rule_mtp(
     )
 
 
-@replayed
+@public
 def gated_delta_rule_decode_pretranspose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -137,7 +138,7 @@ def gated_delta_rule_decode_pretranspose(
     """
     name, pool = ("state", state) if initial_state is None else ("initial_state", initial_state)
     if pool is None or (state is not None and initial_state is not None):
-        raise ArgumentError("state", "both or neither of state and initial_state", "exactly one of them")
+        raise ArgumentError("state, initial_state", "both or neither", "exactly one of them")
     if (initial_state is None) != (initial_state_indices is None):
         raise ArgumentError("initial_state_indices", "a pool or its indices alone", "initial_state with its indices")
     check = Call(name, q, k, v, pool, A_log, a, dt_bias, b, k_major=False)
@@ -159,7 +160,7 @@ def gated_delta_rule_decode_pretranspose(
     )
 
 
-@replayed
+@public
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,

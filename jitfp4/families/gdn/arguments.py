@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.operation import BIAS_TYPES, DTYPES, GATED_DELTA_RULE, STATE_DTYPES, Arguments
 from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS
@@ -72,7 +73,7 @@ class Call:
         bytes where ``aligned``, and without overlap where ``written``."""
         check_dtype(name, tensor, dtypes)
         check_same_device(name, tensor, self.q)
-        if tensor.shape != shape:
+        if differ(tensor.shape, shape):
             raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(shape)}")
         if tensor.is_contiguous():
             return
@@ -87,7 +88,7 @@ class Call:
                 raise ArgumentError(name, f"strides {strides}", f"outer strides >= {least}, multiples of {step}")
 
     def one_state_each(self) -> None:
-        if self.state.shape[0] != self.batch:
+        if differ(self.state.shape[:1], (self.batch,)):
             raise ArgumentError(self.state_name, f"{self.state.shape[0]} states", f"{self.batch}, one for each request")
 
     def indices(self, name: str, indices: torch.Tensor, *shape: int) -> None:

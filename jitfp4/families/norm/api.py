@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.layouts import SfLayout
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
 
 
-@replayed
+@public
 def rmsnorm_fp4quant(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     weight: torch.Tensor,
@@ -67,7 +68,7 @@ def rmsnorm_fp4quant(
     return codes, scales
 
 
-@replayed
+@public
 def add_rmsnorm_fp4quant(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -112,7 +113,6 @@ def add_rmsnorm_fp4quant(
     """
     if block_scale_unswizzled is not None and not output_both_sf_layouts:
         raise ArgumentError("block_scale_unswizzled", "a tensor", "None without output_both_sf_layouts")
-    _check_like("residual", residual, input)
     recipe = _Recipe.of(
         block_size,
         scale_format,
@@ -172,12 +172,14 @@ def _fused(
     if h % recipe.block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
         raise ArgumentError("input", f"h = {h}", f"a multiple of {recipe.block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
     check_contiguous("input", input)
+    if residual is not None:
+        _check_like("residual", residual, input)
     check_dtype("weight", weight, (input.dtype,))
     check_same_device("weight", weight, input)
     if tuple(weight.shape) != (h,):
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"({h},)")
     check_contiguous("weight", weight)
-    if not 0 <= eps < math.inf:
+    if not eps >= 0:
         raise ArgumentError("eps", eps, "a finite number that is not negative")
     if global_scale is not None:
         if recipe.scale is Scale.UE8M0:
@@ -209,6 +211,7 @@ def _fused(
             block_size=recipe.block,
             scale_format=recipe.scale.value,
             enable_pdl=enable_pdl,
+            names="" if recipe.swizzled else "block_scale_unswizzled=block_scale",
         )
     )
     return tuple(out for out in (codes, swizzled, linear) if out is not None)
@@ -218,6 +221,6 @@ def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  
     """``tensor`` has input's shape, dtype and device, and is contiguous."""
     check_dtype(name, tensor, (input.dtype,))
     check_same_device(name, tensor, input)
-    if tensor.shape != input.shape:
+    if differ(tensor.shape, input.shape):
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
     check_contiguous(name, tensor)

@@ -40,6 +40,7 @@ class Arguments(NamedTuple):
     block_size: int
     scale_format: str
     enable_pdl: bool | None
+    names: str
 
 
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:

@@ -19,6 +19,7 @@ TABLE = Table(
     (
         Row(Tactic(1, 1), {"h": TURN}),
         *rows(
+            (Tactic(1, 8), {"m": 16, "h": 2048}),
             (Tactic(2, 8), {}),
             (Tactic(2, 16), {}),
             (Tactic(2, 16, clustered=True), {}),
@@ -57,4 +58,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
     loads = (0, _MANY_ELEMENTS // 2, 2 * _MANY_ELEMENTS)
     for in_dtype, (block, scale), add, h, load in product(IN_DTYPES.values(), formats, (False, True), hidden, loads):
-        yield Problem(in_dtype, block, scale, add, padded=False, m=load * arch.num_sms // h, h=h)
+        m = max(load * arch.num_sms // h, 1)
+        yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
 from jitfp4.families.quantize.problem import OUT_DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import (
     check_contiguous,
     check_device,
@@ -24,7 +25,7 @@ from jitfp4.tensors import (
 _SCALE_DTYPES = {NVFP4: (torch.uint8, torch.float8_e4m3fn), MXFP4: (torch.uint8,)}
 
 
-@replayed
+@public
 def nvfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -62,7 +63,7 @@ def nvfp4_dequantize(
     return _to_float(NVFP4, a_fp4, a_sf, scale, sfLayout, out_dtype, enable_pdl, out)
 
 
-@replayed
+@public
 def mxfp4_dequantize(
     a_fp4: torch.Tensor,
     a_sf: torch.Tensor,
@@ -119,7 +120,7 @@ def _to_float(
     m = q.numel() * 2 // k
     check_same_device(scales_name, sf, q)
     check_contiguous(scales_name, sf)
-    if sf.numel() != layout.numel(m, k // block):
+    if differ((sf.numel(),), (layout.numel(m, k // block),)):
         raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     DEQUANTIZE(
@@ -137,7 +138,7 @@ def _to_float(
     return result
 
 
-@replayed
+@public
 def e2m1_and_ufp8sf_scale_to_float(
     e2m1_tensor: torch.Tensor,
     ufp8_scale_tensor: torch.Tensor,

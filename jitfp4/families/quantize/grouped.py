@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import SfLayout, ceil_div
-from jitfp4.replay import replayed
+from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -16,7 +17,7 @@ _LAYOUT = SfLayout.layout_128x4
 _TILE = 512  # bytes of 128 rows by 4 scales
 
 
-@replayed
+@public
 def nvfp4_batched_quantize(
     a: torch.Tensor, a_global_sf: torch.Tensor | float, sf_vec_size: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +43,7 @@ def nvfp4_batched_quantize(
     return q, sf
 
 
-@replayed
+@public
 def scaled_fp4_grouped_quantize(
     a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +64,7 @@ def scaled_fp4_grouped_quantize(
     return _grouped(a, mask, a_global_sf, silu=False)
 
 
-@replayed
+@public
 def silu_and_mul_scaled_nvfp4_experts_quantize(
     a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +89,7 @@ def _grouped(
     check_dtype("mask", mask, (torch.int32,))
     check_same_device("mask", mask, a)
     check_contiguous("mask", mask)
-    if mask.shape != (batch,):
+    if differ(mask.shape, (batch,)):
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"({batch},)")
     scale = scales_f32("a_global_sf", a_global_sf, (batch,), like=a)
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)

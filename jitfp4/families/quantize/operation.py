@@ -75,8 +75,8 @@ def _bind_codes(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 
 
 def _bind_tma(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    x = TileMap(arguments.a.view(torch.uint16), (plan.spec.box_rows, plan.spec.box_cols), swizzle=128)
-    return _bind_codes(arguments, plan) | {"x": x}
+    rows = arguments.a.view(torch.uint16).view(plan.problem.m, plan.problem.k)
+    return _bind_codes(arguments, plan) | {"x": TileMap(rows, (plan.spec.box_rows, plan.spec.box_cols), swizzle=128)}
 
 
 def _bind_table(arguments: Arguments, plan: Plan) -> dict[str, Any]:

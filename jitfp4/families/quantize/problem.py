@@ -19,6 +19,7 @@ OUT_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float1
 
 _WARP = 32
 _MAX_GRID_YZ = 65535
+_MAX_MAP_SIZE = 1 << 32  # elements along a dimension of a tensor map
 
 # FlashInfer #2838 measured a B200: copies by TMA win from log2(m) + log2(k) = 25 on, with these shapes.
 _TMA_LOG2_WORK, _TMA_MIN_ROWS, _TMA_K_MULTIPLE = 25, 1024, 512
@@ -160,6 +161,8 @@ def tma_rejects(problem: Problem, tactic: TmaTactic, arch: Arch) -> str | None:
         return "it copies by TMA"
     if problem.block_format is not NVFP4 or problem.in_dtype not in HALVES or problem.silu or problem.by_row:
         return "it takes bf16 or f16 to NVFP4, without silu, with one global scale"
+    if max(problem.m, problem.k) > _MAX_MAP_SIZE:
+        return f"a tensor map has at most {_MAX_MAP_SIZE} elements along a dimension"
     if tma_spec(problem, tactic).shared_bytes * tactic.ctas_per_sm > arch.shared_bytes:
         return "its ring does not fit in shared memory"
     return None

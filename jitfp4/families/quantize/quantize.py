@@ -9,9 +9,9 @@ from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, R
 from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
+from jitfp4.public import public
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.replay import replayed
 from jitfp4.tensors import (
     as_rows,
     check_device,
@@ -28,7 +28,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SHUFFLE_TILE = 128  # rows of the epilogue tile that do_shuffle prepares for
 
 
-@replayed
+@public
 def nvfp4_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor | float,
@@ -95,7 +95,7 @@ def nvfp4_quantize(
     if per_token_activation:
         encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
         ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
-        shuffled = shuffle_rows(decode, _SHUFFLE_TILE) if do_shuffle else decode
+        shuffled = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
         scale, per_token = encode, (shuffled,)
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
@@ -108,7 +108,7 @@ def nvfp4_quantize(
     return q, sf, *per_token
 
 
-@replayed
+@public
 def mxfp4_quantize(
     a: torch.Tensor,
     backend: str = "cuda",
@@ -143,7 +143,7 @@ def mxfp4_quantize(
     return q, sf
 
 
-@replayed
+@public
 def fp4_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float | None = None,
@@ -188,7 +188,7 @@ def fp4_quantize(
     return (q.t(), sf.t()) if transposed else (q, sf)
 
 
-@replayed
+@public
 def silu_and_mul_nvfp4_quantize(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     global_scale: torch.Tensor | float,

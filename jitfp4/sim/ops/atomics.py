@@ -1,6 +1,6 @@
 """atom and red, and the reductions that bulk copies share with them.
 
-Lanes that meet at one address take effect one after the other, in thread order.
+Lanes that meet at one address take effect one after the other, in thread order unless the run has a seed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jitfp4.sim.machine import Machine
 from jitfp4.sim.memory import WRITTEN, Part
 from jitfp4.sim.ops.floating import extremum
 from jitfp4.sim.ops.half import narrow, widen
-from jitfp4.sim.ops.memory import policy, space_of
+from jitfp4.sim.ops.memory import order_of, policy, space_of
 from jitfp4.sim.ptx import TYPES, Array, Type
 
 _OPS = ("and", "or", "xor", "cas", "exch", "add", "inc", "dec", "min", "max")
@@ -66,7 +66,7 @@ def combine(op: str, kind: Type, old: Array, new: Array) -> Array:
 
 @step("atom", "red")
 def _atomic(d: Decode) -> Step:
-    d.ignore("relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys")
+    order = order_of(d, atomic=True)
     space = space_of(d)
     op = d.need(*_OPS)
     d.ignore("noftz")
@@ -90,18 +90,37 @@ def _atomic(d: Decode) -> Step:
         for part in m.memory.locate(space, lanes.ids, address(m, lanes), kind.bytes * count):
             if part.space == "shared":
                 m.memory.require_state(part, lanes.ids, kind.bytes * count, WRITTEN, "atomic")
-            _in_order(part, op, kind, old, b, c)
+            ids = part.of(lanes.ids)
+            if m.races is not None and part.space in ("shared", "global"):
+                m.races.write(part, ids, kind.bytes * count, order.how, atomic=True)
+            turns = _in_order(part, op, kind, old, b, c, m.launch.order)
+            if m.races is not None and part.space in ("shared", "global"):
+                m.races.flags.exchanged(part, ids, order, turns)
         for write, value in zip(writes, old, strict=False):
             write(m, lanes, value)
 
     return run
 
 
-def _in_order(part: Part, op: str, kind: Type, old: list[Array], b: list[Array], c: Array | None) -> None:
-    """Apply to every cell of ``part``, the first lane of each address first, then the second, ..."""
+def _in_order(
+    part: Part,
+    op: str,
+    kind: Type,
+    old: list[Array],
+    b: list[Array],
+    c: Array | None,
+    shuffle: np.random.Generator | None,
+) -> Array:
+    """Apply to every cell of ``part``, lane after lane of each address, in random order with ``shuffle``.
+
+    Returns the positions of the lanes in an order that is that of each address.
+    """
     view, index = part.region.elements(part.offset, kind.bytes)
     where = np.arange(len(index)) if part.pick is None else part.pick
     order = np.argsort(index, kind="stable")
+    if shuffle is not None:
+        mixed = shuffle.permutation(len(index))
+        order = mixed[np.argsort(index[mixed], kind="stable")]
     starts = np.flatnonzero(np.r_[True, np.diff(index[order]) != 0])
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
     for now in range(int(turn.max()) + 1):
@@ -114,3 +133,4 @@ def _in_order(part: Part, op: str, kind: Type, old: list[Array], b: list[Array],
             view[cells] = apply(
                 op, kind, before, values[lanes], None if c is None else c[lanes], flush=part.space == "global"
             )
+    return order

@@ -6,9 +6,12 @@ import numpy as np
 
 from jitfp4.errors import SimError
 from jitfp4.sim.barriers import Barriers, ClusterBarrier
+from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED
 from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control, step
+from jitfp4.sim.flags import SCOPES
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
+from jitfp4.sim.mbarriers import MBarriers
 from jitfp4.sim.ptx import TYPES, Not
 
 U32, PRED = TYPES["u32"], TYPES["pred"]
@@ -82,12 +85,12 @@ def _reduce(d: Decode) -> Control:
 
 @control("barrier.cluster.arrive")
 def _cluster_arrive(d: Decode) -> Control:
-    d.take("release", "relaxed")
+    relaxed = d.take("release", "relaxed") == "relaxed"
     d.ignore("aligned")
 
     def run(m: Machine, lanes: Lanes, following: int) -> None:
         m.ready.push(following, lanes)
-        m.unit(ClusterBarrier).arrive(lanes)
+        m.unit(ClusterBarrier).arrive(lanes, relaxed=relaxed)
 
     return run
 
@@ -106,13 +109,43 @@ def _cluster_wait(d: Decode) -> Control:
 
 @step("membar", "fence")
 def _fence(d: Decode) -> Step:
-    """Ordering of memory operations: the machine performs ordinary accesses in program order, visible at once."""
-    d.ignore("sc", "acq_rel", "acquire", "release", "cta", "cluster", "gpu", "gl", "sys", "mbarrier_init")
-    d.ignore("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+    """Accesses are performed in program order and seen at once: a fence changes what the sanitised run finds."""
     if d.flag("proxy"):
-        kinds = ("async", "async::generic", "async.global", "alias", "tensormap", "tensormap::generic")
-        d.need(*kinds)
-        d.ignore("global", "shared::cta", "shared::cluster", "acquire", "release", "cta", "cluster", "gpu", "sys")
-        if d.operands:
-            raise d.error("fence.proxy.tensormap of a map in memory is not modelled")
-    return lambda _m, _lanes: None
+        return _proxy_fence(d)
+    if d.flag("mbarrier_init"):
+        d.need("release")
+        d.need("cluster")
+        return lambda m, lanes: m.unit(MBarriers).publish_init(lanes.ids)
+    semantics = d.take("sc", "acq_rel", "acquire", "release")
+    d.ignore("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
+    scope = SCOPES[d.need(*SCOPES)]
+    acquire, release = semantics != "release", semantics != "acquire"
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if m.races is not None:
+            m.races.flags.fence(lanes.ids, scope, acquire=acquire, release=release)
+
+    return run
+
+
+def _proxy_fence(d: Decode) -> Step:
+    """fence.proxy.async of shared memory, of global memory, or of both."""
+    d.need("async", "async::generic", "alias", "tensormap", "tensormap::generic")
+    kind = d.instr.mods[1]
+    spaces = {d.take("global"), d.take("shared::cta", "shared::cluster")} - {None}
+    d.ignore("acquire", "release", "cta", "cluster", "gpu", "sys", "sync_restrict::shared::cluster")
+    if d.operands:
+        raise d.error("fence.proxy.tensormap of a map in memory is not modelled")
+    layers = tuple(
+        layer
+        for layer, is_global in ((ASYNC_SHARED, False), (ASYNC_GLOBAL, True))
+        if not spaces or ("global" in spaces) == is_global
+    )
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if m.races is not None and kind.startswith("async"):
+            m.races.clocks.fence(lanes.ids, layers)
+            if ASYNC_SHARED in layers:
+                m.unit(MBarriers).publish_init(lanes.ids)
+
+    return run

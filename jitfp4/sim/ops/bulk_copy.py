@@ -12,6 +12,7 @@ from jitfp4.sim.async_copies import BulkCopies, Delivery, Merge, Signal, initial
 from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import Machine
+from jitfp4.sim.mbarriers import MBarriers
 from jitfp4.sim.ops.atomics import combine
 from jitfp4.sim.ops.memory import policy
 from jitfp4.sim.ptx import TYPES, Addr, Array, Imm, Operand
@@ -74,37 +75,63 @@ def _bulk(d: Decode) -> Step:
                 raise m.error(SimMemoryError, "cp.async.bulk needs 16-byte aligned addresses and sizes", one.ids)
             if count == 0:
                 continue
-            read = _reader(m, origin, one, source, count)
+            read, origin_bytes = _reader(m, origin, one, source, count)
             if to == "global":
-                write = _global_writer(m, one, target, count, merge)
+                write, target_bytes = _global_writer(m, one, target, count, merge)
+                _note_group(m, one, origin_bytes, target_bytes, combined=merge is not None)
                 m.unit(BulkCopies).issue(one, read, write, grouped=True)
             else:
                 delivery = Delivery(to, np.arange(target, target + count), signal, merge)
-                m.unit(BulkCopies).issue(one, read, plan(m, one, delivery), grouped=False)
+                write = plan(m, one, delivery)
+                _note_signalled(m, one, origin_bytes, signal)
+                m.unit(BulkCopies).issue(one, read, write, grouped=False)
 
     return run
 
 
-def _reader(m: Machine, space: str, one: Lanes, address: int, size: int) -> Callable[[], Array]:
+Bytes = tuple[str, Array, Array]
+"""Space, the memory, and offsets in it."""
+
+
+def _note_group(m: Machine, one: Lanes, source: Bytes, target: Bytes, *, combined: bool) -> None:
+    """Tell the race detector of a copy to global memory."""
+    if m.races is not None:
+        group = int(m.unit(BulkCopies).committed[one.ids[0]])
+        m.races.copies.move(one, group, source, target[1:], combined=combined)
+
+
+def _note_signalled(m: Machine, one: Lanes, source: Bytes, signal: Signal) -> None:
+    """Tell it what a copy to shared memory reads until its mbarrier's phase ends."""
+    if m.races is not None:
+        key = int(m.unit(MBarriers).keys("shared::cluster", one.ids, np.array([signal.address]))[0])
+        m.races.copies.take(one, source, key)
+
+
+def _reader(m: Machine, space: str, one: Lanes, address: int, size: int) -> tuple[Callable[[], Array], Bytes]:
     """Bounds are checked now, bytes are taken later."""
     (part,) = m.memory.locate(space, one.ids, np.array([address]), 16)
     start, region = int(part.offset[0]), part.region
     if space != "global":
         m.memory.bound_shared(one.ids, part.offset, size, "bulk copy source")
-        return lambda: initialised(m, np.arange(start, start + size), one)
+        where = np.arange(start, start + size)
+        return lambda: initialised(m, where, one), ("shared", region.data, where)
     m.memory.bound(one.ids, part.offset, 0, len(region.data), size, region.name)
-    return lambda: region.data[start : start + size].copy()
+    whole = ("global", region.data, np.arange(start, start + size))
+    return lambda: region.data[start : start + size].copy(), whole
 
 
-def _global_writer(m: Machine, one: Lanes, address: int, size: int, merge: Merge | None) -> Callable[[Array], None]:
+def _global_writer(
+    m: Machine, one: Lanes, address: int, size: int, merge: Merge | None
+) -> tuple[Callable[[Array], None], Bytes]:
     (part,) = m.memory.locate("global", one.ids, np.array([address]), 16)
     m.memory.bound(one.ids, part.offset, 0, len(part.region.data), size, part.region.name)
-    target = part.region.data[int(part.offset[0]) : int(part.offset[0]) + size]
+    start = int(part.offset[0])
+    target = part.region.data[start : start + size]
 
     def write(data: Array) -> None:
         target[:] = data if merge is None else merge(target.copy(), data)
 
-    return write
+    return write, ("global", part.region.data, np.arange(start, start + size))
 
 
 # Tensor copies
@@ -145,19 +172,25 @@ def _bulk_tensor(d: Decode) -> Step:
             cells = tensor_map.shared_addresses(place)
             if load:
                 write = plan(m, one, Delivery(to, cells, signal, None))
+                if m.races is not None:
+                    _note_signalled(m, one, ("global", tensor_map.base, tensor_map.touched(at)), signal)
                 m.unit(BulkCopies).issue(one, partial(tensor_map.load, at), write, grouped=False)
                 continue
             store = partial(tensor_map.store, at) if op is None else partial(tensor_map.reduce, op, at)
-            m.unit(BulkCopies).issue(one, _box_reader(m, one, cells), store, grouped=True)
+            read, where = _box_reader(m, one, cells)
+            if m.races is not None:
+                target = ("global", tensor_map.base, tensor_map.touched(at))
+                _note_group(m, one, ("shared", m.memory.shared.data, where), target, combined=op is not None)
+            m.unit(BulkCopies).issue(one, read, store, grouped=True)
 
     return run
 
 
-def _box_reader(m: Machine, one: Lanes, cells: Array) -> Callable[[], Array]:
+def _box_reader(m: Machine, one: Lanes, cells: Array) -> tuple[Callable[[], Array], Array]:
     (part,) = m.memory.locate("shared::cta", one.ids, np.array([int(cells.min())]), 16)
     m.memory.bound_shared(one.ids, part.offset, span(cells), "tensor copy source")
     where = int(part.offset[0]) + (cells - cells.min()).astype(np.int64)
-    return lambda: initialised(m, where, one)
+    return lambda: initialised(m, where, one), where
 
 
 @step("cp.async.bulk.prefetch", "cp.async.bulk.prefetch.tensor")

@@ -159,6 +159,12 @@ def _setmaxnreg(d: Decode) -> Step:
 
 @step("griddepcontrol")
 def _griddepcontrol(d: Decode) -> Step:
-    """Programmatic dependent launch: launches are complete before the next one starts, so nothing waits."""
-    d.need("wait", "launch_dependents")
-    return lambda _m, _lanes: None
+    """Launches run one after the other, so nothing waits; the race detector knows what lies behind a wait."""
+    waits = d.need("wait", "launch_dependents") == "wait"
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if waits and m.races is not None:
+            m.races.clocks.previous_done(lanes.ids)
+            m.races.history.waited = True
+
+    return run

@@ -10,7 +10,7 @@ from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import Machine
 from jitfp4.sim.mbarriers import MBarriers
-from jitfp4.sim.memory import IN_FLIGHT
+from jitfp4.sim.memory import IN_FLIGHT, Part
 from jitfp4.sim.ops.memory import CACHE
 from jitfp4.sim.ptx import TYPES, Array, Reg
 
@@ -68,6 +68,11 @@ def _fetch(m: Machine, lanes: Lanes, address: Array, count: Array, total: int) -
         for part in m.memory.locate("global", lanes.ids[rows], address[rows], 1):
             m.memory.bound(part.of(lanes.ids[rows]), part.offset, 0, len(part.region.data), int(size), part.region.name)
             picked = rows if part.pick is None else rows[part.pick]
+            if m.races is not None:
+                piece = int(size) & -int(size)
+                for start in range(0, int(size), piece):
+                    there = Part(part.region, None, part.offset + start, "global")
+                    m.races.read(there, lanes.ids[picked], piece)
             data[picked, :size] = part.region.data[part.offset[:, None] + np.arange(size)]
     return data
 

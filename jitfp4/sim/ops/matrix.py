@@ -15,6 +15,7 @@ from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
 from jitfp4.sim.ops.warp import collective
 from jitfp4.sim.ptx import TYPES, Array, Imm, Operand, Reg, Vec
+from jitfp4.sim.registers import RegisterWatch
 from jitfp4.sim.warp_groups import Accumulator, WarpGroups, gather, scatter
 
 _ELEMENTS = (
@@ -181,6 +182,7 @@ def _wgmma(d: Decode) -> Control:
     reads, writes = [d.src(B32, item) for item in accumulators], [d.dst(B32, item) for item in accumulators]
     places = tuple(item.index for item in accumulators if isinstance(item, Reg))
     first = d.next()
+    a_places = tuple(item.index for item in d.vector(first) if isinstance(item, Reg)) if isinstance(first, Vec) else ()
     a_registers = registers(d, first) if isinstance(first, Vec) else None
     a_descriptor = d.src(U64, first) if a_registers is None else None
     b_descriptor, scale_d = d.src(U64), d.src(PRED)
@@ -202,7 +204,7 @@ def _wgmma(d: Decode) -> Control:
             right = _uniform(m, own, b_bits, at)
             _check_operands(m, own, left, right, n, element, mods)
             multiply = partial(wgmma.wgmma, n, types, left, right, scale_d=bool(keep[at]), mods=mods)
-            units.issue(number, own, Accumulator(places, reads, writes), multiply)
+            units.issue(number, own, Accumulator(places, reads, writes), a_places, multiply)
 
     return aligned_warps(body, group=4)
 
@@ -218,11 +220,11 @@ def _uniform(m: Machine, own: Lanes, bits: Any, at: int) -> int:
 def _check_operands(
     m: Machine, own: Lanes, a: int | Array, b: int, n: int, element: str, mods: wgmma.Modifiers
 ) -> None:
-    cta = int(m.cta[own.ids[0]])
-    check = m.memory.check_operand
-    if isinstance(a, int):
-        check(cta, wgmma.operand_addresses(a, 64, element, mn_major=mods.trans_a), int(own.ids[0]))
-    check(cta, wgmma.operand_addresses(b, n, element, mn_major=mods.trans_b), int(own.ids[0]))
+    for operand, rows, mn_major in ((a, 64, mods.trans_a), (b, n, mods.trans_b)):
+        if isinstance(operand, int):
+            where = wgmma.operand_addresses(operand, rows, element, mn_major=mn_major)
+            m.memory.check_operand(int(m.cta[own.ids[0]]), where, int(own.ids[0]))
+            m.unit(WarpGroups).note_operand(own.ids, where)
 
 
 @control("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
@@ -234,12 +236,14 @@ def _wgmma_order(d: Decode) -> Control:
 
     def body(m: Machine, lanes: Lanes) -> None:
         units = m.unit(WarpGroups)
-        for number, _ in units.of(lanes):
+        for number, ids in units.of(lanes):
             if what == "fence":
                 units.fenced[number] = True
+                if m.races is not None:
+                    m.unit(RegisterWatch).fence(ids)
             elif what == "commit_group":
                 units.committed[number] += 1
             else:
-                units.wait(number, allowed)
+                units.wait(number, ids, allowed)
 
     return aligned_warps(body, group=4)

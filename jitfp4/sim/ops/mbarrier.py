@@ -28,7 +28,9 @@ def _scope(d: Decode) -> str:
 
 def _each(m: Machine, space: str, lanes: Lanes, address: Source) -> tuple[MBarriers, Array]:
     units = m.unit(MBarriers)
-    return units, units.keys(space, lanes.ids, address(m, lanes))
+    keys = units.keys(space, lanes.ids, address(m, lanes))
+    units.use(keys, lanes.ids)
+    return units, keys
 
 
 @step("mbarrier.init", "mbarrier.inval")
@@ -39,7 +41,8 @@ def _init(d: Decode) -> Step:
     count = d.src(U32) if first else None
 
     def run(m: Machine, lanes: Lanes) -> None:
-        units, keys = _each(m, space, lanes, address)
+        units = m.unit(MBarriers)
+        keys = units.keys(space, lanes.ids, address(m, lanes))
         counts = broadcast(np.uint32(0) if count is None else count(m, lanes), lanes.n)
         for position, key in enumerate(keys):
             ids = lanes.ids[position : position + 1]
@@ -64,7 +67,7 @@ def _grouped(keys: Array, amounts: Array) -> list[tuple[int, int, Array]]:
 def _arrive(d: Decode) -> Step:
     """Arrive, optionally after expecting bytes. The result is the state before the arrival."""
     drop = d.instr.mods[0] == "arrive_drop"
-    expect, no_complete = d.flag("expect_tx"), d.flag("noComplete")
+    expect, no_complete, relaxed = d.flag("expect_tx"), d.flag("noComplete"), "relaxed" in d.mods
     space = _scope(d)
     has_state = not isinstance(d.operands[0], Addr)
     dst = d.dst(U64) if has_state else None
@@ -79,7 +82,7 @@ def _arrive(d: Decode) -> Step:
         given = one if amount is None else broadcast(amount(m, lanes), lanes.n).astype(np.int64)
         state = np.empty(lanes.n, np.uint64)
         if m.races is not None:
-            m.races.publish(units.clock, lanes, keys)
+            m.races.publish(units.clock, lanes, keys, relaxed=relaxed)
         for key, total, where in _grouped(keys, given):
             ids = lanes.ids[where]
             if expect:
@@ -118,8 +121,8 @@ def _pending(d: Decode) -> Step:
 
 
 def _phase_done(d: Decode) -> tuple[Any, Callable[[Machine, Lanes], tuple[MBarriers, Array, Array]]]:
-    """Destination, and a test of which lanes' phases have completed."""
-    parity = d.flag("parity")
+    """Destination, and a test of which lanes' phases have completed; it acquires what they published."""
+    parity, relaxed = d.flag("parity"), "relaxed" in d.mods
     space = _scope(d)
     dst, address = d.dst(PRED), d.address()
     phase = d.src(U32 if parity else U64)
@@ -130,9 +133,10 @@ def _phase_done(d: Decode) -> tuple[Any, Callable[[Machine, Lanes], tuple[MBarri
         units, keys = _each(m, space, lanes, address)
         wanted = broadcast(phase(m, lanes), lanes.n)
         at = np.array([units.get(int(k), lanes.ids[i : i + 1]).phase for i, k in enumerate(keys)], np.int64)
-        if parity:
-            return units, keys, at & 1 != wanted.astype(np.int64) & 1
-        return units, keys, at > (wanted >> np.uint64(20)).astype(np.int64)
+        done = at & 1 != wanted.astype(np.int64) & 1 if parity else at > (wanted >> np.uint64(20)).astype(np.int64)
+        if m.races is not None and done.any():
+            m.races.acquire(units.done, lanes.ids[done], keys[done], relaxed=relaxed)
+        return units, keys, done
 
     return dst, test
 
@@ -142,8 +146,7 @@ def _test_wait(d: Decode) -> Step:
     dst, test = _phase_done(d)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        units, keys, done = test(m, lanes)
-        _acquire(m, units, lanes.ids[done], keys[done])
+        _, _, done = test(m, lanes)
         dst(m, lanes, done)
 
     return run
@@ -158,18 +161,12 @@ def _try_wait(d: Decode) -> Control:
         units, keys, done = test(m, lanes)
         through, stay = m.split(lanes, done)
         if through is not None:
-            _acquire(m, units, through.ids, keys[done])
             dst(m, through, np.True_)
             m.ready.push(following, through)
         if stay is not None:
             units.suspend(stay, keys[~done])
 
     return run
-
-
-def _acquire(m: Machine, units: MBarriers, ids: Array, keys: Array) -> None:
-    if m.races is not None and len(ids):
-        m.races.acquire(units.clock, ids, keys)
 
 
 @step("mapa")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jitfp4.sim.decode import Decode, Source, Step, broadcast, step
+from jitfp4.sim.flags import SCOPES, Access
 from jitfp4.sim.ptx import TYPES, Addr, Sym, Type
 
 SPACES = (
@@ -14,7 +15,7 @@ SPACES = (
     *("local", "const", "param", "param::entry", "param::func"),
 )
 _PRIORITIES = ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")
-_ORDER = ("weak", "relaxed", "acquire", "release", "volatile", "mmio", "cta", "cluster", "gpu", "sys")
+_STRONG = ("relaxed", "acquire", "release", "acq_rel", "volatile", "mmio")
 CACHE = (
     *("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L2::cache_hint", "L2::64B", "L2::128B", "L2::256B", "unified"),
     *(f"L{level}::{priority}" for level in (1, 2) for priority in _PRIORITIES),
@@ -31,10 +32,25 @@ def policy(d: Decode) -> None:
     d.src(TYPES["b64"])
 
 
+def order_of(d: Decode, *, atomic: bool = False) -> Access:
+    """Consume the semantics and the scope of an access."""
+    read_only = "nc" in d.mods
+    semantics = d.take("weak", *_STRONG)
+    scope = SCOPES[d.take("cta", "cluster", "gpu", "sys") or ("gpu" if semantics != "volatile" else "sys")]
+    both = semantics == "acq_rel"
+    return Access(
+        strong=atomic or semantics in _STRONG,
+        acquire=both or semantics == "acquire",
+        release=both or semantics == "release",
+        read_only=read_only,
+        scope=scope,
+    )
+
+
 def _access(d: Decode) -> tuple[str, int, Type]:
     """Consume the modifiers of ld and st: space, vector length, element type."""
     space = space_of(d)
-    d.ignore(*_ORDER, *CACHE)
+    d.ignore(*CACHE)
     count = int((d.take("v2", "v4", "v8") or "v1")[1:])
     kind = d.type()
     if kind.bits == 1 or kind.bits * count > 256:
@@ -51,7 +67,7 @@ def _located(d: Decode, space: str, operand: Any) -> tuple[str, Source]:
 
 @step("ld", "ldu")
 def _load(d: Decode) -> Step:
-    hint = "L2::cache_hint" in d.mods
+    hint, order = "L2::cache_hint" in d.mods, order_of(d)
     space, count, kind = _access(d)
     targets, operand = d.vector(), d.next()
     if len(targets) != count:
@@ -63,7 +79,7 @@ def _load(d: Decode) -> Step:
     size, dtype = kind.bytes, kind.dtype
 
     def run(m: Any, lanes: Any) -> None:
-        values = m.memory.load(space, lanes.ids, address(m, lanes), size, count)
+        values = m.memory.load(space, lanes.ids, address(m, lanes), size, count, order)
         for write, value in zip(writes, values, strict=True):
             write(m, lanes, value.view(dtype))
 
@@ -72,7 +88,7 @@ def _load(d: Decode) -> Step:
 
 @step("st")
 def _store(d: Decode) -> Step:
-    hint = "L2::cache_hint" in d.mods
+    hint, order = "L2::cache_hint" in d.mods, order_of(d)
     space, count, kind = _access(d)
     operand, sources = d.next(), d.vector()
     if len(sources) != count:
@@ -85,7 +101,7 @@ def _store(d: Decode) -> Step:
 
     def run(m: Any, lanes: Any) -> None:
         values = [np.asarray(read(m, lanes)).view(raw) for read in reads]
-        m.memory.store(space, lanes.ids, address(m, lanes), values)
+        m.memory.store(space, lanes.ids, address(m, lanes), values, order)
 
     return run
 

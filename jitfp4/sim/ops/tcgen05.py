@@ -20,7 +20,8 @@ from jitfp4.sim.matrix_descriptor import MatrixDescriptor
 from jitfp4.sim.mbarriers import MBarriers
 from jitfp4.sim.memory import RANK_BITS
 from jitfp4.sim.ops.matrix import aligned_warps
-from jitfp4.sim.ptx import TYPES, Addr
+from jitfp4.sim.ptx import TYPES, Addr, Reg
+from jitfp4.sim.registers import RegisterWatch
 from jitfp4.sim.tensor_pipe import TensorPipe
 from jitfp4.sim.warp_groups import gather, scatter
 
@@ -81,7 +82,10 @@ def _dealloc(d: Decode) -> Control:
     def body(m: Machine, lanes: Lanes) -> None:
         at, columns = broadcast(address(m, lanes), lanes.n), broadcast(count(m, lanes), lanes.n)
         for warp in _warps(lanes):
-            m.unit(TensorPipe).free(int(m.cta[lanes.ids[warp][0]]), int(at[warp][0]), int(columns[warp][0]))
+            thread, first, freed = int(lanes.ids[warp][0]), int(at[warp][0]), int(columns[warp][0])
+            if m.races is not None:
+                m.races.tensor.free(thread, first, freed)
+            m.unit(TensorPipe).free(int(m.cta[thread]), first, freed)
 
     return aligned_warps(body)
 
@@ -136,9 +140,11 @@ def _each_warp(
 
 @control("tcgen05.ld")
 def _load(d: Decode) -> Control:
-    """Registers are written at once: a kernel that forgets wait::ld is not caught here."""
+    """Registers are written at once; the sanitised run watches that nobody touches them before wait::ld."""
     form = _form(d, "pack::16b")
-    writes = [d.dst(B32, item) for item in d.vector()]
+    targets = d.vector()
+    writes = [d.dst(B32, item) for item in targets]
+    places = [item.index for item in targets if isinstance(item, Reg)]
     address = d.address()
     split = _half_split(d, form[0])
 
@@ -147,8 +153,12 @@ def _load(d: Decode) -> Control:
         values = []
         for cta, warp, cells in _each_warp(m, lanes, address, form, split):
             pipe.check_read(cta, cells, lanes.ids[warp])
+            if m.races is not None:
+                m.races.tensor.warp("ld", lanes.ids[warp], cta, cells)
             values.append(tmem.load(pipe.cells[cta], cells))
         scatter(m, lanes, writes, np.stack(values))
+        if m.races is not None:
+            m.unit(RegisterWatch).load(lanes.ids, places)
 
     return aligned_warps(body)
 
@@ -166,6 +176,8 @@ def _store(d: Decode) -> Control:
         for row, (cta, _, cells) in enumerate(_each_warp(m, lanes, address, form, split)):
             columns = cells[1]
             pipe.allocations[cta].require(int(columns.min()), int(columns.max() - columns.min()) + 1)
+            if m.races is not None:
+                m.races.tensor.warp("st", m.lanes(lanes.ids[32 * row : 32 * row + 32]).ids, cta, cells)
             tmem.store(pipe.cells[cta], cells, values[row])
             pipe.written[cta, cells[0], columns] = True
 
@@ -175,13 +187,26 @@ def _store(d: Decode) -> Control:
 @control("tcgen05.wait::ld", "tcgen05.wait::st")
 def _wait(d: Decode) -> Control:
     _sync_aligned(d)
-    return aligned_warps(lambda _m, _lanes: None)
+    kind = d.instr.mods[0].removeprefix("wait::")
+
+    def body(m: Machine, lanes: Lanes) -> None:
+        if m.races is not None:
+            m.races.tensor.wait(kind, lanes.ids)
+            if kind == "ld":
+                m.unit(RegisterWatch).loads_done(lanes.ids)
+
+    return aligned_warps(body)
 
 
 @step("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def _fence(d: Decode) -> Step:
-    del d
-    return lambda _m, _lanes: None
+    before = d.instr.mods[0] == "fence::before_thread_sync"
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if m.races is not None:
+            m.races.tensor.fence(lanes.ids, before=before)
+
+    return run
 
 
 # Queued work
@@ -215,7 +240,12 @@ def _copy(d: Decode) -> Step:
             ctas, first = pipe.ctas_of(thread, group), to & 0xFFFF
             for cta in ctas:
                 pipe.allocations[cta].require(first, columns)
-                m.memory.check_operand(cta, MatrixDescriptor.of_tcgen05(source).addresses(rows, 4 * columns), thread)
+                where = MatrixDescriptor.of_tcgen05(source).addresses(rows, 4 * columns)
+                m.memory.check_operand(cta, where, thread)
+                if m.races is not None:
+                    m.races.tensor.operand(thread, cta, where)
+            if m.races is not None:
+                m.races.tensor.pipe(thread, ctas, (), ((first, columns),))
             pipe.expect_write(ctas, first, columns)
 
             def perform() -> None:
@@ -299,12 +329,17 @@ def _multiply(m: Machine, thread: int, form: _Form, o: _Operands) -> Callable[[]
     shape = InstructionDescriptor.decode(o.idesc, form.kind, form.group, arch, block=form.block)
     ctas = pipe.ctas_of(thread, form.group)
     for cta in ctas:
-        if isinstance(o.a, int):
-            m.memory.check_operand(cta, _extent(shape, o.a, shape.m // form.group, of_a=True), thread)
-        m.memory.check_operand(cta, _extent(shape, o.b, shape.n // form.group, of_a=False), thread)
+        for operand, rows, of_a in ((o.a, shape.m, True), (o.b, shape.n, False)):
+            if isinstance(operand, int):
+                where = _extent(shape, operand, rows // form.group, of_a=of_a)
+                m.memory.check_operand(cta, where, thread)
+                if m.races is not None:
+                    m.races.tensor.operand(thread, cta, where)
     first, columns = o.d & 0xFFFF, shape.n // 2 if form.group == 2 and shape.m == 128 else shape.n
     if o.enable and not pipe.will_hold(ctas, first, columns):
         raise SimError("tcgen05.mma accumulates into tensor memory that nothing wrote")
+    if m.races is not None:
+        m.races.tensor.pipe(thread, ctas, _tensor_reads(form, shape, o), ((first, columns),))
     pipe.expect_write(ctas, first, columns)
     multiply: Callable[..., None] = partial(tcgen05.mma, kind=form.kind)
     if form.block:
@@ -316,6 +351,19 @@ def _multiply(m: Machine, thread: int, form: _Form, o: _Operands) -> Callable[[]
         pipe.wrote(ctas, first, columns)
 
     return perform
+
+
+def _tensor_reads(form: _Form, shape: InstructionDescriptor, o: _Operands) -> list[tuple[int, int]]:
+    """First column and columns of A and of the scale factors where they lie in tensor memory."""
+    reads = []
+    if isinstance(o.a, tcgen05.TmemOperand):
+        size = {"f16": 2, "bf16": 2, "tf32": 4}.get(shape.a_type, 1)
+        reads.append((o.a.address & 0xFFFF, shape.k * size // 4))
+    if form.block:
+        words = -(-shape.k // form.block // 4)
+        for address, rows in zip(o.scales, (shape.m // form.group, shape.n), strict=True):
+            reads.append((address & 0xFFFF, words * (8 if rows > 128 else -(-rows // 32))))
+    return reads
 
 
 def _extent(shape: InstructionDescriptor, descriptor: int, rows: int, *, of_a: bool) -> Any:
@@ -348,11 +396,13 @@ def _commit(d: Decode) -> Step:
             ranks = Signal(place, None if masks is None else int(masks[position])).ranks(place >> RANK_BITS)
             places = [np.array([rank << RANK_BITS | place & (1 << RANK_BITS) - 1]) for rank in ranks]
             barriers = m.unit(MBarriers)
-            known = None if m.races is None else m.races.snapshot(m.lanes(ids))
+            keys = [int(barriers.keys("shared::cluster", ids, to)[0]) for to in places]
+            known = None if m.races is None else m.races.tensor.commit(thread)
+            for key in keys:
+                barriers.use_async(key, ids)
 
             def perform() -> None:
-                for to in places:
-                    key = int(barriers.keys("shared::cluster", ids, to)[0])
+                for key in keys:
                     if m.races is not None and known is not None:
                         m.races.join(barriers.clock, key, known)
                     barriers.arrive(key, 1, ids)

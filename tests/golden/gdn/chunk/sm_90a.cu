@@ -19,7 +19,7 @@
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
 constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
@@ -933,9 +933,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
     State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
     const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
-    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: not written
+    const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: skipped
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
-    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: not written
+    const void* __restrict__ step_slots,   // [batch, tokens], integers of step_slot_bytes; outside the pool: skipped
     In* __restrict__ out,                  // [batch, tokens, value_heads, V]
     float scale,                           // of q
     int64 batch,

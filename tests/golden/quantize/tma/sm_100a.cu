@@ -187,7 +187,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// True in exactly one lane of a converged warp.
+// Holds in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -263,7 +263,7 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
 constexpr bool kHasE2m1Cvt = true;
-constexpr bool kHasLd256   = true;
+constexpr bool kHasLd256   = true && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/pairs --------------------------------------------------------

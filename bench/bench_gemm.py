@@ -1,0 +1,248 @@
+"""Products of bf16 activations and NVFP4 weights: time, bandwidth, cuBLAS in bf16 in the same run, recorded peers.
+
+Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
+``--part search`` measures every tactic that can run a case instead: ``gemm_search.csv``, what the tables were read
+from; ``--part choose`` prints what it says, for each row of the tables the tactics that lose least, anywhere.
+
+A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm, the median of 7
+replays; calls follow each other by programmatic dependent launch, as layers of a model do. ``of_read`` is the time in
+which a kernel that does nothing else reads the same bytes, over the time of the call. Peers, the best FP4 kernel of
+each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19, triton_kernels and gemlite on an
+H200 on 2026-11-22, with the same protocol but without dependent launch, which they do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from bench.harness import geomean, write_results
+from bench.stamp import stamp
+from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight
+from jitfp4.arch import Arch
+from jitfp4.driver import LoadedKernel
+from jitfp4.engine import build, target_of
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic, Problem
+from jitfp4.families.gemm.weight import TILE_ROWS
+from jitfp4.formats import NVFP4, DType
+from jitfp4.layouts import SfLayout
+from jitfp4.spec import I64, Geometry, Ptr
+
+LAYERS = (
+    (8192, 8192),
+    (28672, 4096),
+    (4096, 14336),
+    (6144, 4096),
+    (57344, 8192),
+    (8192, 28672),
+    (4096, 4096),
+    (10240, 8192),
+    (7168, 2048),
+    (4096, 7168),
+    (7168, 4608),
+    (2112, 7168),
+)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+SEARCHED_ROWS = (1, 8, 16, 32, 64)
+LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
+COLD_BYTES = 330 << 20
+REPLAYS = 7
+READ = r"""
+extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned int* out, long long vectors) {
+  unsigned int seen = 0;
+  for (long long i = blockIdx.x * 4096ll + threadIdx.x; i < vectors; i += gridDim.x * 4096ll) {
+    uint4 v[8] = {};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (i + j * 512 < vectors) {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[j].x), "=r"(v[j].y), "=r"(v[j].z), "=r"(v[j].w) : "l"(p + i + j * 512));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) seen ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+  }
+  if (seen == 0x12345678u) *out = seen;
+}
+"""
+
+Call = Callable[[], object]
+
+
+def replay_us(calls: Sequence[Call]) -> float:
+    """Median microseconds of a call in a graph of them all."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            stop.record(stream)
+            stop.synchronize()
+            times.append(1e3 * start.elapsed_time(stop) / len(calls))
+    return statistics.median(times)
+
+
+def copies_of(size: int) -> int:
+    return max(2, -(-COLD_BYTES // size))
+
+
+def make_weights(n: int, k: int) -> list[Fp4Weight]:
+    """Copies of one random weight, enough to be cold."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(40, 60, (n, k // NVFP4.block), dtype=torch.uint8, device="cuda")
+    weight = prepare_fp4_weight(codes, scales, sf_layout=SfLayout.layout_linear)
+    return [replace(weight, data=weight.data.clone()) for _ in range(copies_of(weight.data.numel()))]
+
+
+def time_call(a: torch.Tensor, weights: Sequence[Fp4Weight]) -> float:
+    out = torch.empty(a.shape[0], weights[0].n, dtype=a.dtype, device="cuda")
+    return replay_us([lambda weight=weight: mm_bf16_fp4(a, weight, out=out) for weight in weights])  # type: ignore[misc]
+
+
+def time_cublas(a: torch.Tensor, n: int) -> float:
+    k = a.shape[1]
+    weights = [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies_of(2 * n * k))]
+    out = torch.empty(a.shape[0], n, dtype=a.dtype, device="cuda")
+    return replay_us([lambda weight=weight: torch.mm(a, weight.T, out=out) for weight in weights])  # type: ignore[misc]
+
+
+def time_read(arch: Arch, weights: Sequence[Fp4Weight]) -> float:
+    """The shortest over some grids."""
+    params = (Ptr("p", "const uint4"), Ptr("out", "unsigned int"), I64("vectors"))
+    kernel = LoadedKernel(nvrtc.compile_cubin(READ, arch, symbol="read"), "read", params, 0)
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def call(weight: Fp4Weight, ctas: int) -> Call:
+        args = (weight.data, out, weight.data.numel() // 16)
+        geometry = Geometry((ctas * arch.num_sms, 1, 1), (512, 1, 1))
+        return lambda: kernel.launch(geometry, args, stream=torch.cuda.current_stream().cuda_stream, pdl=False)
+
+    return min(replay_us([call(weight, ctas) for weight in weights]) for ctas in (4, 8, 16))
+
+
+def recorded() -> dict[tuple[int, int, int], tuple[str, float]]:
+    """The best peer and its microseconds by n, k and m."""
+    path = Path(__file__).parent / "results/h200/gemm_peers.csv"
+    with path.open() as file:
+        return {
+            (int(row["n"]), int(row["k"]), int(row["m"])): (row["peer"], float(row["peer_us"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def measure(arch: Arch) -> Iterator[dict[str, object]]:
+    peers = recorded()
+    for n, k in LAYERS:
+        weights = make_weights(n, k)
+        read, size = time_read(arch, weights), weights[0].data.numel()
+        for m in ROWS:
+            a = torch.randn(m, k, device="cuda").bfloat16()
+            us, cublas = time_call(a, weights), time_cublas(a, n)
+            peer, peer_us = peers.get((n, k, m), ("", 0.0))
+            yield {
+                "n": n,
+                "k": k,
+                "m": m,
+                "us": round(us, 2),
+                "tbps": round(size / us / 1e6, 3),
+                "read_us": round(read, 2),
+                "of_read": round(read / us, 3),
+                "cublas_bf16_us": round(cublas, 2),
+                "of_cublas": round(cublas / us, 3),
+                "peer": peer,
+                "peer_us": peer_us,
+                "of_peer": round(peer_us / us, 3),
+            }
+
+
+def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
+    """Every tactic for every case, until the time is over."""
+    kernel = MM_BF16_FP4.kernels[0]
+    cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in SEARCHED_ROWS]
+    specs = {kernel.specialise(case, tactic) for case in cases for tactic in kernel.candidates(case, arch)}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda spec: build(kernel, spec, arch), specs))
+    began = time.monotonic()
+    for (n, k), group in groupby(cases, key=lambda case: (case.n, case.k)):
+        weights = make_weights(n, k)
+        for case in group:
+            a = torch.randn(case.m, k, device="cuda").bfloat16()
+            for tactic in kernel.candidates(case, arch):
+                geometry = kernel.geometry(case, tactic, arch)
+                waves = geometry.grid[0] * geometry.grid[1] / (arch.num_sms * tactic.ctas)
+                if time.monotonic() > began + seconds or (tactic.split > 1 and waves > 3):
+                    continue
+                with MM_BF16_FP4.forced(tactic):
+                    us = time_call(a, weights)
+                yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
+
+
+def choose(path: Path, arch: Arch) -> Iterator[str]:
+    """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
+    names = [field.name for field in fields(NarrowTactic)]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    best: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        case = row["n"], row["k"], row["m"]
+        best[case] = min(best.get(case, float(row["us"])), float(row["us"]))
+    buckets: dict[tuple[int, float], dict[tuple[int, ...], list[float]]] = {}
+    for row in rows:
+        load = -(-int(row["n"]) // TILE_ROWS) / arch.num_sms
+        bucket = max(8, int(row["m"])), next(limit for limit in LOADS if load <= limit)
+        tactic = tuple(int(row[name]) for name in names)
+        ratios = buckets.setdefault(bucket, {}).setdefault(tactic, [])
+        ratios.append(float(row["us"]) / best[row["n"], row["k"], row["m"]])
+    for bucket, tactics in sorted(buckets.items()):
+        most = max(map(len, tactics.values()))
+        means = sorted(
+            (geomean(ratios), max(ratios), tactic) for tactic, ratios in tactics.items() if len(ratios) == most
+        )
+        yield f"m <= {bucket[0]}, tiles_per_sm <= {bucket[1]}: {most} cases"
+        for mean, worst, tactic in means[:4]:
+            yield f"  {NarrowTactic(*tactic)} {mean:.3f}, at worst {worst:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--part", choices=("cases", "search", "choose"), default="cases")
+    parser.add_argument("--seconds", type=float, default=600.0, help="the most that a search may take")
+    options = parser.parse_args()
+    if options.part == "choose":
+        print(*choose(options.out / "gemm_search.csv", Arch.of("sm_90a")), sep="\n")
+        return
+    arch = target_of(torch.empty(1, device="cuda")).arch
+    if options.part == "search":
+        write_results(options.out / "gemm_search", list(search(arch, options.seconds)), stamp())
+        return
+    rows = list(measure(arch))
+    write_results(options.out / "gemm", rows, stamp())
+    for m in ROWS:
+        of = [row for row in rows if row["m"] == m]
+        means = {name: geomean(float(str(row[name])) for row in of if row[name]) for name in ("of_read", "of_cublas")}
+        print(m, {name: round(mean, 3) for name, mean in means.items()})
+
+
+if __name__ == "__main__":
+    main()

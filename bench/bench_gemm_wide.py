@@ -1,0 +1,160 @@
+"""Products of many rows of bf16 activations and NVFP4 weights beside cuBLAS in bf16, on a Hopper GPU.
+
+Run: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number of
+rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table of
+sm_90a was read from.
+
+A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm; calls follow each
+other by programmatic dependent launch. cuBLAS multiplies the same values, dequantised. Both graphs are replayed in
+turn, because the clock falls with the power that a product draws, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.bench_gemm import LAYERS, copies_of, make_weights
+from bench.harness import geomean, write_results
+from bench.stamp import stamp
+from jitfp4 import Fp4Weight, mm_bf16_fp4
+from jitfp4.arch import Arch
+from jitfp4.engine import build, target_of
+from jitfp4.families.gemm.operation import MM_BF16_FP4, WIDE
+from jitfp4.families.gemm.problem import Problem
+from jitfp4.formats import NVFP4, DType
+
+ROWS = (64, 128, 256, 512, 2048, 8192)
+REPLAYS = 7
+SEARCH_REPLAYS = 3
+_LEAST_US = 1000.0  # of a graph
+
+Call = Callable[[], object]
+
+
+class Replay:
+    """A graph of calls, as often all of them as it takes to be long enough."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            calls[0]()
+            once = self._timed(calls[0])
+            turns = 1 if once > _LEAST_US else -(-int(_LEAST_US / once) // len(calls))
+            self.count = max(1, turns) * len(calls) if once < _LEAST_US else 1
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                for number in range(self.count):
+                    calls[number % len(calls)]()
+
+    def us(self) -> float:
+        """Microseconds of a call, now."""
+        with torch.cuda.stream(self.stream):
+            return self._timed(self.graph.replay) / self.count
+
+    def _timed(self, call: Call) -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(self.stream)
+        call()
+        stop.record(self.stream)
+        stop.synchronize()
+        return 1e3 * start.elapsed_time(stop)
+
+
+def medians(replays: Sequence[Replay], turns: int) -> list[float]:
+    """Of each, replayed in turn; the first turn does not count."""
+    times = [[replay.us() for replay in replays] for _ in range(turns + 1)][1:]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def products(a: torch.Tensor, weights: Sequence[Fp4Weight]) -> Replay:
+    out = torch.empty(a.shape[0], weights[0].n, dtype=a.dtype, device="cuda")
+    return Replay([lambda weight=weight: mm_bf16_fp4(a, weight, out=out) for weight in weights])  # type: ignore[misc]
+
+
+def cublas(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Replay:
+    out = torch.empty(a.shape[0], weights[0].shape[0], dtype=a.dtype, device="cuda")
+    return Replay([lambda weight=weight: torch.mm(a, weight.T, out=out) for weight in weights])  # type: ignore[misc]
+
+
+def dequantized(weight: Fp4Weight) -> list[torch.Tensor]:
+    """Copies of the values in bf16, enough to be cold."""
+    values = weight.dequantize().bfloat16()
+    return [values.clone() for _ in range(copies_of(2 * values.numel()))]
+
+
+def cases(rows: Sequence[int]) -> Iterator[tuple[Problem, torch.Tensor, list[Fp4Weight], list[torch.Tensor]]]:
+    for n, k in LAYERS:
+        weights = make_weights(n, k)
+        values = dequantized(weights[0])
+        for m in rows:
+            problem = Problem(DType.BF16, DType.BF16, NVFP4, m, n, k)
+            yield problem, torch.randn(m, k, device="cuda").bfloat16(), weights, values
+
+
+def measure(rows: Sequence[int]) -> Iterator[dict[str, object]]:
+    for problem, a, weights, values in cases(rows):
+        us, reference = medians([products(a, weights), cublas(a, values)], REPLAYS)
+        yield {
+            "n": problem.n,
+            "k": problem.k,
+            "m": problem.m,
+            "us": round(us, 2),
+            "tflops": round(2e-6 * problem.n * problem.k * problem.m / us, 1),
+            "cublas_bf16_us": round(reference, 2),
+            "of_cublas": round(reference / us, 3),
+        }
+
+
+def search(arch: Arch, rows: Sequence[int], seconds: float) -> Iterator[dict[str, object]]:
+    """Every tactic for every case, until the time is over."""
+    problems = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in rows]
+    specs = {WIDE.specialise(one, tactic) for one in problems for tactic in WIDE.candidates(one, arch)}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda spec: build(WIDE, spec, arch), specs))
+    end = time.monotonic() + seconds
+    for problem, a, weights, values in cases(rows):
+        reference = cublas(a, values)
+        for tactic in WIDE.candidates(problem, arch):
+            if time.monotonic() > end:
+                return
+            with MM_BF16_FP4.forced(tactic):
+                us, of = medians([products(a, weights), reference], SEARCH_REPLAYS)
+            yield {
+                "n": problem.n,
+                "k": problem.k,
+                "m": problem.m,
+                **asdict(tactic),
+                "us": round(us, 2),
+                "cublas_bf16_us": round(of, 2),
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--part", choices=("cases", "search"), default="cases")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--seconds", type=float, default=600.0, help="the most that a search may take")
+    options = parser.parse_args()
+    if options.part == "search":
+        arch = target_of(torch.empty(1, device="cuda")).arch
+        write_results(options.out / "gemm_wide_search", list(search(arch, options.rows, options.seconds)), stamp())
+        return
+    lines = list(measure(options.rows))
+    write_results(options.out / "gemm_wide", lines, stamp())
+    for m in options.rows:
+        of = [float(str(line["of_cublas"])) for line in lines if line["m"] == m]
+        print(m, f"of cuBLAS: geometric mean {geomean(of):.3f}, least {min(of):.3f}")
+
+
+if __name__ == "__main__":
+    main()

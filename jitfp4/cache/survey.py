@@ -1,0 +1,102 @@
+"""What is in a root: its entries, when they were used, what they take, and what cannot be looked into."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jitfp4.cache.entry import MANIFEST, is_digest, is_toolchain
+from jitfp4.cache.layer import VERSION, Layer
+from jitfp4.cache.tree import check_trusted, disk_bytes, names, open_folder
+from jitfp4.errors import CacheUntrustedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One entry as the eviction sees it. ``disk_bytes`` counts blocks; ``last_used`` is in seconds since 1970."""
+
+    digest: str
+    toolchain: str
+    disk_bytes: int
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """Where a folder of entries belongs and is none, or cannot be read or trusted.
+
+    ``path`` is relative to the root; empty for the root itself.
+    """
+
+    path: str
+    error: OSError | CacheUntrustedError
+
+    @property
+    def digest_prefix(self) -> str:
+        """How the digests of the entries behind it start."""
+        return "".join(self.path.split("/")[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The entry folders of a root, least recently used first, and what is in the way of others."""
+
+    uses: list[Use] = field(default_factory=list)
+    obstacles: list[Obstacle] = field(default_factory=list)
+
+
+def survey(layer: Layer) -> Survey:
+    """Walk a root, following no link. A root that does not exist is empty; a stamp in the future counts as now."""
+    found = Survey()
+    for item in _look(layer.path, None, (), trusted=not layer.is_pinned()):
+        if isinstance(item, Use):
+            found.uses.append(item)
+        else:
+            found.obstacles.append(item)
+    found.uses.sort(key=lambda use: (use.last_used, use.digest, use.toolchain))
+    return found
+
+
+def _look(path: str | Path, at: int | None, place: tuple[str, ...], *, trusted: bool) -> Iterator[Use | Obstacle]:
+    """The folder ``path`` in the folder ``at``; ``place`` is its path below the root, name by name."""
+    try:
+        with open_folder(path, at=at) as folder:
+            if trusted:
+                check_trusted(os.fstat(folder), "/".join(place) or str(path))
+            for name in names(folder):
+                if len(place) == 3 and is_toolchain(name):
+                    yield _use("".join(place[1:]), name, folder)
+                elif _leads_on(place, name):
+                    yield from _look(name, folder, (*place, name), trusted=trusted)
+    except FileNotFoundError:
+        return  # there never was one, or it was evicted meanwhile
+    except (OSError, CacheUntrustedError) as error:
+        yield Obstacle(path="/".join(place), error=error)
+
+
+def _leads_on(place: tuple[str, ...], name: str) -> bool:
+    """``name`` in ``place`` is part of the way to an entry."""
+    match place:
+        case ():
+            return name == VERSION
+        case (_,):
+            return is_digest(name + "0" * 62)
+        case (_, fan):
+            return is_digest(fan + name)
+    return False
+
+
+def _use(digest: str, toolchain: str, recipe: int) -> Use:
+    total = disk_bytes(toolchain, at=recipe)[0]
+    return Use(digest=digest, toolchain=toolchain, disk_bytes=total, last_used=_last_used(toolchain, recipe))
+
+
+def _last_used(toolchain: str, recipe: int) -> float:
+    try:
+        with open_folder(toolchain, at=recipe) as folder:
+            return min(os.stat(MANIFEST, dir_fd=folder, follow_symlinks=False).st_mtime, time.time())
+    except (OSError, CacheUntrustedError):
+        return 0.0

@@ -1,0 +1,6 @@
+"""Products with FP4 weights."""
+
+from jitfp4.families.gemm.api import mm_bf16_fp4, prepare_fp4_weight
+from jitfp4.families.gemm.weight import Fp4Weight
+
+__all__ = ["Fp4Weight", "mm_bf16_fp4", "prepare_fp4_weight"]

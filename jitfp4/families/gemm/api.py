@@ -1,0 +1,170 @@
+"""The public functions: arguments are checked, outputs allocated, and one operator called."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
+from jitfp4.families.gemm.problem import DTYPES
+from jitfp4.families.gemm.weight import Fp4Weight, prepare
+from jitfp4.formats import MXFP4, NVFP4
+from jitfp4.layouts import SfLayout
+from jitfp4.reference.formats import unswizzle
+from jitfp4.replay import replayed
+from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
+
+_ROWS, _COLS = 8, 32  # n and k are multiples of them
+_CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
+_SCALE_DTYPES = {
+    16: (torch.uint8, torch.float8_e4m3fn),
+    32: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
+}
+
+
+def prepare_fp4_weight(
+    weight: torch.Tensor | Fp4Weight,
+    scales: torch.Tensor | None = None,
+    block_size: int = 16,
+    sf_layout: SfLayout = SfLayout.layout_128x4,
+) -> Fp4Weight:
+    """Bring an FP4 weight into the order in which the kernels read it. Done once, when a model is loaded.
+
+    Args:
+        weight: codes [n, k / 2], uint8 or float4_e2m1fn_x2, contiguous, element 2j in the low nibble of byte j, as
+            nvfp4_quantize() and mxfp4_quantize() give them; n a multiple of 8, k of 32. A weight that is prepared
+            already is returned as it is, without scales.
+        scales: its block scales in ``sf_layout``, on the same device: E4M3 for blocks of 16, UE8M0 for 32; uint8 is
+            taken too. [n, k / block_size] padded as SfLayout.shape() says, or flat.
+        block_size: 16 for NVFP4, 32 for MXFP4.
+        sf_layout: layout of ``scales``.
+    Returns:
+        The weight on the same device, for every number of rows of activations; see Fp4Weight. Its memory is that of
+        codes and scales, n rounded up to 64 and k to 128. Save Fp4Weight.tensors() with safetensors, and give what was
+        loaded to Fp4Weight.from_tensors().
+    Numerics:
+        Exact, but for MXFP4 blocks whose scale is less than 2^-28 of the largest of their row: they become zero.
+    Raises:
+        ArgumentError, ArgumentTypeError
+    """
+    if isinstance(weight, Fp4Weight):
+        if scales is not None:
+            raise ArgumentError("scales", "a tensor", "None with a weight that is prepared already")
+        return weight
+    if block_size not in _SCALE_DTYPES:
+        raise ArgumentError("block_size", block_size, "16 or 32")
+    check_dtype("weight", weight, _CODE_DTYPES)
+    check_device("weight", weight)
+    if weight.dim() != 2:
+        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", "[n, k / 2]")
+    check_contiguous("weight", weight)
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    if n == 0 or n % _ROWS:
+        raise ArgumentError("weight", f"n = {n}", f"a positive multiple of {_ROWS}")
+    if k == 0 or k % _COLS:
+        raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {_COLS}")
+    if scales is None:
+        raise ArgumentTypeError("scales", "None", "a torch.Tensor")
+    check_dtype("scales", scales, _SCALE_DTYPES[block_size])
+    check_same_device("scales", scales, weight)
+    check_contiguous("scales", scales)
+    layout, cols = check_layout("sf_layout", sf_layout), k // block_size
+    padded = layout.shape(n, cols)
+    if scales.numel() != math.prod(padded):
+        raise ArgumentError("scales", f"{scales.numel()} elements", f"{padded[0]} * {padded[1]}")
+    linear = unswizzle(scales.view(torch.uint8).view(padded), layout, n, cols)
+    return prepare(weight.view(torch.uint8), linear, NVFP4 if block_size == NVFP4.block else MXFP4)
+
+
+def mm_bf16_fp4(
+    a: torch.Tensor,
+    weight: Fp4Weight,
+    alpha: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """Multiply bf16 or fp16 activations by the transpose of an FP4 weight: a linear layer.
+
+    Args:
+        a: [..., k], bf16 or fp16, 16-byte aligned; elements of a row adjacent, rows at multiples of 16 bytes. Never
+            copied.
+        weight: [n, k], from prepare_fp4_weight(), on a's device. It must be complete when the call is made: with
+            programmatic dependent launch the kernel reads it while its predecessor still runs.
+        alpha: one float32 on a's device, what the product is multiplied by: the weight's global *decode* scale. Read on
+            the device only. None means 1.
+        bias: [n] of the output's dtype, contiguous, 16-byte aligned, added last. None means none.
+        out_dtype: torch.bfloat16 or torch.float16; None means a's dtype, or out's.
+        out: [..., n] to fill in place, on a's device, 16-byte aligned; elements of a row adjacent, rows at multiples of
+            16 bytes; sharing no memory with another argument. Allocated when None.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        [..., n] in ``out_dtype``.
+    Numerics:
+        ``round(alpha * sum over k of a[m, k] * weight[n, k] + bias[n])``. Weights and products are exact, sums and the
+        rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends on shapes and
+        on the GPU, never on chance: equal calls give equal bits.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    if not isinstance(weight, Fp4Weight):
+        raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
+    return _multiply(a, weight.data, weight.row_scale, alpha, bias, out, weight.n, weight.k, out_dtype, enable_pdl)
+
+
+@replayed
+def _multiply(
+    a: torch.Tensor,
+    data: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    n: int,
+    k: int,
+    out_dtype: torch.dtype | None,
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    check_dtype("a", a, tuple(DTYPES))
+    check_device("a", a)
+    check_same_device("weight", data, a)
+    if a.dim() == 0 or a.shape[-1] != k:
+        raise ArgumentError("a", f"shape {tuple(a.shape)}", f"[..., {k}], as the weight")
+    dtype = a.dtype if out is None else out.dtype
+    dtype = dtype if out_dtype is None else out_dtype
+    if dtype not in DTYPES:
+        raise ArgumentError("out_dtype", dtype, "torch.bfloat16 or torch.float16")
+    shape = (*a.shape[:-1], n)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=a.device)
+    check_dtype("out", out, (dtype,))
+    check_same_device("out", out, a)
+    if tuple(out.shape) != shape:
+        raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{shape}")
+    if alpha is not None:
+        check_dtype("alpha", alpha, (torch.float32,))
+        check_same_device("alpha", alpha, a)
+        if alpha.numel() != 1:
+            raise ArgumentError("alpha", f"{alpha.numel()} elements", "one")
+    if bias is not None:
+        check_dtype("bias", bias, (dtype,))
+        check_same_device("bias", bias, a)
+        if tuple(bias.shape) != (n,):
+            raise ArgumentError("bias", f"shape {tuple(bias.shape)}", f"({n},)")
+        check_contiguous("bias", bias)
+    MM_BF16_FP4(
+        Arguments(
+            a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), _COLS),
+            data=data,
+            row_scale=row_scale,
+            alpha=alpha,
+            bias=bias,
+            out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), _ROWS),
+            enable_pdl=enable_pdl,
+            names="data=weight",
+        )
+    )
+    return out

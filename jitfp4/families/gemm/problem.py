@@ -1,0 +1,136 @@
+"""What selection sees of a product with an FP4 weight, how its kernel can be cut, and how it is launched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+TILE_MS = (8, 16, 32, 64)
+_BLOCK_ROWS = 16
+_MAX_CLUSTER = 8
+_MAX_THREADS = 1024
+_ROW_BYTES = TILE_COLS * 2  # of a chunk of x
+_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+
+
+class Problem(NamedTuple):
+    """x [m, k] times the transpose of a weight [n, k]."""
+
+    dtype: DType
+    out_dtype: DType
+    format: BlockFormat
+    m: int
+    n: int
+    k: int
+
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Tiles of 64 rows of the weight."""
+        return ceil_div(self.n, TILE_ROWS) / arch.num_sms
+
+    def waves(self, arch: Arch) -> float:
+        """Of tiles of 128 rows of the weight by 256 of x, one on each SM."""
+        return ceil_div(self.n, 128) * ceil_div(self.m, 256) / arch.num_sms
+
+    def idle(self, arch: Arch) -> float:
+        """The share of those waves that has nothing to do."""
+        return 1 - self.waves(arch) / math.ceil(self.waves(arch))
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowTactic:
+    """How the kernel is cut: fields of its Spec, and over how many CTAs of a cluster the columns are split."""
+
+    tile_m: int
+    warp_blocks: int
+    row_warps: int
+    groups: int
+    stages: int
+    ctas: int
+    split: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowSpec(KernelSpec):
+    """A CTA takes ``tile_m`` rows of x at a time and, of the weight, 16 * ``warp_blocks`` * ``row_warps`` rows.
+
+    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` of them run on an SM.
+    """
+
+    dtype: DType
+    out_dtype: DType
+    format: BlockFormat
+    tile_m: int
+    warp_blocks: int
+    row_warps: int
+    groups: int
+    stages: int
+    ctas: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 4)), ("stages", (2, 3, 4, 5, 6))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        if not 0 < self.threads <= _MAX_THREADS:
+            raise ArgumentError("groups", self.groups, f"groups * row_warps from 1 to {_MAX_THREADS // 32}")
+        if self.row_warps > 1 and self.groups > 15:
+            raise ArgumentError("groups", self.groups, "at most 15 that need a barrier each")
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.groups * self.row_warps
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, that a CTA takes."""
+        return _BLOCK_ROWS * self.warp_blocks * self.row_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
+        stages = self.groups * self.stages
+        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
+        barriers = 8 * stages * self.row_warps
+        ring = round_up(weights, 128) + stages * self.tile_m * _ROW_BYTES + barriers
+        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
+        return round_up(max(ring, sums), 128)
+
+
+def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
+    """The kernel that a tactic makes for a problem."""
+    cut = asdict(tactic)
+    del cut["split"]
+    return NarrowSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
+
+
+def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    spec = specialise(problem, tactic)
+    share = (arch.shared_bytes + _CTA_RESERVE) // tactic.ctas - _CTA_RESERVE
+    if spec.shared_bytes > share:
+        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    if tactic.split > 1 and not arch.has_tma:
+        return "it needs clusters"
+    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
+        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
+        return "half of its rows of x would be empty"
+    return None
+
+
+def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:  # noqa: ARG001
+    """A cluster of CTAs shares the columns of a few rows of the weight; along z, ``tile_m`` rows of x at a time."""
+    spec = specialise(problem, tactic)
+    grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

@@ -1,0 +1,189 @@
+"""Which tactic a product gets, and the problems that meet every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
+from jitfp4.families.gemm.weight import TILE_ROWS
+from jitfp4.families.gemm.wide import WIDE_TILE_MS, WideTactic
+from jitfp4.formats import BlockFormat
+from jitfp4.selection import Row, Table, rows
+
+_MOST_NARROW = 32  # rows of x
+
+TABLE = Table(
+    (
+        *rows(
+            (NarrowTactic(8, 4, 1, 16, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(8, 4, 1, 4, 2, 4), {}),
+            m=8,
+        ),
+        *rows(
+            (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(16, 4, 2, 4, 2, 2), {}),
+            m=16,
+        ),
+        *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(32, 4, 2, 4, 3, 1), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(32, 4, 2, 2, 3, 2), {}),
+            m=32,
+        ),
+        Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=4), {"tiles_per_sm": 0.5}),
+        Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=2), {"tiles_per_sm": 1.0}),
+        Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
+        # less shared memory, no clusters
+        *(Row(NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1), {"m": tile_m}) for tile_m in TILE_MS[:-1]),
+        Row(NarrowTactic(64, 1, 4, 2, 2, 1)),
+    ),
+    measured="h200/gemm_search.csv",
+)
+
+# Up to 32 rows of x, and of rows that ask for the same, the first.
+_narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
+HOPPER: Table[Any] = Table(
+    (
+        *reversed(_narrow.values()),
+        *rows(
+            (WideTactic(64, 2, split=4), {"tiles_per_sm": 0.25}),
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
+            (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(64, 4), {"tiles_per_sm": 4.0}),
+            (WideTactic(64, 4, divided=True), {}),
+            m=64,
+        ),
+        *rows(
+            (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(128, 3, split=2), {"tiles_per_sm": 1.3}),
+            (WideTactic(128, 3, divided=True), {}),
+            m=128,
+        ),
+        *rows(
+            (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.9}),
+            (WideTactic(256, 2, split=2), {"tiles_per_sm": 1.0}),
+            (WideTactic(256, 2, cluster=2, divided=True, band=8), {}),
+            m=256,
+        ),
+        *rows(
+            (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(128, 3), {"tiles_per_sm": 0.75}),
+            (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
+            m=512,
+        ),
+        Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
+        Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
+        # where a cluster has more CTAs than the columns have steps
+        *(Row(WideTactic(tile_m, 1, 2), {"m": tile_m}) for tile_m in WIDE_TILE_MS),
+    ),
+    measured="h200/gemm_wide_search.csv",
+    archs=("sm_90a",),
+)
+
+_CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
+    8: (
+        (4, 1, 16, 2, 1),
+        (4, 1, 8, 2, 2),
+        (4, 1, 8, 4, 1),
+        (4, 1, 4, 2, 4),
+        (4, 1, 4, 2, 3),
+        (2, 2, 6, 2, 2),
+        (2, 2, 3, 2, 4),
+        (2, 2, 12, 2, 1),
+        (2, 1, 16, 3, 1),
+        (1, 4, 4, 3, 2),
+    ),
+    16: (
+        (4, 1, 8, 3, 1),
+        (4, 1, 4, 2, 3),
+        (4, 2, 4, 2, 2),
+        (4, 2, 8, 2, 1),
+        (2, 2, 8, 3, 1),
+        (2, 4, 5, 2, 1),
+        (2, 2, 4, 3, 2),
+        (2, 2, 4, 2, 2),
+        (1, 8, 3, 3, 1),
+    ),
+    32: (
+        (4, 1, 8, 2, 1),
+        (4, 2, 4, 3, 1),
+        (4, 2, 2, 3, 2),
+        (2, 2, 6, 2, 1),
+        (2, 4, 4, 3, 1),
+        (2, 4, 2, 3, 2),
+        (2, 8, 2, 3, 1),
+        (2, 2, 3, 2, 2),
+        (1, 8, 3, 3, 1),
+    ),
+    64: (
+        (2, 4, 2, 3, 1),
+        (2, 8, 1, 4, 1),
+        (2, 2, 4, 2, 1),
+        (2, 4, 1, 3, 2),
+        (1, 8, 2, 3, 1),
+        (1, 4, 2, 2, 2),
+    ),
+}
+_SPLITS = (1, 2, 3, 4, 6, 8)
+
+_searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
+TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
+
+# rows of x, groups, depth, splits
+_WIDE_CUTS = (
+    (64, 1, 2, (1, 2, 3, 4)),
+    (64, 2, 1, (2, 4)),
+    (64, 2, 2, (1, 2, 3, 4)),
+    (64, 3, 1, (1, 2, 3, 4)),
+    (64, 4, 1, (1, 2, 4)),
+    (128, 1, 2, (1, 2, 3, 4)),
+    (128, 2, 1, (1, 2, 3, 4)),
+    (128, 3, 1, (1, 2, 3, 4)),
+    (256, 1, 2, (1, 2)),
+    (256, 2, 1, (1, 2)),
+)
+_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
+_divided = (
+    WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
+    for tile_m, groups in ((64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
+)
+_chosen = (row.tactic for row in HOPPER.rows if isinstance(row.tactic, WideTactic))
+WIDE_TACTICS: tuple[WideTactic, ...] = tuple(dict.fromkeys((*_chosen, *_whole, *_divided)))
+
+
+_WIDE_LOADS = {
+    64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
+    128: (0.5, 1.0, 1.3, 2.0),
+    256: (0.25, 0.5, 0.8, 1.0, 2.0),
+    512: (0.25, 0.5, 0.75, 1.0, 2.0),
+}
+
+
+def problems(arch: Arch) -> Iterator[Problem]:
+    """Few, some and many rows of the weight, for every number of rows of x that differs."""
+    loads = (0.25, 0.75, 1.25, 4.0)
+    for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
+        n = round(load * arch.num_sms) * TILE_ROWS
+        yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)
+    if arch.name != "sm_90a":
+        return
+    for dtype, block_format, (m, wide_loads) in product(DTYPES.values(), BlockFormat, _WIDE_LOADS.items()):
+        for load in wide_loads:
+            yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
+        yield Problem(dtype, dtype, block_format, m=m, n=8, k=32)

@@ -1,0 +1,193 @@
+"""A weight in the order in which the kernels of this family read it.
+
+A prepared weight is a uint8 tensor of tiles, ``[ceil(n / 64), ceil(k / 128), tile_bytes]``: 64 rows by 128 columns,
+one piece of memory. Rows past n and columns past k hold zero.
+
+Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 columns. Of a step, lane ``4 g + t``
+holds the eight codes that the tensor cores want of it in one 32-bit word: columns 2 t and 2 t + 1 of row g, then of row
+g + 8; columns 2 t + 8 and 2 t + 9 of row g, then of row g + 8. The words of four steps are neighbours, then come the
+other lanes, then the other four steps. Of a pair of columns, the first has the low half of the word, and the four pairs
+share a half, so that one shift and one mask give them as bf16 (s: sign, e: exponent, m: mantissa of a pair's code)::
+
+    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    pair     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+             s  s  m  s  e  e  s  e  e  m  e  e  m  e  e  m
+
+Scales follow, one byte each: block by block, of each g the words of two columns of blocks: row g of both, then row
+g + 8 of both. A byte has no sign, five bits of exponent with a bias of 21 and three of mantissa: it holds every E4M3
+value but zero. A scale of zero is written as zero codes, a negative one as codes of the other sign, NaN as 0xFF.
+MXFP4's scales are relative to the largest of their row, which ``row_scale`` holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from jitfp4.errors import ArgumentError
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
+
+TILE_ROWS, TILE_COLS = 64, 128
+CODE_BYTES = TILE_ROWS * TILE_COLS // 2
+_BIAS, _TOP = 21, 29  # of a scale byte's exponent; the largest that is used for a number
+_ONE, _NAN = _BIAS << 3, 0xFF
+_UE8M0_NAN = 255
+_SLAB = 1 << 24  # elements that are packed at a time
+
+
+def tile_bytes(block_format: BlockFormat) -> int:
+    """Bytes of a tile: its codes and its scales."""
+    return CODE_BYTES + TILE_ROWS * TILE_COLS // block_format.block
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Weight:
+    """A prepared weight [n, k], as prepare_fp4_weight() makes it.
+
+    Attributes:
+        data: uint8 ``[ceil(n / 64), ceil(k / 128), 4608]`` (NVFP4) or ``[..., 4352]`` (MXFP4), contiguous.
+        row_scale: float32 ``[round_up(n, 64)]``, what the rows of an MXFP4 weight are multiplied by; None for NVFP4.
+        n, k: logical size.
+        format: of its blocks.
+    """
+
+    data: torch.Tensor
+    row_scale: torch.Tensor | None
+    n: int
+    k: int
+    format: BlockFormat
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weight as named tensors, for safetensors or a state_dict."""
+        named = {"data": self.data, "size": torch.tensor([self.n, self.k])}
+        return named if self.row_scale is None else {**named, "row_scale": self.row_scale}
+
+    @staticmethod
+    def from_tensors(named: Mapping[str, torch.Tensor]) -> Fp4Weight:
+        """The inverse of tensors(). Raises ArgumentError where they do not fit together."""
+        if not {"data", "size"} <= named.keys() <= {"data", "size", "row_scale"}:
+            raise ArgumentError("named", sorted(named), "data, size and, for MXFP4, row_scale")
+        data, row_scale = named["data"], named.get("row_scale")
+        n, k = (int(size) for size in named["size"].tolist())
+        block_format = NVFP4 if row_scale is None else MXFP4
+        shape = (ceil_div(n, TILE_ROWS), ceil_div(k, TILE_COLS), tile_bytes(block_format))
+        if data.dtype != torch.uint8 or tuple(data.shape) != shape:
+            raise ArgumentError("data", f"{data.dtype} {tuple(data.shape)}", f"torch.uint8 {shape}")
+        if row_scale is not None and (row_scale.dtype != torch.float32 or row_scale.shape != (shape[0] * TILE_ROWS,)):
+            allowed = f"torch.float32 [{shape[0] * TILE_ROWS}]"
+            raise ArgumentError("row_scale", f"{row_scale.dtype} {tuple(row_scale.shape)}", allowed)
+        return Fp4Weight(data, row_scale, n, k, block_format)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in float32, [n, k], exact."""
+        codes, scales = unpack(self.data, self.format)
+        values = decode_e2m1(codes) * _decode_scales(scales).repeat_interleave(self.format.block, -1)
+        if self.row_scale is not None:
+            values = values * self.row_scale.unsqueeze(-1)
+        return values[: self.n, : self.k]
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+def _e4m3_byte(byte: int) -> int:
+    """The magnitude of an E4M3 byte, no zero, as a scale byte."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if byte & 0x7F == 0x7F:
+        return _NAN
+    if exponent == 0:  # mantissa * 2^-9
+        shift = 3 - (mantissa.bit_length() - 1)
+        exponent, mantissa = 1 - shift, mantissa << shift & 7
+    return exponent - 7 + _BIAS << 3 | mantissa
+
+
+_E4M3_BYTES = [_ONE if byte & 0x7F == 0 else _e4m3_byte(byte) for byte in range(256)]
+
+
+def _encode_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and E4M3 bytes to what a tile holds of them: no zero scale and no sign."""
+    table = torch.tensor(_E4M3_BYTES, dtype=torch.uint8, device=scales.device)
+    blocks = codes.unflatten(-1, (-1, NVFP4.block)) ^ (scales >> 7 << 3).unsqueeze(-1)
+    blocks = blocks.masked_fill((scales & 0x7F == 0).unsqueeze(-1), 0)
+    return blocks.flatten(-2), table[scales.long()]
+
+
+def _encode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes and UE8M0 bytes to what a tile holds of them, and to each row's scale."""
+    blocks, bytes_ = codes.unflatten(-1, (-1, MXFP4.block)), scales.to(torch.int32)
+    counts = (blocks & 7 != 0).any(-1) & (bytes_ != _UE8M0_NAN)
+    top = torch.where(counts, bytes_, 0).amax(-1, keepdim=True)
+    exponent = _TOP + bytes_ - top
+    small = (exponent < 1) | ~counts
+    encoded = torch.where(bytes_ == _UE8M0_NAN, _NAN, torch.where(small, _ONE, exponent << 3)).to(torch.uint8)
+    blocks = blocks.masked_fill((small & (bytes_ != _UE8M0_NAN)).unsqueeze(-1), 0)
+    return blocks.flatten(-2), encoded, torch.exp2(top.squeeze(-1).double() - 127 - (_TOP - _BIAS)).float()
+
+
+def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Scale bytes to float32."""
+    value = torch.ldexp(1 + (scales & 7) / 8, (scales >> 3).to(torch.int32) - _BIAS)
+    return torch.where(scales == _NAN, torch.nan, value)
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Tiles of codes [rows, cols] (0 to 15) and scale bytes [rows, cols / block], both uint8, of whole tiles."""
+    tiles, chunks = codes.shape[0] // TILE_ROWS, codes.shape[1] // TILE_COLS
+    # [tile, block, row half, g, chunk, step half, step, column half, t, parity]
+    c = codes.to(torch.int16).reshape(tiles, 4, 2, 8, chunks, 2, 4, 2, 4, 2)
+    # [tile, chunk, block, step half, g, t, step, parity, column half, row half]
+    c = c.permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2)
+    first, second, third, fourth = c[..., 0, 0], c[..., 0, 1], c[..., 1, 0], c[..., 1, 1]
+    low = (first & 3) << 6 | (second & 7) << 3 | third & 7
+    high = (first & 8) << 4 | (fourth & 8) << 3 | (fourth & 1) << 5 | (second & 8) << 1
+    high = high | (fourth & 6) << 1 | (third & 8) >> 2 | (first & 4) >> 2
+    code_bytes = torch.stack((low, high), -1).to(torch.uint8).reshape(tiles, chunks, CODE_BYTES)
+    # [tile, block, row half, g, chunk, word, column of a word]
+    s = scales.reshape(tiles, 4, 2, 8, chunks, -1, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    return torch.cat((code_bytes, s.reshape(tiles, chunks, -1)), -1)
+
+
+def unpack(data: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of pack(): codes [rows, cols] and scale bytes [rows, cols / block] of whole tiles."""
+    tiles, chunks, _ = data.shape
+    halves = data[..., :CODE_BYTES].to(torch.int16).reshape(tiles, chunks, 4, 2, 8, 4, 4, 2, 2)
+    low, high = halves.unbind(-1)
+    first = (high & 0x80) >> 4 | (high & 1) << 2 | low >> 6
+    second = (high & 0x10) >> 1 | low >> 3 & 7
+    third = (high & 2) << 2 | low & 7
+    fourth = (high & 0x40) >> 3 | (high & 0x20) >> 5 | (high & 0x0C) >> 1
+    c = torch.stack((first, second, third, fourth), -1).to(torch.uint8).unflatten(-1, (2, 2))
+    codes = c.permute(0, 2, 9, 4, 1, 3, 6, 8, 5, 7).reshape(tiles * TILE_ROWS, chunks * TILE_COLS)
+    s = data[..., CODE_BYTES:].reshape(tiles, chunks, 4, 8, -1, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    return codes, s.reshape(tiles * TILE_ROWS, chunks * TILE_COLS // block_format.block)
+
+
+def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat) -> Fp4Weight:
+    """Packed codes [n, k / 2] and linear scales [n, k / block], both uint8 on one device, in the kernels' order."""
+    n, k = codes.shape[0], codes.shape[1] * 2
+    cols = round_up(k, TILE_COLS)
+    tiles = ceil_div(n, TILE_ROWS)
+    data = codes.new_empty(tiles, cols // TILE_COLS, tile_bytes(block_format))
+    row_scale = torch.empty(tiles * TILE_ROWS, device=codes.device) if block_format is MXFP4 else None
+    slab = max(1, _SLAB // (TILE_ROWS * cols))  # a bound on temporary memory
+    for tile in range(0, tiles, slab):
+        rows = slice(tile * TILE_ROWS, (tile + slab) * TILE_ROWS)
+        part, part_scales = unpack_e2m1(codes[rows]), scales[rows]
+        if row_scale is None:
+            part, part_scales = _encode_nvfp4(part, part_scales)
+        else:
+            part, part_scales, row = _encode_mxfp4(part, part_scales)
+            row_scale[rows] = pad(row, (0, row_scale[rows].shape[0] - len(row)), value=1.0)
+        below = min(slab, tiles - tile) * TILE_ROWS - part.shape[0]
+        part = pad(part, (0, cols - k, 0, below))
+        part_scales = pad(part_scales, (0, (cols - k) // block_format.block, 0, below), value=_ONE)
+        data[tile : tile + slab] = pack(part, part_scales)
+    return Fp4Weight(data, row_scale, n, k, block_format)

@@ -1,0 +1,162 @@
+"""The kernel for many rows of activations: how it can be cut, where it runs, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.problem import Problem
+from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+WIDE_TILE_MS = (64, 128, 256)
+_SHARED_BYTES = 232448  # of a CTA
+_MOST_SLOTS = 24
+_HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
+_BARRIERS = 16  # bytes of a slot
+_MAX_TEAMS = 4
+_MAX_ROWS = 512  # of x, over all warpgroups
+_MAX_CLUSTER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WideTactic:
+    """How the kernel is cut: the fields of its Spec."""
+
+    tile_m: int
+    groups: int
+    depth: int = 1
+    split: int = 1
+    cluster: int = 1
+    divided: bool = False
+    band: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideSpec(KernelSpec):
+    """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
+
+    ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster those of a tile. Instead, a
+    cluster may be ``cluster`` CTAs that share rows of x, and the last tiles may be ``divided`` among all clusters.
+    Tiles follow each other in bands of ``band`` along the rows of x.
+    """
+
+    dtype: DType
+    out_dtype: DType
+    format: BlockFormat
+    tile_m: int
+    groups: int
+    depth: int
+    split: int
+    cluster: int
+    divided: bool
+    band: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in zip(
+            ("tile_m", "depth", "cluster", "groups", "split"),
+            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            strict=True,
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+        if self.sharers > 1 and (self.cluster > 1 or self.divided):
+            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
+        if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
+            enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
+            raise ArgumentError("groups", self.groups, enough)
+        if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
+            raise ArgumentError("groups", self.groups, "so few that shared memory has room for their sums")
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that multiply."""
+        return self.groups * self.depth
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.teams + 1)
+
+    @property
+    def sharers(self) -> int:
+        """Warpgroups that have sums of the same elements."""
+        return self.split * self.depth
+
+    @property
+    def parts(self) -> int:
+        """Of the rows of x of a tile, each of which one sharer adds up and writes: a power of two."""
+        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER)
+
+    @property
+    def slots(self) -> int:
+        """Half steps of x in flight: as many as shared memory has room for."""
+        return max(slots for slots in range(2, _MOST_SLOTS + 1) if self._bytes(slots) <= _SHARED_BYTES)
+
+    @property
+    def weight_slots(self) -> int:
+        """Steps of the weight in flight."""
+        return _weight_slots(self.slots)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses."""
+        return self._bytes(self.slots)
+
+    @property
+    def words_bytes(self) -> int:
+        """Of the workspace, before the sums: a word of each warpgroup."""
+        return 16384
+
+    def workspace_bytes(self, ctas: int) -> int:
+        """What CTAs need to leave sums for each other; 0 where they do not."""
+        return self.words_bytes + ctas * self._sums if self.divided else 0
+
+    @property
+    def _slot(self) -> int:
+        return self.tile_m * _HALF_ROW_BYTES
+
+    @property
+    def _sums(self) -> int:
+        return 4 * self.teams * TILE_ROWS * self.tile_m
+
+    def _bytes(self, slots: int) -> int:
+        weights = _weight_slots(slots) * (self.groups * tile_bytes(self.format) + _BARRIERS)
+        out = self.teams * self.tile_m // self.parts * 2 * TILE_ROWS
+        return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
+
+
+def _weight_slots(slots: int) -> int:
+    return slots // 2 + 1
+
+
+def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+    """The kernel that a tactic makes for a problem."""
+    return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    if arch.name != "sm_90a":
+        return "its products are instructions of sm_90a"
+    if 2 * problem.m <= tactic.tile_m:
+        return "half of its rows of x would be empty"
+    if tactic.split > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
+    return None
+
+
+def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
+    """As many clusters as tiles; persistent ones no more than fill the GPU, divided tiles just as many."""
+    spec = specialise(problem, tactic)
+    width = tactic.cluster * tactic.split
+    rows = TILE_ROWS * tactic.groups * tactic.cluster
+    clusters = ceil_div(problem.m, tactic.tile_m) * ceil_div(problem.n, rows)
+    if spec.sharers == 1:
+        most = arch.num_sms // tactic.cluster
+        steps = clusters * ceil_div(problem.k, TILE_COLS)
+        clusters = min(most, steps if tactic.divided else clusters)
+    grid, cluster = (clusters * width, 1, 1), (width, 1, 1)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)

@@ -1,0 +1,209 @@
+"""Checks of caches, lists and scales, before anything is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.families.kv.operation import steps
+from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
+from jitfp4.formats import NVFP4
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""K and V: stacked in the second dimension, or a pair."""
+
+CODE_DTYPES = (torch.uint8, *([torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []))
+APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
+SF_DTYPES = (*APPEND_SF_DTYPES, torch.uint8)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+_LAYOUTS = ("NHD", "HND")
+_V_SF_LAYOUTS = {"linear": False, "interleaved4": True}
+_LIMIT = 1 << 32  # of strides in bytes and of slots: the kernels multiply and divide in 32 bits
+_MAX_TOKENS = 1 << 31
+_MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token: two chunks each, two sides
+
+_known_scales = WeakTensorKeyDictionary()  # a scale to the version of it that was found positive and finite
+
+
+class Side(NamedTuple):
+    """Codes [pages, tokens, heads, d/2] and scales [pages, tokens, heads, d/16] of K or V, as uint8 views."""
+
+    codes: torch.Tensor
+    sf: torch.Tensor
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * self.codes.shape[-1]
+
+    def like(self, other: Side) -> bool:
+        """Whether one launch can serve both: equal shapes and strides."""
+        return all(a.shape == b.shape and steps(a) == steps(b) for a, b in zip(self, other, strict=True))
+
+
+def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a cache."""
+    if isinstance(cache, torch.Tensor):
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise ArgumentError(name, f"shape {tuple(cache.shape)}", "[pages, 2, ...], five dimensions, or a pair")
+        return cache[:, 0], cache[:, 1]
+    allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
+    if not isinstance(cache, (tuple, list)):
+        raise ArgumentTypeError(name, type(cache).__name__, allowed)
+    if len(cache) != 2 or not all(isinstance(side, torch.Tensor) for side in cache):
+        raise ArgumentTypeError(name, f"({', '.join(type(side).__name__ for side in cache)})", allowed)
+    return cache[0], cache[1]
+
+
+def sides(
+    codes: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    kv_layout: str,
+    sf_dtypes: Collection[torch.dtype] = SF_DTYPES,
+) -> tuple[Side, Side]:
+    """K and V of a paged cache whose scales lie as its codes do."""
+    k, v = (
+        Side(_as_nhd("paged_kv_cache", x, kv_layout, CODE_DTYPES), _as_nhd("kv_cache_sf", sf, kv_layout, sf_dtypes))
+        for x, sf in zip(codes, scales, strict=True)
+    )
+    for side in (k, v):
+        check_side("paged_kv_cache", "kv_cache_sf", side)
+        check_same_device("paged_kv_cache", side.codes, k.codes)
+    if v.codes.shape[:-1] != k.codes.shape[:-1]:
+        raise ArgumentError("paged_kv_cache", f"V of {tuple(v.codes.shape)}", f"pages as K's, {tuple(k.codes.shape)}")
+    return k, v
+
+
+def check_side(name: str, sf_name: str, side: Side) -> None:
+    """Codes and scales fit each other, and the kernels can address them."""
+    *place, width = side.codes.shape
+    if width == 0 or 2 * width % NVFP4.block:
+        raise ArgumentError(name, f"d = {2 * width}", f"a positive multiple of {NVFP4.block}")
+    if (want := (*place, width // 8)) != tuple(side.sf.shape):
+        raise ArgumentError(sf_name, f"{tuple(side.sf.shape)}", f"{want}: pages, tokens, heads and d/16 of the codes")
+    check_device(name, side.codes)
+    check_same_device(sf_name, side.sf, side.codes)
+    _check_strides(name, side.codes, 1)
+    _check_strides(sf_name, side.sf, 1)
+    if place[0] * place[1] >= _LIMIT:
+        raise ArgumentError(name, f"{place[0] * place[1]} tokens", "less than 2^32")
+
+
+def _as_nhd(name: str, tensor: torch.Tensor, kv_layout: str, dtypes: Collection[torch.dtype]) -> torch.Tensor:
+    check_dtype(name, tensor, dtypes)
+    if tensor.dim() != 4:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", "four dimensions for each of K and V")
+    check_unit_stride(name, tensor)
+    return nhd(tensor.view(torch.uint8), kv_layout)
+
+
+def nhd(tensor: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """Pages in the order that ``kv_layout`` names, as [pages, tokens, heads, ...]."""
+    if kv_layout not in _LAYOUTS:
+        raise ArgumentError("kv_layout", repr(kv_layout), " or ".join(_LAYOUTS))
+    return tensor.transpose(1, 2) if kv_layout == "HND" else tensor
+
+
+def is_interleaved(v_sf_layout: str, head_dim: int, page_size: int) -> bool:
+    """Whether V's scales are interleaved by 4 tokens, which asks for whole groups of tokens and of columns."""
+    if v_sf_layout not in _V_SF_LAYOUTS:
+        raise ArgumentError("v_sf_layout", repr(v_sf_layout), " or ".join(_V_SF_LAYOUTS))
+    if _V_SF_LAYOUTS[v_sf_layout] and (page_size % 4 or head_dim % 64):
+        got = f"{v_sf_layout} with pages of {page_size} tokens and d = {head_dim}"
+        raise ArgumentError("v_sf_layout", got, "page_size % 4 == 0 and d % 64 == 0")
+    return _V_SF_LAYOUTS[v_sf_layout]
+
+
+def check_rows(name: str, x: torch.Tensor, dims: int, dtypes: Collection[torch.dtype]) -> None:
+    """``x`` has ``dims`` dimensions; the last one is contiguous whole blocks, the others step by 16 bytes."""
+    check_dtype(name, x, dtypes)
+    check_device(name, x)
+    if x.dim() != dims or x.shape[-1] == 0 or x.shape[-1] % NVFP4.block:
+        allowed = f"{dims} dimensions, the last a positive multiple of {NVFP4.block}"
+        raise ArgumentError(name, f"shape {tuple(x.shape)}", allowed)
+    check_unit_stride(name, x)
+    _check_strides(name, x, 16)
+
+
+def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Neighbours of the last dimension are neighbours in memory."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
+
+
+def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
+    for size, step in zip(tensor.shape, steps(tensor), strict=False):
+        step *= tensor.element_size()
+        if step % multiple or step >= _LIMIT or (step == 0 and size > 1):
+            allowed = f"positive multiples of {multiple} bytes below 2^32"
+            raise ArgumentError(name, f"strides {tensor.stride()}", allowed)
+
+
+def check_work(name: str, tokens: int, blocks: int) -> None:
+    """The kernels count tokens in 31 bits, and a grid holds so many blocks of a token."""
+    if tokens >= _MAX_TOKENS or blocks > _MAX_BLOCKS:
+        allowed = f"less than 2^31 tokens, of at most {_MAX_BLOCKS} blocks of 16 elements"
+        raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", allowed)
+
+
+def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | None = None) -> None:
+    """``values`` is a contiguous list of integers on ``like``'s device, of ``size`` entries unless that is None."""
+    check_dtype(name, values, INDEX_DTYPES)
+    check_same_device(name, values, like)
+    check_contiguous(name, values)
+    if values.dim() != 1 or (size is not None and values.numel() != size):
+        raise ArgumentError(name, f"shape {tuple(values.shape)}", "one dimension" if size is None else f"({size},)")
+
+
+def decode_scales(
+    k_scale: torch.Tensor | float, v_scale: torch.Tensor | float, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both decode scales as one float32 each on ``like``'s device, positive and finite.
+
+    The values of tensors are read with one copy to the host, unless they were read before and have not changed since.
+    While a CUDA graph is captured nothing may be read or made: only a tensor that is right is taken.
+    """
+    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    k, v = (_decode_scale(name, scale, like, capturing) for name, scale in given.items())
+    if not (capturing or torch.compiler.is_compiling() or like.is_meta):
+        unread = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and not _is_known(x)}
+        if unread:
+            values = torch.stack([x.detach().reshape(()).to(like.device) for x in unread.values()]).tolist()
+            for (name, scale), value in zip(unread.items(), values, strict=True):
+                _check_decode_scale(name, value)
+                if not scale.is_inference():
+                    _known_scales[scale] = scale._version
+    return k, v
+
+
+def _is_known(scale: torch.Tensor) -> bool:
+    return not scale.is_inference() and _known_scales.get(scale) == scale._version
+
+
+def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, capturing: bool) -> torch.Tensor:
+    allowed = f"one float32 on {like.device}, while a CUDA graph is captured"
+    if isinstance(scale, torch.Tensor):
+        check_dtype(name, scale, (torch.float32,))
+        if scale.numel() != 1:
+            raise ArgumentError(name, f"{scale.numel()} elements", "one")
+        if capturing and scale.device != like.device:
+            raise ArgumentError(name, f"a tensor on {scale.device}", allowed)
+        return scale if scale.device == like.device else scale.to(like.device)
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise ArgumentTypeError(name, type(scale).__name__, "a number or a tensor")
+    if capturing:
+        raise ArgumentError(name, scale, allowed)
+    _check_decode_scale(name, float(scale))
+    return torch.full((1,), float(scale), dtype=torch.float32, device=like.device)
+
+
+def _check_decode_scale(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ArgumentError(name, value, "a positive finite decode scale")

@@ -1,0 +1,58 @@
+"""Which tactic a KV cache gets, and the problems that meet every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from jitfp4.arch import Arch
+from jitfp4.families.kv.problem import (
+    DTYPES,
+    Addressing,
+    DequantizeProblem,
+    DequantizeTactic,
+    QuantizeProblem,
+    QuantizeTactic,
+)
+from jitfp4.selection import Row, Table
+
+_FEW, _SOME = 1000, 12000  # blocks or chunks for each SM
+
+QUANTIZE = Table(
+    (
+        Row(QuantizeTactic(1, 128), {"blocks_per_sm": _FEW}),
+        Row(QuantizeTactic(4, 128), {"addressing": Addressing.POSITIONS}),
+        Row(QuantizeTactic(1, 128), {"blocks_per_sm": _SOME}),
+        Row(QuantizeTactic(2, 64)),
+    ),
+    measured="h200/kv_tactics.csv",
+)
+DEQUANTIZE = Table(
+    (
+        Row(DequantizeTactic(2, 128), {"chunks_per_sm": _FEW}),
+        Row(DequantizeTactic(1, 256), {"chunks_per_sm": _FEW}),
+        Row(DequantizeTactic(4, 128)),
+        Row(DequantizeTactic(8, 128, by_cta=True)),
+    ),
+    measured="h200/kv_tactics.csv",
+)
+
+QUANTIZE_TACTICS = tuple(QuantizeTactic(*cut) for cut in product((1, 2, 4), (64, 128, 256)))
+DEQUANTIZE_TACTICS = (
+    *(DequantizeTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256))),
+    *(DequantizeTactic(*cut, by_cta=True) for cut in product((4, 8), (128, 256))),
+)
+
+_MANY = 1 << 20  # tokens
+
+
+def quantize_problems(_: Arch) -> Iterator[QuantizeProblem]:
+    """Few, some and many tokens."""
+    for in_dtype, addressing, tokens in product(DTYPES.values(), Addressing, (1, 4096, _MANY)):
+        yield QuantizeProblem(in_dtype, addressing, tokens, blocks=64, sides=2)
+
+
+def dequantize_problems(_: Arch) -> Iterator[DequantizeProblem]:
+    """Few and many tokens, without pages and in those of every kind."""
+    for out_dtype, page_size, tokens in product(DTYPES.values(), (0, 1, 2, 4), (1, _MANY)):
+        yield DequantizeProblem(out_dtype, page_size, 1, tokens, chunks=128, sides=2)

@@ -1,0 +1,83 @@
+"""What every public function of tensors has: flags of the declared types, and calls that are repeated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+
+import torch
+
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.layouts import SfLayout
+from jitfp4.replay import replayed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# By annotation: the exact types that a value may have, and what an error calls them.
+_ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
+    NoneType: ((NoneType,), "None"),
+    bool: ((bool,), "a bool"),
+    int: ((int,), "an int"),
+    float: ((float, int), "a finite number"),
+    str: ((str,), "a str"),
+    torch.dtype: ((torch.dtype,), "a torch.dtype"),
+    SfLayout: ((SfLayout, int), "an SfLayout or its int"),
+    torch.Tensor: ((), "a torch.Tensor"),
+}
+
+
+def public(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function.
+
+    An argument that is not of a type that its annotation names is an ArgumentTypeError (a bool is no number, and a
+    number is no bool), as is a sparse tensor; a number that is NaN, infinite or too large for float64 is an
+    ArgumentError. Annotations that name other types are not looked at. See ``replayed`` for what follows.
+    """
+    return replayed(_checked(function))
+
+
+def _checked(function: Callable[P, R]) -> Callable[P, R]:
+    hints = get_type_hints(function)
+    names = list(inspect.signature(function).parameters)
+    rules = {name: rule for name in names if (rule := _rule(hints[name])) is not None}
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if name in rules:
+                _check(name, value, *rules[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _rule(hint: Any) -> tuple[frozenset[type], bool, str] | None:
+    """The types that a value may have, whether it may be a tensor, and the words for both."""
+    members = get_args(hint) or (hint,)
+    if any(member not in _ALLOWED for member in members):
+        return None
+    types = frozenset(kind for member in members for kind in _ALLOWED[member][0])
+    return types, torch.Tensor in members, " or ".join(_ALLOWED[member][1] for member in members)
+
+
+def _check(name: str, value: Any, types: frozenset[type], may_be_tensor: bool, words: str) -> None:
+    if may_be_tensor and isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise ArgumentTypeError(name, f"a tensor of layout {value.layout}", "a strided tensor")
+        return
+    if type(value) not in types:
+        raise ArgumentTypeError(name, f"{type(value).__name__} {value!r}"[:100], words)
+    if float in types and value is not None and not torch.compiler.is_dynamo_compiling() and not _is_finite(value):
+        raise ArgumentError(name, f"{value}"[:40] if type(value) is float else "an int of over 1000 bits", words)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float64 holds
+        return False

@@ -1,0 +1,44 @@
+"""Products with a weight that is known exactly, and how far a kernel may be from them."""
+
+from __future__ import annotations
+
+import torch
+
+_STEP = 16  # products that a tensor core adds at once
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """float64 [m, n]: ``alpha * (x weight^T) + bias`` of x [m, k] and a weight [n, k]; None is 1 and 0."""
+    product = x.double() @ weight.double().T
+    if alpha is not None:
+        product = product * alpha.double().reshape(())
+    return product if bias is None else product + bias.double()
+
+
+def error_bound(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """How far each element of a kernel's result may be from matmul(): float64 [m, n].
+
+    Products of 16-bit floats are exact. A tensor core adds 16 of them to a float32 sum, each term and the sum cut off
+    at 2^-23 of the largest; sums of warps and CTAs are at most 128 more. So the sum is off by no more than
+    ``(k / 16 + 17 + 128) * 2^-23`` of the sum of magnitudes. Scaling, adding bias and rounding to ``out_dtype`` add
+    their own.
+    """
+    k = x.shape[1]
+    magnitudes = matmul(x.abs(), weight.abs(), None if alpha is None else alpha.abs(), None)
+    exact = matmul(x, weight, alpha, bias).abs()
+    units = torch.finfo(out_dtype)
+    absolute = magnitudes * (k / _STEP + 17 + 128) * 2.0**-23 + exact * 2.0**-21
+    if bias is not None:
+        absolute = absolute + bias.double().abs() * 2.0**-23
+    return absolute + (exact + absolute) * units.eps / 2 + units.smallest_normal * units.eps

@@ -1,0 +1,259 @@
+"""Tables against the measurements that they name, and against the problems and tactics of their operations."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jitfp4.arch import ARCHS, Arch
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
+from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic
+from jitfp4.families.gemm.problem import Problem as GemmProblem
+from jitfp4.families.kv import operation as kv
+from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
+from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.families.norm.problem import Problem as NormProblem
+from jitfp4.families.norm.problem import Scale, Tactic
+from jitfp4.families.quantize.operation import DEQUANTIZE, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE
+from jitfp4.families.quantize.problem import Problem as QuantizeProblem
+from jitfp4.families.quantize.problem import TmaTactic, VectorTactic
+from jitfp4.formats import NVFP4, DType
+from jitfp4.kernel import AnyKernel, kernels
+from jitfp4.layouts import SfLayout
+from jitfp4.operation import Operation
+from jitfp4.selection import Row, Table, table_for
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+H200 = ARCHS["sm_90a"]
+OPERATIONS = [
+    GATED_DELTA_RULE,
+    MM_BF16_FP4,
+    RMSNORM,
+    QUANTIZE,
+    QUANTIZE_BATCH,
+    ROW_SCALE,
+    DEQUANTIZE,
+    kv.quantize,
+    kv.dequantize,
+]
+Line = Mapping[str, str]
+Measured = dict[Any, float]
+
+
+# ---- what was measured -----------------------------------------------------------------------------------------------
+
+
+def lines_of(operation: Operation[Any, Any]) -> list[Line]:
+    """The measurements that the H200's table names."""
+    (table,) = (table for table in operation.tables if not table.archs)
+    with (RESULTS / table.measured).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def delta_rule_cases() -> Iterator[tuple[DeltaRuleProblem, Measured]]:
+    """Of bench.search_gdn: 32 value heads of 128."""
+    for (state, _, steps, tokens, batch), lines in cases(lines_of(GATED_DELTA_RULE), 5):
+        problem = DeltaRuleProblem(
+            dtype=DType.BF16,
+            state_dtype=DType.BF16 if state == "bf16" else DType.F32,
+            state_layout=StateLayout.KV if "[K, V]" in state else StateLayout.VK,
+            head_dim=128,
+            tokens=int(tokens),
+            batch=int(batch),
+            value_heads=32,
+            store_steps=steps == "True",
+        )
+        yield problem, {delta_rule_tactic(line): float(line["us"]) for line in lines}
+
+
+def delta_rule_tactic(line: Line) -> WalkTactic | ChunkTactic:
+    if line["kernel"] == "chunk":
+        return ChunkTactic(int(line["warps"]), int(line["ahead"]))
+    numbers = {name: int(line[name]) for name in ("tile_v", "ilp_rows", "warps", "ctas_per_sm", "ahead")}
+    flags = {name: line[name] == "True" for name in ("use_smem_v", "keep_state", "bulk_stores")}
+    return WalkTactic(**numbers, **flags)
+
+
+def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
+    """Of bench.search_norm: float16 to NVFP4 with linear scales."""
+    for (op, rows, hidden), lines in cases(lines_of(RMSNORM), 3):
+        problem = NormProblem(
+            in_dtype=DType.F16,
+            block=16,
+            scale=Scale.E4M3,
+            add=op == "add_rmsnorm",
+            padded=False,
+            m=int(rows),
+            h=int(hidden),
+        )
+        yield problem, {norm_tactic(line["shape"]): float(line["us"]) for line in lines}
+
+
+def norm_tactic(shape: str) -> Tactic:
+    units, warps = shape.rstrip("c").split("x")
+    return Tactic(int(units), int(warps), clustered=shape.endswith("c"))
+
+
+def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
+    """Of bench.bench_quantize, variants: bf16 to NVFP4 with 128x4 scales."""
+    measured: dict[tuple[int, int], Measured] = {}
+    for line in lines_of(QUANTIZE):
+        blocks, threads, stages, ctas = (
+            int(line[name]) for name in ("blocks_per_thread", "threads", "stages", "ctas_per_sm")
+        )
+        tactic = TmaTactic(stages, ctas, blocks) if line["case"] == "tma" else VectorTactic(blocks, threads)
+        measured.setdefault((int(line["m"]), int(line["k"])), {})[tactic] = float(line["us"])
+    for (m, k), times in measured.items():
+        yield QuantizeProblem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k), times
+
+
+def kv_quantize_cases() -> Iterator[tuple[kv.QuantizeProblem, Measured]]:
+    """Of bench.bench_kv, tactics: tokens of 8 heads of 128, K and V."""
+    appends = [line for line in lines_of(kv.quantize) if line["case"].startswith("append")]
+    for (case, _, tokens), lines in cases(appends, 3):
+        addressing = kv.Addressing.SLOTS if case == "append by slot" else kv.Addressing.POSITIONS
+        problem = kv.QuantizeProblem(DType.BF16, addressing, int(tokens), blocks=64, sides=2)
+        yield problem, {kv_tactic(QuantizeTactic, line): float(line["us"]) for line in lines}
+
+
+def kv_dequantize_cases() -> Iterator[tuple[kv.DequantizeProblem, Measured]]:
+    """Of the same: sequences of 8 heads of 128, K and V, in pages of 16 and of 1."""
+    reads = [line for line in lines_of(kv.dequantize) if line["case"].startswith("dequantize")]
+    for (_, page, tokens), lines in cases(reads, 3):
+        problem = kv.DequantizeProblem(DType.BF16, int(page), 1, int(tokens), chunks=128, sides=2)
+        yield (
+            problem,
+            {kv_tactic(DequantizeTactic, line, line["by_cta"] == "True"): float(line["us"]) for line in lines},
+        )
+
+
+def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
+    return kind(int(line["per_thread"]), int(line["threads"]), *more)
+
+
+def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; as many rows as the kernel for few is meant for."""
+    names = NarrowTactic.__dataclass_fields__
+    for (n, k, m), lines in cases(lines_of(MM_BF16_FP4), 3):
+        if int(m) <= 32:
+            measured = {NarrowTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+            yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+
+
+def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], list[Line]]]:
+    """Lines by what their first columns say."""
+    for key, group in groupby(lines, lambda line: tuple(list(line.values())[:columns])):
+        yield key, list(group)
+
+
+@pytest.mark.parametrize(
+    ("operation", "replay", "count", "bound"),
+    [
+        (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (MM_BF16_FP4, gemm_cases, 48, 1.12),
+        (RMSNORM, norm_cases, 96, 1.10),
+        (QUANTIZE, quantize_cases, 7, 1.10),
+        (kv.quantize, kv_quantize_cases, 4, 1.10),
+        (kv.dequantize, kv_dequantize_cases, 6, 1.10),
+    ],
+    ids=["gdn", "gemm", "norm", "quantize", "kv write", "kv read"],
+)
+def test_what_is_selected_is_nearly_the_best_that_was_measured(
+    operation: Operation[Any, Any],
+    replay: Callable[[], Iterator[tuple[Any, Measured]]],
+    count: int,
+    bound: float,
+) -> None:
+    met, slower = 0, []
+    for problem, measured in replay():
+        tactic = operation.select(problem, H200)
+        assert tactic in measured, f"{tactic} was not measured for {problem}"
+        ratio = measured[tactic] / min(measured.values())
+        slower += [f"{ratio:.3f} for {problem}"] if ratio > bound else []
+        met += 1
+    assert met == count
+    assert not slower, "\n".join(slower)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
+    for table in operation.tables:
+        assert (RESULTS / table.measured).is_file()
+
+
+# ---- problems and tactics --------------------------------------------------------------------------------------------
+
+
+def selected_rows(operation: Operation[Any, Any]) -> Iterator[tuple[Table[Any], Row[Any]]]:
+    """Table and row that each problem gets on each architecture."""
+    for arch in ARCHS.values():
+        table = table_for(operation.tables, arch)
+        for problem in operation._problems(arch):
+            fitting = (row for row in table.rows if row.fits(problem, arch))
+            row = next(
+                row for row in fitting if not kernel_of(operation, row.tactic).rejects(problem, row.tactic, arch)
+            )
+            assert operation.select(problem, arch) is row.tactic
+            yield table, row
+
+
+def kernel_of(operation: Operation[Any, Any], tactic: object) -> AnyKernel:
+    return next(kernel for kernel in operation.kernels if kernel.tactic is type(tactic))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_every_row_is_met_by_a_problem_on_some_architecture(operation: Operation[Any, Any]) -> None:
+    missed = [row for table in operation.tables for row in table.rows]
+    for _, met in selected_rows(operation):
+        missed = [row for row in missed if row is not met]
+        if not missed:
+            return
+    raise AssertionError(missed)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any, Any]) -> None:
+    for table in operation.tables:
+        for row in table.rows:
+            assert row.tactic in kernel_of(operation, row.tactic).tactics
+
+
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
+def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
+    """A field that no problem and no candidate sets otherwise is dead."""
+    (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
+    constant = {name: set() for name in kernel.spec.__dataclass_fields__}
+    for arch in ARCHS.values():
+        problems = list(operation._problems(arch))
+        random.Random(0).shuffle(problems)  # so that a few of them show all values
+        for problem in problems:
+            for tactic in kernel.candidates(problem, arch):
+                spec = kernel.specialise(problem, tactic)
+                constant = {name: seen | {getattr(spec, name)} for name, seen in constant.items() if len(seen) < 2}
+            if not any(len(seen) < 2 for seen in constant.values()):
+                return
+    assert not constant, f"the same in every specialisation: {constant}"
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_launches_stay_within_what_the_kernel_is_compiled_for(operation: Operation[Any, Any], arch: Arch) -> None:
+    """Threads within __launch_bounds__, shared memory within the architecture's."""
+    for problem in operation._problems(arch):
+        tactic = operation.select(problem, arch)
+        plan = operation.plan(problem, arch)
+        spec, (x, y, z) = plan.spec, plan.geometry.block
+        bounds = [getattr(spec, name) for name in ("max_threads", "threads") if hasattr(spec, name)]
+        most = bounds[0] if bounds else 32 * (spec.consumers + 1 if isinstance(tactic, TmaTactic) else spec.warps)
+        assert 0 < x * y * z <= most <= 1024, (problem, tactic)
+        assert plan.geometry.shared_bytes <= arch.shared_bytes, (problem, tactic)
+        assert min(plan.geometry.grid) > 0 and max(plan.geometry.grid[1:]) <= 65535, (problem, tactic)

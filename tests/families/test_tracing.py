@@ -1,0 +1,139 @@
+"""What torch's tracers see of the public functions and of their operators."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+from jitfp4 import ArgumentError, SfLayout
+from tests.support.compare import assert_same_bytes
+from tests.support.gdn import case
+
+ROOT = Path(__file__).parents[2]
+A = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+BATCH = torch.stack([A, A.flip(0)])
+WEIGHT, SCALE = A[0].clone(), torch.ones(1)
+CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
+POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
+MASK = torch.tensor([6, 6], dtype=torch.int32)
+DELTA_RULE = case(2, 2)
+BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
+Function = Callable[..., Any]
+
+
+def delta_rule(*given: torch.Tensor) -> Any:
+    changed = dict(zip(BY_REQUEST, given, strict=True)) | {"initial_state": DELTA_RULE["initial_state"].clone()}
+    return jitfp4.gated_delta_rule_mtp(**(DELTA_RULE | changed))
+
+
+CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
+    "nvfp4_quantize": (lambda a: jitfp4.nvfp4_quantize(a, SCALE), (A,)),
+    "nvfp4_quantize, linear": (lambda a: jitfp4.nvfp4_quantize(a, SCALE, SfLayout.layout_linear), (A,)),
+    "nvfp4_quantize, per token": (lambda a: jitfp4.nvfp4_quantize(a, SCALE, per_token_activation=True), (A,)),
+    "nvfp4_quantize, out": (
+        lambda a, out: jitfp4.nvfp4_quantize(a, SCALE, SfLayout.layout_linear, out=out),
+        (A, torch.zeros_like(CODES)),
+    ),
+    "mxfp4_quantize": (jitfp4.mxfp4_quantize, (A,)),
+    "fp4_quantize": (lambda a: jitfp4.fp4_quantize(a, SCALE), (A,)),
+    "silu_and_mul_nvfp4_quantize": (lambda a: jitfp4.silu_and_mul_nvfp4_quantize(a, SCALE), (A,)),
+    "nvfp4_batched_quantize": (lambda a: jitfp4.nvfp4_batched_quantize(a, SCALE), (BATCH,)),
+    "scaled_fp4_grouped_quantize": (jitfp4.scaled_fp4_grouped_quantize, (BATCH, MASK, torch.ones(2))),
+    "nvfp4_dequantize": (lambda q, sf: jitfp4.nvfp4_dequantize(q, sf, 1.0, SfLayout.layout_linear), (CODES, SCALES)),
+    "mxfp4_dequantize": (lambda q, sf: jitfp4.mxfp4_dequantize(q, sf, SfLayout.layout_linear), POWERS),
+    "rmsnorm_fp4quant": (lambda x: jitfp4.rmsnorm_fp4quant(x, WEIGHT), (A,)),
+    "rmsnorm_fp4quant, rank 3": (lambda x: jitfp4.rmsnorm_fp4quant(x, WEIGHT), (BATCH,)),
+    "add_rmsnorm_fp4quant": (
+        lambda x, residual: jitfp4.add_rmsnorm_fp4quant(x, residual, WEIGHT, output_both_sf_layouts=True),
+        (A, A.flip(0)),
+    ),
+    "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
+}
+
+
+def copies(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("which", ["the first", "all"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_size_that_nobody_knows(name: str, which: str) -> None:
+    """torch.compile in one piece, with a number of rows that is data (unbacked): nothing branches on it."""
+    function, tensors = CALLS[name]
+    want, given = function(*copies(tensors)), copies(tensors)
+    torch.compiler.reset()
+    for tensor in given if which == "all" else given[:1]:
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    got = torch.compile(function, fullgraph=True, backend="aot_eager")(*given)
+    wanted = want if isinstance(want, tuple) else (want,)
+    for left, right in zip(got if isinstance(got, tuple) else (got,), wanted, strict=True):
+        assert_same_bytes("result", left.contiguous(), right.contiguous())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_unknown_sizes_that_differ_are_found() -> None:
+    function, (x, residual) = CALLS["add_rmsnorm_fp4quant"]
+    given = [x.clone(), residual[:5].clone()]
+    torch.compiler.reset()
+    for tensor in given:
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    with pytest.raises((RuntimeError, AssertionError)):  # torch's, at run time or by its guards
+        torch.compile(function, fullgraph=True, backend="aot_eager")(*given)
+    with pytest.raises(ArgumentError, match="residual"):
+        function(*given)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("operator", ["quantize", "quantize_batch", "row_scale", "dequantize", "rmsnorm_fp4quant",
+                                      "gated_delta_rule"])  # fmt: skip
+def test_operators_pass_opcheck(operator: str) -> None:
+    out, out_sf, rows = torch.zeros_like(CODES), torch.zeros_like(SCALES), torch.zeros(6)
+    delta = {name: DELTA_RULE[name] for name in ("q", "k", "v", "initial_state", "A_log", "a", "dt_bias", "b")}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "quantize": (A, SCALE, out, out_sf, "nvfp4", 2, False, None, ""),
+        "quantize_batch": (
+            *(BATCH, MASK, torch.ones(2), False),
+            *(torch.zeros(2, 6, 32, dtype=torch.uint8), torch.zeros(2, 512, dtype=torch.uint8), False, None),
+        ),
+        "row_scale": (A, SCALE, rows, rows.clone(), None),
+        "dequantize": (CODES, SCALES, SCALE, torch.zeros(6, 64), "nvfp4", 2, None, ""),
+        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None, ""),
+        "gated_delta_rule": (
+            *delta.values(),
+            *(0.125, torch.zeros_like(DELTA_RULE["v"]), DELTA_RULE["initial_state_indices"], None, None, None),
+            *(True, True, False, None, ""),
+        ),
+    }
+    torch.library.opcheck(getattr(torch.ops.jitfp4, operator).default, arguments[operator])
+
+
+def test_vmap_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match="rule not implemented for jitfp4::quantize"):
+        torch.func.vmap(lambda a: jitfp4.nvfp4_quantize(a, 1.0))(BATCH)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_exported_program_runs_where_the_families_are_imported(tmp_path: Path) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return jitfp4.nvfp4_quantize(a, 1.0)
+
+    file = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Module(), (A,)), file)
+    torch.save(A, tmp_path / "a.pt")
+    program = (
+        "import sys, torch, jitfp4.families; a = torch.load(sys.argv[2]);"
+        "print(sum(int(x.long().sum()) for x in torch.export.load(sys.argv[1]).module()(a)))"
+    )
+    command = [sys.executable, "-c", program, str(file), str(tmp_path / "a.pt")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(int(x.long().sum()) for x in jitfp4.nvfp4_quantize(A, 1.0))
