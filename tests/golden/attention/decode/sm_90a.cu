@@ -1,5 +1,5 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
 //
 // Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
 // own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax against a reference of its own
@@ -10,7 +10,7 @@
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
 constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
@@ -293,37 +293,47 @@ __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
 }
 
 // ---- partials/mma_half -----------------------------------------------------
-// Matrices of 16-bit floats in a warp's registers, two neighbours of a row in each. With g = lane / 4 and c = lane % 4,
-// an 8 x 8 matrix is [g][2 c], [g][2 c + 1].
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
-// d += a b of a 16 x 16 by a 16 x 8 matrix in float32. a is a[g][2 c..], a[g + 8][2 c..], a[g][2 c + 8..],
-// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c], d[g + 8][2 c + 1].
-template <typename T> __device__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
+// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
-__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- attention/matrices ----------------------------------------------------
+// 8 x 8 matrices of 16-bit floats, whose lanes hold pairs as in partials/mma_half, the other way round.
+namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
   uint32 d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
-// Four matrices from shared memory: lane 8 i + r brings the address of row r of matrix i.
-__device__ __forceinline__ void ld_matrices(uint32 (&d)[4], uint32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
-}
-__device__ __forceinline__ void ld_matrices_transposed(uint32 (&d)[4], uint32 row) {
+// As load_matrices: of matrix i, a lane gets what stands at rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
 }
 }  // namespace ptx
 
@@ -399,6 +409,8 @@ template <bool kFirst, typename A, typename B> using Select = typename Choice<kF
 
 enum class Pages { kWhole, kHalves, kMany };  // of a tile: it lies in one, each half in one, or in any number
 
+constexpr int kCacheBits = 4;  // of an element of K and V
+
 using Query = bf16;
 using Out   = bf16;
 constexpr int  kHeadDim     = 128;
@@ -418,8 +430,8 @@ constexpr int   kThreads  = kWarps * kWarp;
 constexpr int   kTokenWarps = kWarps / kHeadWarps;  // take different tokens
 constexpr int   kBlocks   = kRows / 8;
 constexpr int   kSteps    = kHeadDim / 16;
-constexpr bool  kHalves   = false;
-constexpr int   kRowBytes = kHeadDim / 2, kScaleBytes = kHeadDim / 16;
+constexpr bool  kHalves   = kCacheBits == 16;
+constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr int   kQueryWords = kHeadDim / 32;
 
 struct Queries { uint32 words[kBlocks][kSteps][2]; };
@@ -541,6 +553,15 @@ struct Shares {
   int b, before;      // where this CTA's share begins, and the units of all requests ahead
 };
 
+// A share of `size` units or a little more, so that shares end where items of `tiles` do: whole items need no sum over
+// CTAs. Up to kRounding units of memory traffic cost less than such a sum.
+__device__ __forceinline__ int rounded(int size, int tiles) {
+  constexpr int kRounding = 32;
+  const int parts = max(1, tiles / size);
+  const int next  = size <= tiles ? (tiles + parts - 1) / parts : (size + tiles - 1) / tiles * tiles;
+  return next - size <= min(kRounding, size / 16) ? next : size;
+}
+
 struct Share {
   int size;   // of every CTA but the last
   int begin;  // of this CTA's
@@ -572,6 +593,9 @@ __device__ __forceinline__ bool find_share(
     total += s.units[w];
   }
   share.size  = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
+  Request any;
+  any.load(p, 0);
+  if (total % any.tiles == 0) share.size = rounded(share.size, any.tiles);
   share.begin = blockIdx.x * share.size;
   if (share.begin >= total) return false;
   int before = upto - units;
@@ -613,13 +637,41 @@ constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
 constexpr int kAbsentAt   = kVScalesAt + kTile * kScaleBytes;
 constexpr int kStageBytes = kAbsentAt + 16;
 constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
-static_assert(kTile == kWarp, "a lane for each row");
+static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
 
 // Where a chunk of a row stands in a tile, in bytes. Lines of 128 bytes are permuted so that reading K and V meets few
 // bank conflicts.
 __device__ __forceinline__ int place(int row, int chunk) {
   const int at = row * kChunks + chunk;
   return (kChunks == 2 ? at : kChunks == 4 ? at ^ (row & 6) : at ^ (row & 7)) * 16;
+}
+
+template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
+  if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
+  if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (kWords == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+
+// Of a row's chunks from `at` on; `place` is that of the first.
+template <int kWords>
+__device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
+  if constexpr (kWords <= 4) {
+    ld_words<kWords>(tile + place, w);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint32 four[4];
+      ld_words<4>(tile + (place ^ i * 4), four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[i + j] = four[j];
+    }
+  }
 }
 
 // Keeps the compiler from working out a lane's place again and again.
@@ -805,7 +857,11 @@ constexpr int   kValueWords = kHeadDim / 64;  // of a row of V
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
   return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
 }
-__device__ __forceinline__ int query_dim(int word, int c) { return c * (kHeadDim / 4) + 8 * word; }
+// What a lane needs of a query row for steps 2 w and 2 w + 1
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
 // The dimension of row g or g + 8 of step m
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
@@ -826,32 +882,24 @@ __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
 
-template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
-  if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
-  if constexpr (kWords == 2) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (kWords == 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
+// One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
+__device__ __forceinline__ uint32 low_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {lo, lo};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
 }
-
-// Of a row's chunks from `at` on; `place` is that of the first.
-template <int kWords>
-__device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
-  if constexpr (kWords <= 4) {
-    ld_words<kWords>(tile + place, w);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 4) {
-      uint32 four[4];
-      ld_words<4>(tile + (place ^ i * 4), four);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[i + j] = four[j];
-    }
-  }
+__device__ __forceinline__ uint32 high_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {hi, hi};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
 }
 
 // Where a lane finds its own in a stage.
@@ -882,13 +930,13 @@ __device__ __forceinline__ void scores(
   for (int i = 0; i < 2; ++i) {
     ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
     const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
-    if constexpr (kScaleBytes == 4) scale[i][0] = __byte_perm(decode_scales(*scales), 0, 0x1010);
+    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_scales(*scales));
     if constexpr (kScaleBytes > 4) {
 #pragma unroll
       for (int j = 0; j < kScaleBytes / 4; j += 2) {
         const uint32 two = decode_scales(*reinterpret_cast<const uint16*>(scales + j));
-        scale[i][j]     = __byte_perm(two, 0, 0x1010);
-        scale[i][j + 1] = __byte_perm(two, 0, 0x3232);
+        scale[i][j]     = low_twice(two);
+        scale[i][j + 1] = high_twice(two);
       }
     }
   }
@@ -907,7 +955,7 @@ __device__ __forceinline__ void scores(
           ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        ptx::mma<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+        ptx::mma_half<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
       }
     }
   }
@@ -976,7 +1024,7 @@ struct Values {
         const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
                              ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) ptx::mma<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
+        for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
       }
     }
   }
@@ -1008,7 +1056,7 @@ struct RawQueries {
       for (int w = 0; w < kQueryWords; ++w) {
 #pragma unroll
         for (int i = 0; i < kQueryRegs; ++i) x[n][w][i] = 0;
-        if (used) ld_halves<2 * kQueryRegs>(from + query_dim(w, c), x[n][w]);
+        if (used) ld_query(from, w, c, x[n][w]);
       }
     }
   }
@@ -1229,10 +1277,18 @@ __device__ __forceinline__ void put(State& state, Part& part) {
 #pragma unroll
       for (int distance = 4; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
       if (g == 0) part.reference[row] = state.reference[n][i], part.sum[row] = sum;
+      if constexpr (kHalves) {
 #pragma unroll
-      for (int m = 0; m < kSteps; ++m) {
-        part.o[row][value_dim(m, false, g)] = state.o[n][m][i];
-        part.o[row][value_dim(m, true, g)]  = state.o[n][m][i + 2];
+        for (int m = 0; m < kSteps; ++m) {
+          part.o[row][value_dim(m, false, g)] = state.o[n][m][i];
+          part.o[row][value_dim(m, true, g)]  = state.o[n][m][i + 2];
+        }
+      } else {  // a lane has neighbours
+#pragma unroll
+        for (int m = 0; m < kSteps; m += 2) {
+          *reinterpret_cast<float4*>(&part.o[row][value_dim(m, false, g)]) = {
+              state.o[n][m][i], state.o[n][m][i + 2], state.o[n][m + 1][i], state.o[n][m + 1][i + 2]};
+        }
       }
     }
   }
