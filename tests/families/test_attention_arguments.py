@@ -158,7 +158,7 @@ def test_the_wrapper_refuses() -> None:
         "fixed_split_size": 64,
         "disable_split_kv": True,
         "window_right": 1,
-        "kv_data_type": torch.bfloat16,
+        "kv_data_type": torch.int8,
         "q_data_type": "float17",
     }.items():
         options = {"q_data_type": "bfloat16", "kv_data_type": torch.uint8} | {name: value}
