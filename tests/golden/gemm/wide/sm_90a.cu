@@ -1,0 +1,1067 @@
+// gemm_wide, generated from templates/gemm/wide.cu.j2
+// spec: {"band":4,"cluster":1,"depth":1,"divided":false,"dtype":"bf16","format":"nvfp4","groups":2,"out_dtype":"bf16","split":4,"tile_m":64}
+//
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. The weight is the left operand
+// of the tensor cores, decoded in registers, and x the right one, in shared memory: rows of a product are rows of the
+// weight, and the epilogue transposes.
+//
+// A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
+// kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the weight,
+// of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two warpgroups
+// have the same rows, each with one half of every step.
+//
+// A cluster is one of two things.
+// - Of kCluster CTAs, each has rows of the weight of its own and copies a part of x for all. Such clusters are
+//   persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, each cluster getting
+//   as many: all clusters of a tile but the last leave partial sums in memory, which the last one adds in a fixed order.
+//   It waits only for clusters before it, and those leave their sums before they wait themselves, because a cluster
+//   walks its share backwards.
+// - Of kSplit CTAs, each has a part of the columns of one tile. They, and warpgroups with the same rows, add up their
+//   sums through shared memory, each for a part of the rows of x.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction, and what several need.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that does not change: the compiler may move the load, but not past a change of p.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// From global memory, not through L1.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
+// of that parity has ended; on a fresh barrier wait(1) passes at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// True in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// The box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// Where the 16-byte chunk of a row lies in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// To the place in the CTA `rank` that `p` has in this one.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and accesses to it.
+namespace ptx {
+// Read once: the first to leave L2. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  uint64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+// 16 bytes, of which the first `bytes` are read and the others zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last group become one.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread are there.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+// Waits for a number of threads, whole warps, at barrier i of the CTA.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// From the place in the CTA `rank` of the cluster that `p` has in this one.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %4, %5;\n"
+               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
+               "}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/warpgroup --------------------------------------------------------
+// Warpgroups: their matrix product, their registers, their barriers, and the copies around them.
+namespace ptx {
+// A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on of it lie 32 bytes on: 2
+// in the unit of this descriptor.
+__device__ __forceinline__ uint64 wgmma_tile(uint32 address) {
+  return uint64(address & 0x3FFFFu) >> 4 | uint64(1) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
+}
+// d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix. With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in
+// a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column
+// 8 (i / 4) + 2 t + i % 2. Both belong to the tensor cores until a wait.
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint64 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  setp.ne.b32 add, %37, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n"
+               "}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+               , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+               , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int32(add)));
+}
+// Before the first product, and whenever registers of one were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last kAllowed groups are through.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// threadIdx.x, read anew: it need not live in a register where these are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
+// Counts at barrier i of the CTA without waiting.
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// At the place in the CTA `rank` that the barrier has in this one.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
+               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+}
+
+// One piece of memory; its bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// A box to the same place in every CTA of the mask, where it counts towards the barrier at the same place.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Makes this thread's writes to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c says
+// where column c of matrix i goes, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+// What was written before, also by threads that this one has met at a barrier, is seen by who reads v with ld_acquire.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/weight -----------------------------------------------------------
+// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/families/gemm/weight.py describes it. Of each
+// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
+// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
+enum class Format { kNvfp4, kMxfp4 };
+
+constexpr int   kTileRows = 64, kTileCols = 128;
+constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
+constexpr int   kSteps      = kTileCols / 16;  // of 16 columns
+constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
+constexpr float kWeightUnit = 0x1p8f;
+
+// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
+// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
+template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
+  constexpr uint32 kMask = 0x81C081C0u;
+  pairs[0] = w & kMask;
+  pairs[1] = w << 3 & kMask;
+  pairs[2] = w << 6 & kMask;
+  pairs[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
+}
+template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
+  constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
+  pairs[0] = (w & kSigns) | (w << 3 & kMask);
+  pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
+  pairs[2] = (w << 6 & kSigns) | (w << 9 & kMask);
+  pairs[3] = (w << 1 & kSigns) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
+}
+
+// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
+// bits of exponent, with a bias of 21, and three of mantissa.
+template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
+template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(second ? v >> 4 : v << 4), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  return d;  // v & mask | constant
+}
+template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
+  return (second ? v >> 1 : v << 7) & 0x7F807F80u;
+}
+
+// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
+// need no copies of a half.
+template <typename T>
+__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
+template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  mul.rn.f16x2 %0, %0, a;\n"
+      "  mul.rn.f16x2 %1, %1, a;\n"
+      "  mul.rn.f16x2 %2, %2, b;\n"
+      "  mul.rn.f16x2 %3, %3, b;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
+}
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
+      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
+      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
+      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
+}
+
+// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
+template <typename T>
+__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
+  decode_codes<T>(pairs, codes);
+  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
+  mul_pairs<T>(upper, lower, scales);
+  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+}
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = bf16;
+constexpr Format kFormat   = Format::kNvfp4;
+constexpr int kTileM       = 64;
+constexpr int kGroups      = 2;  // of 64 rows of the weight
+constexpr int kDepth       = 1;  // warpgroups of a group
+constexpr int kCluster     = 1;
+constexpr int kSplit       = 4;
+constexpr bool kDivided    = false;
+constexpr int kSlots       = 17;
+constexpr int kWeightSlots = 9;
+constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
+
+constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
+constexpr int kConsumers = kTeams * 128;      // threads
+constexpr int kThreads   = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
+constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
+constexpr int kConsumerRegisters = (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
+constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
+constexpr int kPartM   = kTileM / kParts;
+
+// ---- shared memory ---------------------------------------------------------
+constexpr int kTileN     = kGroups * kTileRows;
+constexpr int kHalf      = kTileCols / 2;
+constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
+constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+constexpr int kTileBytes = kCodeBytes + kBlocks * kBlockScales;
+constexpr int kSums      = kTileM / 2;               // of a thread
+constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
+
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   x[kSlots][kTileM * kHalf * 2];
+  uint8   out[kTeams][kPartM * kTileRows * 2];
+  uint8   weight[kWeightSlots][kGroups][kTileBytes];
+  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+};
+static_assert(sizeof(Shared) == 227328, "the launch counts on it");
+static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)), "room for sums");
+
+enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
+
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- work ------------------------------------------------------------------
+struct Work { uint32 tile, begin, end; };  // steps of its columns
+
+class Schedule {
+ public:
+  uint32 tiles_m, tiles_n, steps;
+
+  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
+      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
+    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
+    if constexpr (kSharers > 1) {
+      const uint32 rank = kSplit == 1 ? 0 : ptx::cluster_rank();
+      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
+    } else {
+      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+      begin_ = share_begin(id), end_ = share_begin(id + 1);
+    }
+  }
+  // In steps of the divided tiles.
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
+  __device__ __forceinline__ bool take(Work& work) {
+    if (begin_ < end_) {
+      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
+      work = {tile, from - tile * steps, end_ - tile * steps};
+      end_ = from;
+      return true;
+    }
+    work = {next_, 0, steps};
+    next_ += ptx::clusters();
+    return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of x, and of the weight for this CTA. Tiles follow each other along M in bands of kBandM.
+  __device__ __forceinline__ uint2 place(uint32 tile) const {
+    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
+    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
+    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
+    return {(band * kBandM + inside % high) * kTileM, row};
+  }
+
+ private:
+  uint64 divided_steps_;
+  uint32 next_, begin_, end_;
+};
+
+// ---- producers -------------------------------------------------------------
+__device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
+  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
+  Ring<kSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
+    for (uint32 half = 2 * work.begin; half < 2 * work.end; ++half, ring.advance()) {
+      Barrier* full = &shared.full[ring.slot];
+      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
+      if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
+      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
+    }
+  }
+}
+__device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule, const uint8* weight, uint32 tiles) {
+  Ring<kWeightSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 first = schedule.place(work.tile).y / kTileRows;
+    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
+      Barrier* full = &shared.weight_full[ring.slot];
+      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {  // past the end, the last one again
+        const uint64 from = uint64(min(first + i, tiles - 1)) * schedule.steps + step;
+        ptx::bulk_load(shared.weight[ring.slot][i], weight + from * kTileBytes, kTileBytes, full);
+      }
+    }
+  }
+}
+
+// ---- products --------------------------------------------------------------
+using Sums = float[kSums];
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+// Columns kHalf * half and on of a tile, 16 rows of it in each warp.
+__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, uint32 warp, uint32 lane) {
+  const uint4  codes = ptx::ld_shared(tile + (2 * warp + half) * (kCodeBytes / 8) + lane * 16);
+  const uint32 from  = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
+  if constexpr (kFormat == Format::kNvfp4) {
+    const uint2 scales = ptx::ld_shared_8(from);
+    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+  } else {
+    const uint32 scales = ptx::ld_shared_4(from);
+    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
+    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
+    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
+    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+  }
+}
+
+// One thread of a consumer warpgroup.
+struct Consumer {
+  Shared& shared;
+  uint32  group, half, warp, lane;  // half: its own of each step, with a depth of 2
+  Ring<kSlots>       ring;
+  Ring<kWeightSlots> weight_ring;
+
+  // The next half step, which is half kNext of a step where the warpgroup has both.
+  template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
+    const uint32 slot = weight_ring.slot;
+    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
+    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, warp, lane);
+  }
+  // Only once the fragments were used: a load that nobody has waited for may read behind this.
+  __device__ __forceinline__ void release_weight() {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
+    weight_ring.advance();
+  }
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    const uint64 x = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::wgmma(sums, a[i], x + 2 * i, add || i > 0);
+    ptx::wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) ring.advance();
+  }
+  // The slot of the last product but kBack - 1.
+  template <int kBack> __device__ __forceinline__ void release_x() {
+    constexpr int kDistance = kBack * kDepth;
+    Barrier* b = &shared.empty[ring.slot >= kDistance ? ring.slot - kDistance : ring.slot + kSlots - kDistance];
+    if constexpr (kCluster == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(b);
+    } else {
+      if (lane < kCluster) ptx::mbarrier_arrive_cluster(b, lane);
+    }
+  }
+  // Two sets of fragments: while the tensor cores read one, the other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
+    Fragments a, b;
+    const uint32 products = steps * (2 / kDepth);
+    decode_next<0>(a);
+    for (uint32 done = 0;;) {
+      multiply(sums, a, done > 0);
+      if constexpr (kDepth == 2) release_weight();
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release_x<2>();
+      if (++done == products) break;
+      decode_next<1>(b);
+      multiply(sums, b, true);
+      release_weight();
+      ptx::wgmma_wait<1>();  // a is free
+      release_x<2>();
+      if (++done == products) break;
+      decode_next<0>(a);
+    }
+    ptx::wgmma_wait<0>();
+    release_x<1>();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+};
+
+// ---- results ---------------------------------------------------------------
+// Sums are exchanged as the threads of a warpgroup hold them: of 8 rows of x, a thread has four, thread by thread.
+constexpr int kEights = kTileM / 8;
+
+__device__ __forceinline__ float4 four(const Sums& sums, int i) {
+  return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+}
+__device__ __forceinline__ void add(Sums& sums, int i, float4 v) {
+  sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+}
+
+struct Affine { float scale, bias; };  // of a row of the weight
+__device__ __forceinline__ Affine affine_of(int64 row, int64 n, float alpha, const float* row_scale, const Out* bias) {
+  Affine of{alpha * kWeightUnit, 0.0f};
+  if (row >= n) return of;
+  if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
+  if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
+  return of;
+}
+
+// Part kPart of a warpgroup's sums to rows of 128 bytes, as a copy with the 128-byte swizzle expects them.
+template <int kPart>
+__device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper, Affine lower) {
+  constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // 8 x 8, of 8 rows of x each two
+  to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
+#pragma unroll
+  for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
+    const float* d = sums + (kPart * kPartM + i) / 2;
+    uint32 pairs[kMatrices];
+#pragma unroll
+    for (int j = 0; j < kMatrices; ++j) {
+      const Affine of = j % 2 ? lower : upper;
+      pairs[j] = to_pair<Out>(fmaf(d[2 * j], of.scale, of.bias), fmaf(d[2 * j + 1], of.scale, of.bias));
+    }
+    ptx::store_matrices(to, pairs);
+  }
+}
+
+// The same, once what the other sharers have of the part is added. `shared_sums`: this thread's, of sharer 0 of a CTA.
+template <int kPart>
+__device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 thread,
+                                            Affine upper, Affine lower) {
+  if (part == kPart) {
+#pragma unroll
+    for (int other = 1; other < kSharers; ++other) {
+      const int sharer = (kPart + other) % kSharers;
+#pragma unroll
+      for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
+        const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums / 4) + i * 512;
+        if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
+        if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+      }
+    }
+    return stage<kPart>(to, sums, thread, upper, lower);
+  }
+  if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+}
+
+// What clusters leave for each other: a word of each warpgroup that says that its sums are there, then the sums. Nobody
+// clears a new workspace: the word is one that no memory holds by chance, and who has seen it clears it.
+constexpr uint64 kReady = 0x9E3779B97F4A7C15u;
+
+class Exchange {
+ public:
+  __device__ __forceinline__ Exchange(uint8* workspace, uint32 team, uint32 thread)
+      : word_(reinterpret_cast<uint64*>(workspace) + blockIdx.x * kTeams + team),
+        sums_(reinterpret_cast<float4*>(workspace + 16384) +
+              uint64(blockIdx.x * kTeams + team) * (kTeamSums / 16) + thread) {}
+  __device__ __forceinline__ void leave(const Sums& sums, uint32 team, uint32 thread) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) __stcg(sums_ + i * 128, four(sums, i));
+    __threadfence();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    if (thread == 0) ptx::st_release(word_, kReady);
+  }
+  // From the cluster that is `back` before this one.
+  __device__ __forceinline__ void collect(Sums& sums, uint32 back, uint32 team, uint32 thread) const {
+    uint64* const word = word_ - back * (kCluster * kTeams);
+    const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTeamSums / 16);
+    while (ptx::ld_acquire(word) != kReady) {}
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) add(sums, i, __ldcg(from + i * 128));
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    if (thread == 0) *word = 0;
+  }
+
+ private:
+  uint64* word_;
+  float4* sums_;
+};
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
+    const __grid_constant__ TensorMap x,    // [m, k], boxes [kCopyM, kHalf]
+    const uint8* __restrict__ weight,       // [ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ row_scale,    // [round_up(n, 64)] of MXFP4, else null
+    const float* __restrict__ alpha,        // [1]; null: 1
+    const Out* __restrict__ bias,           // [n]; null: none
+    uint8* __restrict__ workspace,          // of divided tiles, else null
+    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64]
+    int64 m,
+    int64 n,                                // a multiple of 8
+    int64 k                                 // a multiple of 32
+) {
+  extern __shared__ uint8 shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const uint32 team = threadIdx.x / 128, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+
+  // Each producer prepares its barriers and starts; consumers wait for both.
+  const bool produces = team == kTeams;
+  if (produces && warp == 0 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(x);
+    ptx::prefetch_tensor_map(out);
+    for (int s = 0; s < kSlots; ++s) {
+      ptx::mbarrier_init(&shared.full[s], 1);
+      ptx::mbarrier_init(&shared.empty[s], 4 * kGroups * kCluster);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  if (produces && warp == 1 && ptx::elect_one()) {
+    for (int s = 0; s < kWeightSlots; ++s) {
+      ptx::mbarrier_init(&shared.weight_full[s], 1);
+      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kTeams);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncwarp();
+  if constexpr (kCluster > 1) ptx::cluster_sync();
+  ptx::griddep_launch();
+
+  if (produces) {
+    if constexpr (kCluster == 1) ptx::barrier_arrive(kStartBarrier, kThreads);
+    ptx::registers_fewer<kProducerRegisters>();
+    if (warp == 0) {
+      ptx::griddep_wait();
+      if (ptx::elect_one()) produce_x(shared, Schedule(m, n, k), x);
+    } else if (warp == 1) {  // the weight is not what a previous kernel writes
+      if (ptx::elect_one()) produce_weight(shared, Schedule(m, n, k), weight, ceil_div(n, kTileRows));
+    }
+  } else {
+    ptx::registers_more<kConsumerRegisters>();
+    if constexpr (kCluster == 1) ptx::barrier_sync(kStartBarrier, kThreads);
+    ptx::griddep_wait();
+    const uint32 group = team % kGroups, half = team / kGroups;
+    const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
+    const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
+    Schedule schedule(m, n, k);
+    Consumer consumer{shared, group, half, warp, lane, {}, {}};
+    if (half == 1) consumer.ring.advance();
+
+    for (Work work; schedule.take(work);) {
+      const uint2  at  = schedule.place(work.tile);
+      const uint32 col = at.y + group * kTileRows;  // of out
+      const int64  row = col + warp * 16 + lane / 4;
+      const Affine upper = affine_of(row, n, factor, row_scale, bias), lower = affine_of(row + 8, n, factor, row_scale, bias);
+      Sums sums;
+      consumer.accumulate(sums, work.end - work.begin);
+      const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
+      if constexpr (kSharers > 1) {
+        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
+        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
+#pragma unroll
+        for (int i = 0; i < kEights; ++i)
+          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
+        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
+        if constexpr (kSplit > 1) ptx::cluster_sync();
+        stage_total<0>(part, shared_sums, staged, sums, thread, upper, lower);
+      } else {
+        if constexpr (kDivided) {
+          const Exchange exchange(workspace, team, thread);
+          if (work.end < schedule.steps) {
+            exchange.leave(sums, team, thread);
+            continue;
+          }
+          const uint32 first = work.tile * schedule.steps;
+          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+            exchange.collect(sums, back, team, thread);
+            begin = schedule.share_begin(ptx::cluster_id() - back);
+          }
+        }
+        if (thread == 0) ptx::tma_store_wait();
+        ptx::barrier_sync(kTeamBarrier + team, 128);
+        stage<0>(staged, sums, thread, upper, lower);
+      }
+      ptx::fence_proxy_async();
+      ptx::barrier_sync(kTeamBarrier + team, 128);
+      if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
+    }
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
+    if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
+  }
+  if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
+}
