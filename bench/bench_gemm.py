@@ -2,11 +2,13 @@
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
 ``--part search`` measures every tactic that can run a case instead: ``gemm_search.csv``, what the tables were read
-from. A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm, the median
-of 7 replays; calls follow each other by programmatic dependent launch, as layers of a model do. ``of_read`` is the
-time in which a kernel that does nothing else reads the same bytes, over the time of the call. Peers, the best
-FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19, triton_kernels and
-gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch, which they do not have.
+from; ``--part choose`` prints what it says, for each row of the tables the tactics that lose least, anywhere.
+
+A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm, the median of 7
+replays; calls follow each other by programmatic dependent launch, as layers of a model do. ``of_read`` is the time in
+which a kernel that does nothing else reads the same bytes, over the time of the call. Peers, the best FP4 kernel of
+each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19, triton_kernels and gemlite on an
+H200 on 2026-11-22, with the same protocol but without dependent launch, which they do not have.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -30,7 +32,8 @@ from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import Problem
+from jitfp4.families.gemm.problem import NarrowTactic, Problem
+from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout
 from jitfp4.spec import I64, Geometry, Ptr
@@ -51,6 +54,7 @@ LAYERS = (
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SEARCHED_ROWS = (1, 8, 16, 32, 64)
+LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7
 READ = r"""
@@ -193,12 +197,41 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
                 yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
 
 
+def choose(path: Path, arch: Arch) -> Iterator[str]:
+    """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
+    names = [field.name for field in fields(NarrowTactic)]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    best: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        case = row["n"], row["k"], row["m"]
+        best[case] = min(best.get(case, float(row["us"])), float(row["us"]))
+    buckets: dict[tuple[int, float], dict[tuple[int, ...], list[float]]] = {}
+    for row in rows:
+        load = -(-int(row["n"]) // TILE_ROWS) / arch.num_sms
+        bucket = max(8, int(row["m"])), next(limit for limit in LOADS if load <= limit)
+        tactic = tuple(int(row[name]) for name in names)
+        ratios = buckets.setdefault(bucket, {}).setdefault(tactic, [])
+        ratios.append(float(row["us"]) / best[row["n"], row["k"], row["m"]])
+    for bucket, tactics in sorted(buckets.items()):
+        most = max(map(len, tactics.values()))
+        means = sorted(
+            (geomean(ratios), max(ratios), tactic) for tactic, ratios in tactics.items() if len(ratios) == most
+        )
+        yield f"m <= {bucket[0]}, tiles_per_sm <= {bucket[1]}: {most} cases"
+        for mean, worst, tactic in means[:4]:
+            yield f"  {NarrowTactic(*tactic)} {mean:.3f}, at worst {worst:.3f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--part", choices=("cases", "search"), default="cases")
+    parser.add_argument("--part", choices=("cases", "search", "choose"), default="cases")
     parser.add_argument("--seconds", type=float, default=600.0, help="the most that a search may take")
     options = parser.parse_args()
+    if options.part == "choose":
+        print(*choose(options.out / "gemm_search.csv", Arch.of("sm_90a")), sep="\n")
+        return
     arch = target_of(torch.empty(1, device="cuda")).arch
     if options.part == "search":
         write_results(options.out / "gemm_search", list(search(arch, options.seconds)), stamp())

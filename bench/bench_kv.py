@@ -16,6 +16,7 @@ import argparse
 import csv
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -166,36 +167,38 @@ def functions() -> Iterator[dict[str, Any]]:
         peer = known.get((case, layout, str(page), str(sequences), str(tokens)))
         return found | {"peer_us": peer or "", "speedup": round(float(peer) / found["us"], 2) if peer else ""}
 
-    for layout, page in (("NHD", 16), ("HND", 16), ("HND", 64)):
+    for layout, page in (("NHD", 16), ("HND", 16), ("HND", 64), ("NHD", 1)):
         for tokens in TOKENS:
             yield row("append by slot", append_by_slot(layout, page, tokens), layout, page, 1, tokens)
         for tokens in (64, 65536):
             yield row("append by position", append_by_position(layout, page, tokens), layout, page, 1, tokens)
         for tokens in (4096, 65536):
-            for order in ("linear", "interleaved4"):
-                case = f"quantize pages, V {order}"
+            for order in ("linear", "interleaved4") if page % 4 == 0 else ("linear",):
+                case = f"quantize pages V {order}"
                 yield row(case, quantize_pages(layout, page, tokens, order), layout, page, 1, tokens)
         for sequences, tokens in PAGED:
             call = dequantize_pages(layout, page, sequences, tokens)
             yield row("dequantize pages", call, layout, page, sequences, tokens)
-        call = dequantize_pages(layout, page, 16, 8192, "interleaved4")
-        yield row("dequantize pages, V interleaved4", call, layout, page, 16, 8192)
+        if page % 4 == 0:
+            call = dequantize_pages(layout, page, 16, 8192, "interleaved4")
+            yield row("dequantize pages V interleaved4", call, layout, page, 16, 8192)
     for width, m in ((1024, 65536), (128, 1048576)):
         yield row(f"quantize rows of {width}", quantize_rows(m, width), "", "", 1, m)
         yield row(f"dequantize rows of {width}", dequantize_rows(m, width), "", "", 1, m)
 
 
 def tactics() -> Iterator[dict[str, Any]]:
-    for tokens in (64, 1024, 4096, 65536):
+    appends = {"append by slot": append_by_slot, "append by position": append_by_position}
+    for (case, make), tokens in product(appends.items(), (64, 1024, 4096, 65536)):
         for tactic in QUANTIZE_TACTICS:
             with quantize.forced(tactic):
-                facts = {"layout": "HND", "page": 16, "tokens": tokens, "per_thread": tactic.tokens}
-                yield measure("append", append_by_slot("HND", 16, tokens), **facts, threads=tactic.threads)
-    for tokens in (256, 4096, 65536):
-        for page, tactic in ((page, tactic) for page in (16, 1) for tactic in DEQUANTIZE_TACTICS):
-            with dequantize.forced(tactic):
-                facts = {"layout": "HND", "page": page, "tokens": tokens, "per_thread": tactic.tokens}
-                yield measure("dequantize", dequantize_pages("HND", page, 1, tokens), **facts, threads=tactic.threads)
+                facts = {"page": 16, "tokens": tokens, "per_thread": tactic.tokens, "threads": tactic.threads}
+                yield measure(case, make("HND", 16, tokens), **facts, by_cta="")
+    for tokens, page, cut in product((256, 4096, 65536), (16, 1), DEQUANTIZE_TACTICS):
+        if cut.by_cta or page % cut.tokens == 0:
+            with dequantize.forced(cut):
+                facts = {"page": page, "tokens": tokens, "per_thread": cut.tokens, "threads": cut.threads}
+                yield measure("dequantize pages", dequantize_pages("HND", page, 1, tokens), **facts, by_cta=cut.by_cta)
 
 
 PARTS = {"functions": functions, "tactics": tactics}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import IO
 
 import zstandard
 
-from jitfp4.cache import Cache, EntryFiles, Manifest, check_writable
+from jitfp4.cache import Cache, EntryFiles, Manifest
 from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
 from jitfp4.cache.layer import entry_path
@@ -104,19 +104,17 @@ def _replacing(out: Path) -> Iterator[IO[bytes]]:
         partial.unlink(missing_ok=True)
 
 
-def verify_bundle(path: Path, digest: str | None = None, *, most_bytes: float = float("inf")) -> Index:
+def verify_bundle(path: Path, digest: str | None = None, *, check: Callable[[Index], None] = lambda _: None) -> Index:
     """Check every byte of a bundle, write nothing, and return its index.
 
     Args:
         digest: what it must be; compared before the index is parsed, and before anything behind it is read.
-        most_bytes: what all files together may take; compared before one of them is read.
+        check: is called with the index before a file is read, and may raise.
     Raises:
         BundleError: the bundle is damaged, has another digest, or breaks the grammar.
     """
     with _reading(path, digest) as (index, entries):
-        total = sum(size for entry in index.entries for size, _ in entry.files.values())
-        if total > most_bytes:
-            raise BundleError(f"unpacks to {total} bytes; the cache holds {most_bytes:.0f}")
+        check(index)
         for _ in entries:
             pass
     return index
@@ -130,11 +128,11 @@ def import_bundle(path: Path, cache: Cache, digest: str | None = None) -> Import
     can serve others as a read-only layer that is pinned by its digest.
 
     Raises:
-        BundleError: before anything is written; also when it would unpack to more than the cache may hold.
+        BundleError: before anything is written; also when another is pinned, or it holds more than the cache may.
         CacheError, OSError: the root cannot be written, or JITFP4_CACHE forbids it.
     """
-    check_writable(cache.config)
-    verified = verify_bundle(path, digest, most_bytes=cache.config.cache_max_bytes)
+    cache.config.check_writable()
+    verified = verify_bundle(path, digest, check=cache.check_bundle)
     with _reading(path, verified.digest) as (index, entries):
         added = sum(cache.adopt(files) for files in entries)
     cache.adopt_index(index)

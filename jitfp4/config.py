@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, CacheError
 
 CACHE_MODES = ("rw", "ro", "off")
 
@@ -38,6 +38,11 @@ class Config:
     strict: bool = False
     bundle_sha256: str | None = None
     lock_timeout: float = 60.0
+
+    def check_writable(self) -> None:
+        """The user's cache may be written. Raises CacheError."""
+        if self.cache_mode != "rw":
+            raise CacheError(f"JITFP4_CACHE is {self.cache_mode}: the cache is not written")
 
 
 def read_config(env: Mapping[str, str] | None = None) -> Config:

@@ -88,3 +88,12 @@ def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
             return True
         torch._check(size == other)
     return False
+
+
+def is_among(size: int, sizes: Sequence[int]) -> bool:
+    """Whether a size is one of ``sizes``. What torch.compile does not know is taken for the last, as in differ()."""
+    if not torch.compiler.is_dynamo_compiling():
+        return size in sizes
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return any(guard_or_false(size == other) for other in sizes) or not differ((size,), sizes[-1:])

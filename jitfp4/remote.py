@@ -68,10 +68,13 @@ class Remote:
         """Put the entries of a bundle into the user's root; those that are there already are not fetched.
 
         Raises:
-            BundleError: an object is missing, or is not what its name or the index says.
+            BundleError: an object is missing, or is not what its name or the index says; also when another bundle is
+                pinned, or it holds more than the cache may.
             CacheError, OSError: the store cannot be reached, or the root cannot be written.
         """
+        cache.config.check_writable()
         index = Index.decode(self._get(f"bundles/{digest}.json", MAX_INDEX_BYTES), digest)
+        cache.check_bundle(index)
         missing = [entry for entry in index.entries if not cache.holds(entry.recipe, entry.toolchain)]
         with ThreadPoolExecutor(self.jobs) as pool:
             added = sum(cache.adopt(files) for files in pool.map(self._fetch, missing))

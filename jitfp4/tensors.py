@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.dispatch import current_stream, differ, exchange_device
+from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
@@ -79,7 +79,7 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
             raise ArgumentError(name, scales, "a finite number above 0")
         return torch.full((1,), float(scales), dtype=torch.float32, device=like.device)
     check_dtype(name, scales, _FLOATS)
-    if scales.numel() not in sizes:
+    if not is_among(scales.numel(), sizes):
         raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
     check_same_device(name, scales, like)
     check_contiguous(name, scales)

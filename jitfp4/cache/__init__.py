@@ -16,7 +16,7 @@ from jitfp4.cache.catalog import Catalog, Checked, Entry, Size, Verdict
 from jitfp4.cache.entry import Built, EntryFiles, Manifest
 from jitfp4.cache.evict import Limits
 from jitfp4.cache.index import Index
-from jitfp4.cache.store import Cache, CacheInfo, Loaded, Miss, Missed, check_writable
+from jitfp4.cache.store import Cache, CacheInfo, Loaded, Miss, Missed
 from jitfp4.cache.survey import Use
 
 __all__ = [
@@ -36,5 +36,4 @@ __all__ = [
     "Size",
     "Use",
     "Verdict",
-    "check_writable",
 ]

@@ -98,6 +98,11 @@ class Index:
             raise BundleError("the index is not in canonical form: its entries are not in order")
         return index
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all files together."""
+        return sum(size for entry in self.entries for size, _ in entry.files.values())
+
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the text, 64 hex digits: what a deployment pins."""

@@ -213,7 +213,7 @@ def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
                 yield name, stage.fd
             finally:
                 if exists(root, path):
-                    with open_below(root, TMP) as tmp:
+                    with suppress(OSError, CacheUntrustedError), open_below(root, TMP) as tmp:
                         remove_tree(tmp, name)
             return
     raise OSError(errno.EAGAIN, "a sweeper removed every staging folder", TMP)

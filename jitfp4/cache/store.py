@@ -26,7 +26,7 @@ from jitfp4.cache.lock import Lock, locked, stripe
 from jitfp4.cache.publish import check_entry_shared, open_root, publish, quarantine, sweep, write_file
 from jitfp4.cache.tree import exists
 from jitfp4.config import Config
-from jitfp4.errors import ArgumentError, CacheCorruptError, CacheError, CacheUntrustedError
+from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError, CacheError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
 _PASS_SHARE = 32  # a process looks after the limits each time it has published this fraction of max_bytes
@@ -91,12 +91,6 @@ class CacheInfo:
     joins: int
     lock_timeouts: int
     store_errors: Mapping[str, int]
-
-
-def check_writable(config: Config) -> None:
-    """The user's root may be written. Raises CacheError."""
-    if config.cache_mode != "rw":
-        raise CacheError(f"JITFP4_CACHE is {config.cache_mode}: the cache is not written")
 
 
 class Cache:
@@ -200,6 +194,14 @@ class Cache:
                     self._quarantine(root, *place)
                 return publish(root, *place, files.by_name(), world_readable=shared)
 
+    def check_bundle(self, index: Index) -> None:
+        """The bundle of ``index`` may be brought into the user's root. Raises BundleError."""
+        pin, most = self.config.bundle_sha256, self.config.cache_max_bytes
+        if pin is not None and pin != index.digest:
+            raise BundleError(f"its digest is {index.digest}; JITFP4_BUNDLE_SHA256 pins {pin}")
+        if index.total_bytes > most:
+            raise BundleError(f"unpacks to {index.total_bytes} bytes; JITFP4_CACHE_MAX_BYTES is {most}")
+
     def holds(self, digest: str, toolchain: str) -> bool:
         """The user's root has this entry, and all of it is right."""
         try:
@@ -234,7 +236,7 @@ class Cache:
         return self.user.path
 
     def _writable_root(self) -> Path:
-        check_writable(self.config)
+        self.config.check_writable()
         return self._own_root()
 
     # ---- looking ------------------------------------------------------------

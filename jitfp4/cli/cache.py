@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.cache import Catalog, Checked, Entry, Limits, Manifest, Use, check_writable
+from jitfp4.cache import Catalog, Checked, Entry, Limits, Manifest, Use
 from jitfp4.cli.options import (
     ArchNames,
     AsJson,
@@ -224,7 +224,7 @@ def prune(
     if limits == Limits():
         limits = Limits(max_bytes=config.cache_max_bytes, max_entries=config.cache_max_entries)
     if not dry_run:
-        check_writable(config)
+        config.check_writable()
     catalog = Catalog(_root(config), pin=config.bundle_sha256)
     _put_removed("prune", catalog.prune(limits, dry_run=dry_run), dry_run, as_json)
     _exit_with_findings(catalog)
@@ -245,7 +245,7 @@ def clear(
     config = configure(cache_dir)
     root = _root(config)
     if not dry_run:
-        check_writable(config)
+        config.check_writable()
     catalog = Catalog(root)
     if not (yes or dry_run):
         count = len(catalog.clear(dry_run=True))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jitfp4.cache import Cache, Catalog, EntryFiles, check_writable
+from jitfp4.cache import Cache, Catalog, EntryFiles
 from jitfp4.cli.cache import app
 from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, read_digest, read_plan
 from jitfp4.cli.output import plural, put, put_json, say
@@ -100,7 +100,7 @@ def pull(
     from jitfp4.remote import Remote
 
     config = configure(cache_dir)
-    check_writable(config)
+    config.check_writable()
     remote, wanted = Remote(url), read_digest(digest, config)
     chosen = wanted or _only_digest(remote)
     done = remote.pull(chosen, Cache(config, world_readable=shared))

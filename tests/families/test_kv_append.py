@@ -58,10 +58,9 @@ def assert_same_memory(got: PagedCache, want: PagedCache) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_slots(layout: str, arrangement: str, index_dtype: torch.dtype, device: str) -> None:
+def test_slots(layout: str, arrangement: str, device: str) -> None:
     """Pages of 8, 5 and 1, in every arrangement; two rows more than slots; nothing else changes."""
-    for page_size, heads, d in ((8, 2, 64), (5, 3, 32), (1, 1, 64)):
+    for page_size, heads, d, index_dtype in ((8, 2, 64, torch.int64), (5, 3, 32, torch.int32), (1, 1, 64, torch.int64)):
         k, v = tokens(9, heads, d), tokens(9, heads, d, 1)
         slots = [2, -1, 0, 12 * page_size - 1, page_size + 3, -7, 4 * page_size + 1]
         cache, want = (paged_cache(12, page_size, heads, (d, d), layout, arrangement, x) for x in (device, "cpu"))
@@ -190,6 +189,28 @@ def test_every_tactic(tactic: object, device: str) -> None:
         append_by_slot(k.to(device), v.to(device), slots.to(device), cache.codes, cache.sf, *SCALES, "HND")
     write_by_hand(want, k, v, slots.tolist())
     assert_same_memory(cache, want)
+    cache = paged_cache(3, 4, 3, (80, 80), "HND", "pair", device)
+    lists = [torch.tensor(x, device=device) for x in ([0] * 11, slots.tolist(), [0, 1, 2], [0, 3], [4])]
+    with quantize.forced(tactic):
+        append_by_position(
+            k.to(device), v.to(device), *lists[:2], cache.codes, cache.sf, *lists[2:], *SCALES, kv_layout="HND"
+        )
+    assert_same_memory(cache, want)
+
+
+@pytest.mark.gpu
+def test_repeated_calls_see_what_changed() -> None:
+    scales = [torch.tensor([s], device="cuda") for s in SCALES]
+    for seed in range(3):
+        k, v = tokens(4, 2, 64, seed), tokens(4, 2, 64, seed + 9)
+        slots = torch.randperm(12, generator=torch.Generator().manual_seed(seed))[:4]
+        cache, want = (paged_cache(3, 4, 2, (64, 64), "NHD", "stacked", x) for x in ("cuda", "cpu"))
+        append_by_slot(k.cuda(), v.cuda(), slots.cuda(), cache.codes, cache.sf, *scales)
+        write_by_hand(want, k, v, slots.tolist())
+        assert_same_memory(cache, want)
+    scales[1].fill_(torch.nan)
+    with pytest.raises(ArgumentError, match="v_scale"):
+        append_by_slot(k.cuda(), v.cuda(), slots.cuda(), cache.codes, cache.sf, *scales)
 
 
 def test_no_tokens_change_nothing(device: str) -> None:

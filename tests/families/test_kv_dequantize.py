@@ -15,9 +15,11 @@ from jitfp4 import (
     nvfp4_kv_quantize,
     sim,
 )
+from jitfp4.arch import Arch
 from jitfp4.families.kv.operation import dequantize
-from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS
-from jitfp4.formats import E2M1_VALUES
+from jitfp4.families.kv.problem import DequantizeProblem, DequantizeTactic, dequantize_rejects
+from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, dequantize_problems
+from jitfp4.formats import E2M1_VALUES, DType
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import random_matrix
 from tests.support.kv import ARRANGEMENTS, PagedCache, interleave_by_hand, paged_cache
@@ -154,9 +156,25 @@ def test_rows_of_a_wider_table_and_nothing_to_do(device: str) -> None:
 
 @pytest.mark.parametrize("tactic", DEQUANTIZE_TACTICS, ids=str)
 def test_every_tactic(tactic: object, device: str) -> None:
-    cache = filled(3, 4, (80, 80), "HND", "pair")
+    cache = filled(3, 8, (80, 80), "HND", "pair")
     with dequantize.forced(tactic):
-        check_paged(cache, torch.tensor([[2, 0, 1]]), torch.tensor([11]), 12, torch.bfloat16, device)
+        check_paged(cache, torch.tensor([[2, 0, 1]]), torch.tensor([21]), 24, torch.bfloat16, device)
+
+
+def test_a_tactic_that_cannot_run_a_problem_says_why() -> None:
+    arch = Arch.of("sm_90a")
+    pages_of_6, rows = (DequantizeProblem(DType.BF16, page, 1, 12, chunks=8, sides=1) for page in (6, 0))
+    assert dequantize_rejects(pages_of_6, DequantizeTactic(2, 128), arch) is None
+    assert "two pages of 6" in str(dequantize_rejects(pages_of_6, DequantizeTactic(4, 128), arch))
+    assert "no pages" in str(dequantize_rejects(rows, DequantizeTactic(4, 128, by_cta=True), arch))
+    assert all(dequantize.select(problem, arch) for problem in dequantize_problems(arch))
+
+
+@pytest.mark.gpu
+def test_repeated_calls_see_what_changed() -> None:
+    cache = filled(6, 4, (64, 64), "NHD", "stacked")
+    for lens, table in (([8, 5], [[0, 1], [3, 2]]), ([3, 0], [[5, 1], [3, 2]]), ([8, 8], [[5, -1], [0, 0]])):
+        check_paged(cache, torch.tensor(table), torch.tensor(lens), 8, torch.bfloat16, "cuda")
 
 
 def test_a_negative_page_is_skipped_and_one_beyond_is_an_error_on_the_cpu() -> None:

@@ -15,6 +15,10 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic
+from jitfp4.families.gemm.problem import Problem as GemmProblem
+from jitfp4.families.kv import operation as kv
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale, Tactic
@@ -29,7 +33,7 @@ from jitfp4.selection import Row, Table, table_for
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
-OPERATIONS = [GATED_DELTA_RULE, RMSNORM, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE, DEQUANTIZE]
+OPERATIONS = [GATED_DELTA_RULE, MM_BF16_FP4, RMSNORM, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE, DEQUANTIZE]
 Line = Mapping[str, str]
 Measured = dict[Any, float]
 
@@ -101,6 +105,15 @@ def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
         yield QuantizeProblem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k), times
 
 
+def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; as many rows as the kernel for few is meant for."""
+    names = NarrowTactic.__dataclass_fields__
+    for (n, k, m), lines in cases(lines_of(MM_BF16_FP4), 3):
+        if int(m) <= 32:
+            measured = {NarrowTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+            yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+
+
 def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], list[Line]]]:
     """Lines by what their first columns say."""
     for key, group in groupby(lines, lambda line: tuple(list(line.values())[:columns])):
@@ -111,10 +124,11 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (MM_BF16_FP4, gemm_cases, 48, 1.12),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
     ],
-    ids=["gdn", "norm", "quantize"],
+    ids=["gdn", "gemm", "norm", "quantize"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
@@ -179,7 +193,7 @@ def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
 def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     """A field that no problem and no candidate sets otherwise is dead."""
-    (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
+    (operation,) = (operation for operation in (*OPERATIONS, kv.quantize, kv.dequantize) if kernel in operation.kernels)
     constant = {name: set() for name in kernel.spec.__dataclass_fields__}
     for arch in ARCHS.values():
         problems = list(operation._problems(arch))

@@ -22,14 +22,15 @@ BATCH = torch.stack([A, A.flip(0)])
 WEIGHT, SCALE = A[0].clone(), torch.ones(1)
 CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
-MASK = torch.tensor([6, 2], dtype=torch.int32)
+MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
 Function = Callable[..., Any]
 
 
 def delta_rule(*given: torch.Tensor) -> Any:
-    return jitfp4.gated_delta_rule_mtp(**(DELTA_RULE | dict(zip(BY_REQUEST, given, strict=True))))
+    changed = dict(zip(BY_REQUEST, given, strict=True)) | {"initial_state": DELTA_RULE["initial_state"].clone()}
+    return jitfp4.gated_delta_rule_mtp(**(DELTA_RULE | changed))
 
 
 CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
@@ -78,13 +79,13 @@ def test_a_size_that_nobody_knows(name: str, which: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_shapes_that_differ_are_found_when_the_compiled_call_runs() -> None:
+def test_unknown_sizes_that_differ_are_found() -> None:
     function, (x, residual) = CALLS["add_rmsnorm_fp4quant"]
     given = [x.clone(), residual[:5].clone()]
     torch.compiler.reset()
     for tensor in given:
         torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, AssertionError)):  # torch's, at run time or by its guards
         torch.compile(function, fullgraph=True, backend="aot_eager")(*given)
     with pytest.raises(ArgumentError, match="residual"):
         function(*given)
@@ -104,7 +105,7 @@ def test_operators_pass_opcheck(operator: str) -> None:
         ),
         "row_scale": (A, SCALE, rows, rows.clone(), None),
         "dequantize": (CODES, SCALES, SCALE, torch.zeros(6, 64), "nvfp4", 2, None, ""),
-        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None),
+        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None, ""),
         "gated_delta_rule": (
             *delta.values(),
             *(0.125, torch.zeros_like(DELTA_RULE["v"]), DELTA_RULE["initial_state_indices"], None, None, None),

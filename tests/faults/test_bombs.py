@@ -153,18 +153,21 @@ def test_a_small_file_takes_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / "bomb"
     write_bomb(name, path)
     assert path.stat().st_size < 4 * MIB
-    for digest in (None, "0" * 64):
-        seen = sandboxed("tests.faults.test_bombs:refuse", path=str(path), digest=digest)
-        assert seen == "BundleError"
+    seen = sandboxed("tests.faults.test_bombs:refuse", path=str(path))
+    assert seen == ["BundleError", "BundleError"]
 
 
-def refuse(path: str, digest: str | None) -> str:
+def refuse(path: str) -> list[str]:
     """What verifying raises when no more than _ALLOWED bytes can be had; MemoryError when that is not enough."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + _ALLOWED
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return [_raised(Path(path), digest) for digest in ("0" * 64, None)]
+
+
+def _raised(path: Path, digest: str | None) -> str:
     try:
-        verify_bundle(Path(path), digest)
+        verify_bundle(path, digest)
     except BaseException as error:
         return type(error).__name__
     return "nothing"
@@ -189,7 +192,7 @@ def test_a_frame_that_asks_for_a_huge_window_is_refused(tmp_path: Path) -> None:
     path.write_bytes(zstandard.ZstdCompressor(compression_params=wide).compressobj().compress(plain) or b"")
     packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
     path.write_bytes(packer.compress(plain) + packer.flush())
-    with pytest.raises(BundleError, match="memory|window"):
+    with pytest.raises(BundleError, match=r"memory|window"):
         verify_bundle(path)
 
 

@@ -1,4 +1,4 @@
-"""The command line: no input is a traceback, no entry drives the terminal, Ctrl-C stops at once and keeps what is done."""
+"""The command line: no input is a traceback, no entry drives the terminal, Ctrl-C keeps what is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P4, P6: no child that is forked at any moment keeps a lock of its parent: not for a build, an eviction or a staging."""
+"""P4, P6: no child, forked at any moment, keeps a lock of its parent: of a build, an eviction or a staging."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def both_go_on(base: str) -> dict[str, object]:
 
 
 def test_forks_from_other_threads_at_any_moment(tmp_path: Path) -> None:
-    """A thread forks children as fast as it can while others build, evict and publish; afterwards every lock is free."""
+    """A thread forks children as fast as it can while others build, evict and publish; then every lock is free."""
     assert sandboxed("tests.faults.test_forks:fork_storm", base=str(tmp_path)) == []
 
 

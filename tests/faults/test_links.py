@@ -1,4 +1,4 @@
-"""P11, P12: whatever is planted below a root, looking after it changes nothing outside, counts nothing outside, and ends.
+"""P11, P12: whatever is planted below a root, looking after it changes and counts nothing outside, and ends.
 
 Every place of the tree times every thing that a link can name times everything that the cache does to its tree.
 """

@@ -22,6 +22,7 @@ from jitfp4.cache.layer import entry_path, pinned_entries
 from jitfp4.cli import app
 from jitfp4.config import Config, read_config
 from jitfp4.errors import ArgumentError, BundleError, CacheError, CacheUntrustedError
+from jitfp4.remote import Remote
 from tests.faults.kernels import SYMBOL, TOOLCHAIN, make_built, make_cubin, make_recipe
 
 RECIPE, OTHER = make_recipe(0), make_recipe(1)
@@ -233,6 +234,21 @@ def test_eviction_keeps_the_pinned_index(deployment: Deployment) -> None:
 
 
 BAD_PINS = ["banana", "0" * 63, "0" * 65, "g" * 64, " " + "0" * 64, "0" * 64 + "\n", "../" + "0" * 61, "٠" * 64]
+
+
+def test_no_other_bundle_is_brought_in(tmp_path: Path) -> None:
+    """Not even one whose digest is given: the environment of a deployment is not to be talked out of its pin."""
+    good = export_bundle([files_of(make_built())], tmp_path / "good")
+    evil = export_bundle([files_of(FORGED)], tmp_path / "evil")
+    Remote(f"file://{tmp_path}/remote").push([files_of(FORGED)])
+    cache = Cache(Config(cache_dir=tmp_path / "cache", bundle_sha256=good))
+    for digest in (None, evil):
+        with pytest.raises(BundleError, match=good):
+            import_bundle(tmp_path / "evil", cache, digest)
+    with pytest.raises(BundleError, match=good):
+        Remote(f"file://{tmp_path}/remote").pull(evil, cache)
+    assert not (tmp_path / "cache").exists()
+    assert import_bundle(tmp_path / "good", cache).added == 1
 
 
 @pytest.mark.parametrize("pin", BAD_PINS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from jitfp4.cache import Cache, Catalog, Limits
 from jitfp4.config import Config
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe
-from tests.faults.sandbox import sandboxed
+from tests.faults.sandbox import FAIL, Shim, sandboxed
 from tests.faults.trouble import in_world, mount
 
 KERNELS = 6
@@ -125,3 +126,30 @@ def recover() -> dict[str, object]:
         return {"while full": while_full, "after the prune": after}
 
     return in_world(work)
+
+
+CALLS = ["mkdir", "rename", "open", "pwrite", "write", "chmod", "fchmod", "fsync"]
+
+
+@pytest.mark.parametrize("err", ["ENOSPC", "EDQUOT"])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_call_that_takes_a_block_is_needed(tmp_path: Path, shim: Path, action: str, err: str) -> None:
+    """A full ext4 refuses a new folder and a new name; some file systems refuse other calls as well."""
+    seen = sandboxed("tests.faults.test_room:act_without", shim=shim, base=str(tmp_path), action=action, err=err)
+    gone = ACTIONS[action][1]
+    assert seen == {call: {"gone": gone, "left": KERNELS - gone} for call in CALLS}
+
+
+def act_without(base: str, action: str, err: str) -> dict[str, object]:
+    return {call: _act_without(Path(base) / call, action, call, err) for call in CALLS}
+
+
+def _act_without(folder: Path, action: str, call: str, err: str) -> dict[str, object]:
+    shim = Shim()
+    cache = Cache(Config(cache_dir=folder))
+    for seed in range(KERNELS):
+        cache.get_or_build(make_recipe(seed), TOOLCHAIN, lambda seed=seed: make_built(seed))
+    shim.arm(call, 0, FAIL, getattr(errno, err))
+    gone = ACTIONS[action][0](folder)
+    shim.arm("*", 10**6, FAIL)
+    return {"gone": gone, "left": len(list(folder.glob("v1/*/*/*/entry.json")))}

@@ -94,10 +94,12 @@ def test_a_failed_export_leaves_nothing_and_keeps_what_was_there(
     assert verify_bundle(out).digest == before
 
 
+# The machine's own devices are never named here: where the code is wrong and runs as root, it would replace them.
 ODD: dict[str, Callable[[Path], object]] = {
     "a link to a file": lambda path: ((path.parent / "target").write_text("precious"), path.symlink_to("target")),
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a link to a device": lambda path: path.symlink_to("/dev/null"),
+    "a link to standard output, as /dev/stdout is": lambda path: path.symlink_to("/proc/self/fd/1"),
     "a FIFO": os.mkfifo,
     "a folder": Path.mkdir,
     "a device": lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3)),
@@ -124,17 +126,18 @@ def test_an_export_replaces_regular_files_only(tmp_path: Path, kind: str) -> Non
         assert out.read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    "out", ["/dev/stdout", "/dev/stderr", "/dev/null", "/dev/fd/1", "/proc/self/fd/1", "", ".", "/"]
-)
-def test_no_device_of_the_machine_is_replaced(tmp_path: Path, out: str) -> None:
+@pytest.mark.parametrize("out", ["", ".", ".."])
+def test_an_export_to_a_folder_is_one_line_and_status_2(
+    tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Cache(Config(cache_dir=tmp_path / "cache")).adopt(entry(0))
-    before = os.lstat(out or ".").st_ino if not out.startswith("/proc") else 0
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a" / "b")
     result = run("export", "--out", out, "--cache-dir", tmp_path / "cache")
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert len(result.stderr.splitlines()) == 1
-    assert not before or os.lstat(out or ".").st_ino == before
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["b"]
 
 
 def test_an_empty_export_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -132,6 +132,101 @@ def test_a_fresh_thread_can_launch() -> None:
     assert not errors and out.tolist() == [0, 2, 0, 0]
 
 
+WHOLE_TILE = """
+struct alignas(64) TensorMap { char opaque[128]; };
+extern "C" __global__ void kernel(const __grid_constant__ TensorMap map, char* out) {
+  __shared__ alignas(128) char tile[1024];
+  __shared__ alignas(8) unsigned long long bar;
+  unsigned at = __cvta_generic_to_shared(tile), b = __cvta_generic_to_shared(&bar);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(b) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 1024;" ::"r"(b) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {0, 1}], [%2];"
+        ::"r"(at), "l"(&map), "r"(b) : "memory");
+    asm volatile(
+        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra W; }" ::"r"(b) : "memory");
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 1024; i += blockDim.x) out[i] = tile[i];
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_tensor_maps_of_every_element_size(dtype: torch.dtype) -> None:
+    if not device_arch(0).has_tma:
+        pytest.skip("TMA needs compute capability 9.0")
+    kernel = load(WHOLE_TILE, TensorMapParam("map"), Ptr("out", "char"))
+    columns = 128 // dtype.itemsize
+    memory = torch.randint(0, 256, (10, 256), dtype=torch.uint8, device="cuda")
+    x, out = memory.view(dtype)[:, :columns], torch.zeros(8, 128, dtype=torch.uint8, device="cuda")
+    run(kernel, Geometry(grid=(1, 1, 1), block=(32, 1, 1)), TileMap(x, (8, columns)), out)
+    assert torch.equal(out, memory[1:9, :128])
+
+
+def test_negative_numbers_of_both_kinds() -> None:
+    out = torch.zeros(4, dtype=torch.float64, device="cuda")
+    run(load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f")), ONE_THREAD, out[3:], -2, -0.5)
+    assert out.tolist() == [0, -0.5, 0, 0]
+    run(load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f")), ONE_THREAD, out, 0, -1e300)
+    assert out[0] == float("-inf")
+
+
+def test_a_launch_is_repeated_at_other_addresses_and_on_other_streams() -> None:
+    kernel = load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f"))
+    first, second = (torch.zeros(4, dtype=torch.float64, device="cuda") for _ in range(2))
+    side = torch.cuda.Stream()
+    with on_device(0) as stream:
+        prepared = kernel.launch(ONE_THREAD, (first, 1, 2.5), stream=stream, pdl=False)
+        assert [tensor.data_ptr() for tensor in prepared.tensors] == [first.data_ptr()]
+        prepared.launch(stream, [second.data_ptr()])
+        torch.cuda.synchronize()
+        prepared.launch(side.cuda_stream, [second[2:].data_ptr()])
+        prepared.launch(stream, [first[1:].data_ptr()])
+    torch.cuda.synchronize()
+    assert first.tolist() == [0, 2.5, 2.5, 0] and second.tolist() == [0, 2.5, 0, 2.5]
+
+
+def test_a_repeated_launch_has_a_tensor_map_of_its_own_address() -> None:
+    if not device_arch(0).has_tma:
+        pytest.skip("TMA needs compute capability 9.0")
+    kernel = load(WHOLE_TILE, TensorMapParam("map"), Ptr("out", "char"))
+    inputs = [torch.randint(0, 256, (10, 128), dtype=torch.uint8, device="cuda") for _ in range(300)]  # past the memo
+    outputs = [torch.zeros(8, 128, dtype=torch.uint8, device="cuda") for _ in inputs]
+    geometry = Geometry(grid=(1, 1, 1), block=(32, 1, 1))
+    with on_device(0) as stream:
+        prepared = kernel.launch(geometry, (TileMap(inputs[0], (8, 128)), outputs[0]), stream=stream, pdl=False)
+        for x, out in zip(inputs, outputs, strict=True):
+            prepared.launch(stream, [x.data_ptr(), out.data_ptr()])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, x[1:9]) for x, out in zip(inputs, outputs, strict=True))
+
+
+def test_threads_share_a_repeated_launch() -> None:
+    kernel = load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f"))
+    outs = [torch.zeros(1000, dtype=torch.float64, device="cuda") for _ in range(4)]
+    with on_device(0) as stream:
+        prepared = kernel.launch(ONE_THREAD, (outs[0], 0, 1.0), stream=stream, pdl=False)
+    errors: list[BaseException] = []
+
+    def body(out: torch.Tensor) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(1000):
+                    prepared.launch(torch.cuda.current_stream().cuda_stream, [out.data_ptr() + 8 * i])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(out,)) for out in outs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert not errors and all((out == 1).all() for out in outs)
+
+
 def test_the_driver_refuses_what_is_not_a_cubin() -> None:
     from jitfp4.driver import LoadedKernel
 

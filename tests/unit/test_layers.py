@@ -14,14 +14,15 @@ FLOORS = (
     ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
     ("cache", "bundle", "remote", "render", "keys", "kernel"),
     ("tensors", "replay", "driver", "nvrtc", "sim"),
-    ("engine", "operation"),
+    ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden"),
     ("cli", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
-    "torch": {"tensors", "dispatch", "replay", "operation", "reference", "families", "sim"},  # sim: at its edge only
+    # sim takes torch tensors at its edge
+    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
     "cuda": {"nvrtc", "driver"},
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},

@@ -91,6 +91,7 @@ def a_plan() -> tuple[norm.Arguments, Plan]:
         block_size=16,
         scale_format="e4m3",
         enable_pdl=None,
+        names="",
     )
     return arguments, norm.RMSNORM.plan(norm.RMSNORM.problem(arguments), SM_90A)
 

@@ -20,20 +20,21 @@ TABLE = Table(
         *rows(
             (NarrowTactic(8, 4, 1, 16, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 2.0}),
+            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 1.5}),
             (NarrowTactic(8, 4, 1, 4, 2, 4), {}),
             m=8,
         ),
         *rows(
             (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 2.0}),
+            (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 1.5}),
             (NarrowTactic(16, 4, 2, 4, 2, 2), {}),
             m=16,
         ),
         *rows(
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(32, 4, 2, 4, 3, 1), {"tiles_per_sm": 1.5}),
             (NarrowTactic(32, 4, 2, 2, 3, 2), {}),
             m=32,
         ),
@@ -101,8 +102,8 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (4, 1, 8, 4, 1),
         (4, 1, 4, 2, 4),
         (4, 1, 4, 2, 3),
-        (2, 2, 8, 2, 2),
-        (2, 2, 4, 2, 4),
+        (2, 2, 6, 2, 2),
+        (2, 2, 3, 2, 4),
         (2, 2, 12, 2, 1),
         (2, 1, 16, 3, 1),
         (1, 4, 4, 3, 2),
@@ -113,24 +114,23 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (4, 2, 4, 2, 2),
         (4, 2, 8, 2, 1),
         (2, 2, 8, 3, 1),
-        (2, 4, 6, 2, 1),
+        (2, 4, 5, 2, 1),
         (2, 2, 4, 3, 2),
-        (2, 2, 4, 2, 3),
-        (1, 8, 2, 3, 2),
+        (2, 2, 4, 2, 2),
+        (1, 8, 3, 3, 1),
     ),
     32: (
         (4, 1, 8, 2, 1),
         (4, 2, 4, 3, 1),
         (4, 2, 2, 3, 2),
-        (2, 2, 8, 2, 1),
+        (2, 2, 6, 2, 1),
         (2, 4, 4, 3, 1),
         (2, 4, 2, 3, 2),
         (2, 8, 2, 3, 1),
-        (2, 2, 4, 2, 2),
-        (1, 8, 4, 2, 1),
+        (2, 2, 3, 2, 2),
+        (1, 8, 3, 3, 1),
     ),
     64: (
-        (4, 2, 2, 4, 1),
         (2, 4, 2, 3, 1),
         (2, 8, 1, 4, 1),
         (2, 2, 4, 2, 1),
@@ -177,7 +177,7 @@ _WIDE_LOADS = {
 
 def problems(arch: Arch) -> Iterator[Problem]:
     """Few, some and many rows of the weight, for every number of rows of x that differs."""
-    loads = (0.25, 0.75, 1.5, 4.0)
+    loads = (0.25, 0.75, 1.25, 4.0)
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)

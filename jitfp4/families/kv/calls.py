@@ -1,6 +1,7 @@
 """The calls behind the public functions: tensors and flags are checked, and one operator called.
 
-Such a call is repeated without Python where its arguments look as before; see jitfp4.replay.
+Such a call is repeated without Python where its arguments look as before; see jitfp4.replay. That asks for one that
+returns a tensor, so each returns the first that it writes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def append_by_slot(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> None:
+) -> torch.Tensor:
     check_list("slot_mapping", slots, k)
     n = slots.shape[0]
     for name, x in (("append_key", k), ("append_value", v)):
@@ -56,6 +57,7 @@ def append_by_slot(
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
     _append((k[:n], v[:n]), written, (k_scale, v_scale), (slots, None, None, None), v_sf_layout, enable_pdl)
+    return k_codes
 
 
 @public
@@ -76,7 +78,7 @@ def append_by_position(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> None:
+) -> torch.Tensor:
     check_list("batch_indices", batch_indices, k)
     n = batch_indices.shape[0]
     check_list("positions", positions, k, n)
@@ -93,6 +95,7 @@ def append_by_position(
     check_work("kv_indices", indices.shape[0] * written[0].codes.shape[1], 0)
     lists = (positions, batch_indices, indices, indptr)
     _append((k, v), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
+    return k_codes
 
 
 @public
@@ -110,7 +113,7 @@ def dequantize_paged(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> None:
+) -> torch.Tensor:
     k, v = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
     _, page_size, heads, _ = k.codes.shape
     if k_out.dim() != 4:
@@ -128,13 +131,24 @@ def dequantize_paged(
     check_list("seq_lens", seq_lens, k_out, batch)
     _check_tables(block_tables, k_out, page_size)
     interleaved = is_interleaved(v_sf_layout, v.head_dim, page_size)
+    lists = block_tables, seq_lens
+    _dequantize_sides((k, v), (k_scale, v_scale), lists, (k_out, v_out), interleaved, enable_pdl)
+    return k_out
+
+
+def _dequantize_sides(
+    read: tuple[Side, Side],
+    scales: tuple[torch.Tensor, torch.Tensor],
+    lists: tuple[torch.Tensor, torch.Tensor],
+    outs: tuple[torch.Tensor, torch.Tensor],
+    interleaved: bool,
+    enable_pdl: bool | None,
+) -> None:
+    """K and V: one launch where they have the same shapes and strides, else one for each."""
+    k, v = read
     if not k.like(v):
-        dequantize_side(
-            k, k_scale, block_tables, seq_lens, k_out, interleaved=False, enable_pdl=enable_pdl, name="output_k"
-        )
-        dequantize_side(
-            v, v_scale, block_tables, seq_lens, v_out, interleaved=interleaved, enable_pdl=enable_pdl, name="output_v"
-        )
+        dequantize_side(k, scales[0], *lists, outs[0], interleaved=False, enable_pdl=enable_pdl, name="output_k")
+        dequantize_side(v, scales[1], *lists, outs[1], interleaved=interleaved, enable_pdl=enable_pdl, name="output_v")
         return
     dequantize(
         Dequantize(
@@ -142,12 +156,12 @@ def dequantize_paged(
             k_sf=k.sf,
             v_codes=v.codes,
             v_sf=v.sf,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            k_out=k_out,
-            v_out=v_out,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            block_tables=lists[0],
+            seq_lens=lists[1],
+            k_out=outs[0],
+            v_out=outs[1],
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
             names="k_out=output_k,v_out=output_v",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from jitfp4.families.kv import tables
 from jitfp4.families.kv.problem import (
     DTYPES,
-    MAX_RUN,
     Addressing,
     DequantizeProblem,
     DequantizeSpec,
@@ -24,7 +22,6 @@ from jitfp4.families.kv.problem import (
     quantize_rejects,
     quantize_spec,
 )
-from jitfp4.formats import NVFP4
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import kv as reference
@@ -103,11 +100,8 @@ _CACHE = (
 
 
 def _quantize_problem(a: Quantize) -> QuantizeProblem:
-    pages, page_size, heads, d = a.k_codes.shape
-    paged = a.slots is None and pages > 1
-    run = math.gcd(page_size, MAX_RUN) if paged else MAX_RUN
-    sides = 1 if a.v is None else 2
-    return QuantizeProblem(DTYPES[a.k.dtype], a.addressing, a.tokens, heads * 2 * d // NVFP4.block, sides, run)
+    blocks = a.k_sf.shape[2] * a.k_sf.shape[3]
+    return QuantizeProblem(DTYPES[a.k.dtype], a.addressing, a.tokens, blocks, sides=1 if a.v is None else 2)
 
 
 def _bind_quantize(a: Quantize, _: Plan) -> Mapping[str, Any]:
@@ -197,10 +191,14 @@ quantize = Operation(
 
 def _dequantize_problem(a: Dequantize) -> DequantizeProblem:
     sequences, tokens, heads, d = a.k_out.shape
-    paged = a.block_tables is not None
-    run = math.gcd(a.k_codes.shape[1], MAX_RUN) if paged else MAX_RUN
-    sides = 1 if a.v_codes is None else 2
-    return DequantizeProblem(DTYPES[a.k_out.dtype], paged, sequences, tokens, heads * d // 8, sides, run)
+    return DequantizeProblem(
+        out_dtype=DTYPES[a.k_out.dtype],
+        page_size=0 if a.block_tables is None else a.k_codes.shape[1],
+        sequences=sequences,
+        tokens=tokens,
+        chunks=heads * d // 8,
+        sides=1 if a.v_codes is None else 2,
+    )
 
 
 def _bind_dequantize(a: Dequantize, plan: Plan) -> Mapping[str, Any]:

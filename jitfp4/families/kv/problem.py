@@ -1,14 +1,13 @@
 """What selection sees of a KV cache that is written or read back, how the kernels are cut, and how they are launched.
 
-K and V are the two *sides* of a cache. A *run* of tokens lies in one page.
+K and V are the two *sides* of a cache.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -18,9 +17,6 @@ from jitfp4.layouts import ceil_div
 from jitfp4.spec import Geometry, KernelSpec
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-
-MAX_RUN = 8
-"""The most tokens of a thread."""
 
 MAX_GRID_YZ = 65535
 MAX_THREADS = 256
@@ -35,35 +31,38 @@ class Addressing(StrEnum):
 
 
 class QuantizeProblem(NamedTuple):
-    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides.
-
-    ``run``: the most tokens of a thread that certainly lie in one page, where the kernel asks for that.
-    """
+    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides."""
 
     in_dtype: DType
     addressing: Addressing
     tokens: int
     blocks: int
     sides: int
-    run: int
 
     def blocks_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.tokens * self.blocks * self.sides, arch.num_sms)
 
 
+class Lookup(StrEnum):
+    """Who looks up pages: nobody, a thread for its tokens, which lie in one, or a CTA for those of all its threads."""
+
+    NONE = "none"
+    THREAD = "thread"
+    CTA = "cta"
+
+
 class DequantizeProblem(NamedTuple):
     """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides.
 
-    ``run``: the most tokens of a thread that certainly lie in one page.
+    ``page_size`` is 0 where there is no page table.
     """
 
     out_dtype: DType
-    paged: bool
+    page_size: int
     sequences: int
     tokens: int
     chunks: int
     sides: int
-    run: int
 
     def chunks_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.sequences * self.tokens * self.chunks * self.sides, arch.num_sms)
@@ -77,14 +76,22 @@ class QuantizeTactic(NamedTuple):
 
 
 class DequantizeTactic(NamedTuple):
-    """How the dequantize kernel is cut: tokens of a thread, threads of a CTA."""
+    """How the dequantize kernel is cut: tokens of a thread, threads of a CTA, and who looks up their pages."""
 
     tokens: int
     threads: int
+    by_cta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeSpec(KernelSpec):
+class Spec(KernelSpec):
+    """A CTA may look up where its tokens lie, into ``place_bytes`` of shared memory each."""
+
+    place_bytes: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSpec(Spec):
     """A thread quantizes the same block of ``tokens_per_thread`` tokens."""
 
     in_dtype: DType
@@ -93,27 +100,25 @@ class QuantizeSpec(KernelSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DequantizeSpec(KernelSpec):
-    """A thread fills 16 bytes of ``tokens_per_thread`` tokens, ``tokens_per_lookup`` of them in one page.
-
-    Not ``paged``: there is one page, of one sequence.
-    """
+class DequantizeSpec(Spec):
+    """A thread fills 16 bytes of ``tokens_per_thread`` tokens."""
 
     out_dtype: DType
-    paged: bool
+    lookup: Lookup
     tokens_per_thread: int
-    tokens_per_lookup: int
 
 
-def quantize_rejects(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> str | None:
-    """Why a tactic cannot run a problem: the place of whole pages' tokens is looked up once for each thread."""
-    if problem.run % tactic.tokens:
-        return f"{tactic.tokens} tokens of a thread may lie in two pages"
-    return None
-
-
-def dequantize_rejects(_: DequantizeProblem, __: DequantizeTactic, ___: Arch) -> None:
+def quantize_rejects(_: QuantizeProblem, __: QuantizeTactic, ___: Arch) -> None:
     """Every tactic can run every problem."""
+
+
+def dequantize_rejects(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> str | None:
+    """Why a tactic cannot run a problem."""
+    if tactic.by_cta and not problem.page_size:
+        return "there are no pages to look up"
+    if not tactic.by_cta and problem.page_size % tactic.tokens:
+        return f"{tactic.tokens} tokens of a thread may lie in two pages of {problem.page_size}"
+    return None
 
 
 def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeSpec:
@@ -123,24 +128,22 @@ def quantize_spec(problem: QuantizeProblem, tactic: QuantizeTactic) -> QuantizeS
 
 def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> DequantizeSpec:
     """The kernel that a tactic makes for a problem."""
-    return DequantizeSpec(
-        out_dtype=problem.out_dtype,
-        paged=problem.paged,
-        tokens_per_thread=tactic.tokens,
-        tokens_per_lookup=math.gcd(problem.run, tactic.tokens),
-    )
+    lookup = Lookup.CTA if tactic.by_cta else Lookup.THREAD if problem.page_size else Lookup.NONE
+    return DequantizeSpec(out_dtype=problem.out_dtype, lookup=lookup, tokens_per_thread=tactic.tokens)
 
 
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over the blocks of one, z over sides."""
-    across, strips, block = _cut(problem.tokens, problem.blocks, *tactic)
-    return Geometry(grid=(across, strips, problem.sides), block=block)
+    across, strips, block = _cut(problem.tokens, problem.blocks, tactic.tokens, tactic.threads)
+    shared = block[1] * tactic.tokens * Spec.place_bytes if problem.addressing is Addressing.POSITIONS else 0
+    return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
 
 
 def dequantize_geometry(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over sequences, z over sides and the chunks of a token."""
-    across, strips, block = _cut(problem.tokens, problem.chunks, *tactic)
-    return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block)
+    across, strips, block = _cut(problem.tokens, problem.chunks, tactic.tokens, tactic.threads)
+    shared = block[1] * tactic.tokens * Spec.place_bytes if tactic.by_cta else 0
+    return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block, shared_bytes=shared)
 
 
 def _cut(tokens: int, items: int, tokens_per_thread: int, threads: int) -> tuple[int, int, tuple[int, int, int]]:

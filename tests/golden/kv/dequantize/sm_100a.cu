@@ -1,9 +1,9 @@
 // kv_dequantize, generated from templates/kv/dequantize.cu.j2
-// spec: {"out_dtype":"bf16","paged":false,"tokens_per_lookup":2,"tokens_per_thread":2}
+// spec: {"lookup":"none","out_dtype":"bf16","tokens_per_thread":2}
 //
-// NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens, of which
-// each kRun lie in one page. Threads (w, h): a CTA is w chunks of a token by h times kTokens tokens. Grid: x over
-// tokens, y over sequences, z over K and V and over a token's chunks.
+// NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens.
+// Threads (w, h): a CTA is w chunks of a token by h times kTokens tokens. Grid: x over tokens, y over sequences,
+// z over K and V and over a token's chunks.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -308,16 +308,27 @@ __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
 // ---- kv/cache --------------------------------------------------------------
 // A paged cache: strided codes and block scales of each page, token of the page, and head. Indices are data: what
 // points outside of its list or of the cache is nowhere.
+constexpr uint32 kNowhere = ~0u;
+
 struct Place {
   uint32 page  = 0;
-  uint32 token = 0;  // of the page
-  bool   found = false;
+  uint32 token = kNowhere;  // of the page
+  __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
+static_assert(sizeof(Place) == 8, "what the launch gives a token");
 
 struct Strides {  // in bytes, or in elements of what a pointer points to
   uint32 page, token;
   __device__ __forceinline__ uint64 at(Place p) const { return uint64(p.page) * page + uint64(p.token) * token; }
 };
+
+// Threads of a CTA share the work of finding where its `count` tokens lie: places[i] = find(i).
+template <typename Find>
+__device__ __forceinline__ void find_places(Place* places, uint32 count, Find find) {
+  const uint32 threads = blockDim.x * blockDim.y;
+  for (uint32 i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += threads) places[i] = find(i);
+  __syncthreads();
+}
 
 // Entry i of a list of 4- or 8-byte integers.
 __device__ __forceinline__ int64 index_at(const void* list, int64 i, bool wide) {
@@ -332,7 +343,7 @@ struct ScaleColumn {
   __device__ __forceinline__ ScaleColumn(uint32 col, uint32 cols, bool interleaved)
       : row(interleaved ? col * 4 / cols : 0), byte(interleaved ? col * 4 % cols : col), group(interleaved ? 3 : 0) {}
   __device__ __forceinline__ uint64 at(Place p, Strides strides) const {
-    return strides.at({p.page, (p.token & ~group) + row, true}) + (byte + (p.token & group));
+    return strides.at({p.page, (p.token & ~group) + row}) + (byte + (p.token & group));
   }
 };
 
@@ -355,12 +366,14 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
-constexpr bool kPaged  = false;  // else one page, of one sequence
-constexpr int  kTokens = 2;
-constexpr int  kRun    = 2;
+// Without lookup there is one page, of one sequence. A thread looks up its first token: all of them lie in one page.
+enum class Lookup { kNone, kThread, kCta };
+constexpr Lookup kLookup = Lookup::kNone;
+constexpr int    kTokens = 2;
 
 // ---- kernel ----------------------------------------------------------------
 constexpr int kChunk = 8;  // elements
+extern __shared__ Place places[];  // of the CTA's tokens, with kCta
 
 extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     const uint8* __restrict__ k_codes,      // [pages, tokens, heads, d/2], low nibble first
@@ -392,34 +405,39 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   const uint32 side  = blockIdx.z % uint32(sides), sequence = blockIdx.y;
   const uint32 chunk = blockIdx.z / uint32(sides) * blockDim.x + threadIdx.x;
   const uint32 head  = chunk / uint32(2 * cols), in_head = chunk % uint32(2 * cols);
-  const uint32 first = (blockIdx.x * blockDim.y + threadIdx.y) * kTokens;
-  if (head >= heads || first >= max_tokens) return;
+  const uint32 row   = threadIdx.y * kTokens, cta_first = blockIdx.x * blockDim.y * kTokens, first = cta_first + row;
 
-  const int64  row   = heads * cols * (2 * kChunk);  // elements of a token
+  const int64  width = heads * cols * (2 * kChunk);  // elements of a token
   const uint8* codes = (side ? v_codes : k_codes) + head * codes_head + in_head * (kChunk / 2);
   const uint8* sf    = (side ? v_sf : k_sf) + head * sf_head;
-  Out*         out   = (side ? v_out : k_out) + (sequence * max_tokens + first) * row + chunk * kChunk;
+  Out*         out   = (side ? v_out : k_out) + (sequence * max_tokens + first) * width + chunk * kChunk;
   const Strides     codes_strides{uint32(codes_page), uint32(codes_token)}, sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(in_head / 2, uint32(cols), side == interleaved_side);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  Place place[kTokens / kRun];
-#pragma unroll
-  for (int i = 0; i < kTokens / kRun; ++i) {
-    const uint32 token = first + i * kRun;
-    if constexpr (!kPaged) place[i] = {0, token, true};
-    if (kPaged && token < max_tokens) {
-      const int64 page = index_at(block_tables, sequence * table_stride + token / uint32(page_size), wide_lists & 1);
-      place[i] = {uint32(page), token % uint32(page_size), uint64(page) < num_pages};
-    }
+  const int64 tokens =
+      kLookup == Lookup::kNone ? max_tokens : min(index_at(seq_lens, sequence, wide_lists & 2), max_tokens);
+  const auto find = [&](uint32 token) -> Place {
+    if (kLookup == Lookup::kNone) return {0, token};
+    if (token >= max_tokens) return {};
+    const int64 page = index_at(block_tables, sequence * table_stride + token / uint32(page_size), wide_lists & 1);
+    return token < tokens && uint64(page) < num_pages ? Place{uint32(page), token % uint32(page_size)} : Place{};
+  };
+  if constexpr (kLookup == Lookup::kCta) {
+    find_places(places, blockDim.y * kTokens, [&](uint32 i) { return find(cta_first + i); });
   }
-  const int64 tokens = kPaged ? min(index_at(seq_lens, sequence, wide_lists & 2), max_tokens) : max_tokens;
+  if (head >= heads) return;
+
+  const Place start = kLookup == Lookup::kCta ? Place{} : find(first);
   uint32 word[kTokens] = {};
   uint8  b[kTokens]    = {};
+  bool   found[kTokens];
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    const Place at{place[i / kRun].page, place[i / kRun].token + i % kRun, place[i / kRun].found && first + i < tokens};
-    if (!at.found) continue;
+    Place at{start.page, start.token + i};
+    if constexpr (kLookup == Lookup::kCta) at = places[row + i];
+    found[i] = kLookup == Lookup::kCta ? at.found() : start.found() && first + i < tokens;
+    if (!found[i]) continue;
     word[i] = load_codes(codes + codes_strides.at(at));
     b[i]    = ptx::ld<uint8>(sf + column.at(at, sf_strides));
   }
@@ -434,6 +452,6 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     uint32 w[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) w[j] = to_pair<Out>(v[2 * j] * scale, v[2 * j + 1] * scale);
-    if (place[i / kRun].found && first + i < tokens) ptx::st(out + i * row, make_uint4(w[0], w[1], w[2], w[3]));
+    if (found[i]) ptx::st(out + i * width, make_uint4(w[0], w[1], w[2], w[3]));
   }
 }

@@ -413,16 +413,27 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 // ---- kv/cache --------------------------------------------------------------
 // A paged cache: strided codes and block scales of each page, token of the page, and head. Indices are data: what
 // points outside of its list or of the cache is nowhere.
+constexpr uint32 kNowhere = ~0u;
+
 struct Place {
   uint32 page  = 0;
-  uint32 token = 0;  // of the page
-  bool   found = false;
+  uint32 token = kNowhere;  // of the page
+  __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
+static_assert(sizeof(Place) == 8, "what the launch gives a token");
 
 struct Strides {  // in bytes, or in elements of what a pointer points to
   uint32 page, token;
   __device__ __forceinline__ uint64 at(Place p) const { return uint64(p.page) * page + uint64(p.token) * token; }
 };
+
+// Threads of a CTA share the work of finding where its `count` tokens lie: places[i] = find(i).
+template <typename Find>
+__device__ __forceinline__ void find_places(Place* places, uint32 count, Find find) {
+  const uint32 threads = blockDim.x * blockDim.y;
+  for (uint32 i = threadIdx.y * blockDim.x + threadIdx.x; i < count; i += threads) places[i] = find(i);
+  __syncthreads();
+}
 
 // Entry i of a list of 4- or 8-byte integers.
 __device__ __forceinline__ int64 index_at(const void* list, int64 i, bool wide) {
@@ -437,7 +448,7 @@ struct ScaleColumn {
   __device__ __forceinline__ ScaleColumn(uint32 col, uint32 cols, bool interleaved)
       : row(interleaved ? col * 4 / cols : 0), byte(interleaved ? col * 4 % cols : col), group(interleaved ? 3 : 0) {}
   __device__ __forceinline__ uint64 at(Place p, Strides strides) const {
-    return strides.at({p.page, (p.token & ~group) + row, true}) + (byte + (p.token & group));
+    return strides.at({p.page, (p.token & ~group) + row}) + (byte + (p.token & group));
   }
 };
 
@@ -459,32 +470,39 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 }
 
 // ---- spec ------------------------------------------------------------------
-// Token i goes to place i of the cache (whole pages are quantized; runs of kTokens lie in one), to a slot
-// (page * page_size + token), or to a position of a request that owns pages.
+// Token i goes to place i of the cache (whole pages are quantized), to a slot (page * page_size + token), or to a
+// position of a request that owns pages.
 enum class Addressing { kWhole, kSlots, kPositions };
 using In = bf16;
 constexpr Addressing kAddressing = Addressing::kWhole;
 constexpr int        kTokens     = 1;
 
 // ---- kernel ----------------------------------------------------------------
+__device__ __forceinline__ Place place_of(uint32 slot, int64 page_size) {
+  return {slot / uint32(page_size), slot % uint32(page_size)};
+}
+
 // What tells the place of a token of kSlots or kPositions. Bits 0 to 3 of wide: which lists have 8-byte entries.
 struct Lists {
   const void *slots, *batch_indices, *indices, *indptr;
-  int64 requests, num_indices, num_pages, page_size, wide;
+  int64 tokens, requests, num_indices, num_pages, page_size, wide;
 
   __device__ __forceinline__ Place find(uint32 token) const {
+    if (token >= tokens) return {};
     const int64 at = index_at(slots, token, wide & 1);  // a slot, or a position
     if constexpr (kAddressing == Addressing::kSlots) {
-      return {uint32(at) / uint32(page_size), uint32(at) % uint32(page_size), uint64(at) < num_pages * page_size};
+      return uint64(at) < num_pages * page_size ? place_of(at, page_size) : Place{};
     }
     const int64 request = index_at(batch_indices, token, wide & 2);
     if (uint64(request) >= requests) return {};
     const int64 begin = index_at(indptr, request, wide & 8), end = index_at(indptr, request + 1, wide & 8);
     if (begin < 0 || end > num_indices || end <= begin || uint64(at) >= (end - begin) * page_size) return {};
-    const int64 page = index_at(indices, begin + uint32(at) / uint32(page_size), wide & 4);
-    return {uint32(page), uint32(at) % uint32(page_size), uint64(page) < num_pages};
+    const Place own  = place_of(at, page_size);
+    const int64 page = index_at(indices, begin + own.page, wide & 4);
+    return uint64(page) < num_pages ? Place{uint32(page), own.token} : Place{};
   }
 };
+extern __shared__ Place places[];  // of the CTA's tokens, with kPositions
 
 extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const In* __restrict__ k,                // [tokens, heads, d] or [pages, tokens, heads, d], d contiguous
@@ -520,8 +538,8 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
 ) {
   const uint32 side  = blockIdx.z;
   const uint32 block = blockIdx.y * blockDim.x + threadIdx.x, head = block / uint32(cols), col = block % uint32(cols);
-  const uint32 first = (blockIdx.x * blockDim.y + threadIdx.y) * kTokens;
-  if (head >= heads) return;
+  const uint32 row   = threadIdx.y * kTokens, cta_first = blockIdx.x * blockDim.y * kTokens, first = cta_first + row;
+  const bool   live  = head < heads;
 
   const In* x     = (side ? v : k) + head * x_head + col * kNvfp4Block;
   uint8*    codes = (side ? v_codes : k_codes) + head * codes_head + col * (kNvfp4Block / 2);
@@ -532,21 +550,25 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const bool        wide = is_wide(x, x_page | x_token);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  const Lists lists{slots, batch_indices, indices, indptr, requests, num_indices, num_pages, page_size, wide_lists};
+  const Lists lists{slots, batch_indices, indices, indptr, tokens, requests, num_indices, num_pages, page_size, wide_lists};
   RawUnit<In> raw[kTokens] = {};
-  Place       place[kTokens];
-  const Place start{first / uint32(page_size), first % uint32(page_size), true};  // of kWhole
+  Place       place[kTokens], next = place_of(first, page_size);  // next: of kWhole
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
-    const uint32 token = first + i;
-    if (token >= tokens) continue;
+    if (!live || first + i >= tokens) continue;
     if constexpr (kAddressing == Addressing::kWhole) {
-      place[i] = {start.page, start.token + i, true};
-      load_unit<In>(raw[i], x + x_strides.at(place[i]), wide);
+      load_unit<In>(raw[i], x + x_strides.at(next), wide);
+      place[i] = next;
+      if (++next.token == page_size) next = {next.page + 1, 0};
     } else {
-      load_unit<In>(raw[i], x + x_strides.at({0, token, true}), wide);
-      place[i] = lists.find(token);
+      load_unit<In>(raw[i], x + x_strides.at({0, first + i}), wide);
     }
+    if constexpr (kAddressing == Addressing::kSlots) place[i] = lists.find(first + i);
+  }
+  if constexpr (kAddressing == Addressing::kPositions) {  // many instructions: once for a token, not for each block
+    find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) place[i] = live ? places[row + i] : Place{};
   }
   if constexpr (kHasPdl) ptx::griddep_launch();
 
@@ -557,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const uint8 b = encode_e4m3(block_amax<In>(raw[i]) * sixth);
     const float o = fminf(1.0f / (decode_e4m3(b) * decode), kFltMax);
     const uint2 c = encode_block<In>(raw[i], o);
-    if (!place[i].found) continue;
+    if (!place[i].found()) continue;
     store_codes(codes + codes_strides.at(place[i]), c);
     sf[column.at(place[i], sf_strides)] = b;
   }

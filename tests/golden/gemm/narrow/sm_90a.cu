@@ -1,0 +1,859 @@
+// gemm_narrow, generated from templates/gemm/narrow.cu.j2
+// spec: {"ctas":1,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
+//
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
+// fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
+// are columns of the product.
+//
+// A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
+// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
+// of x, each with rows of its own. A warp has a ring of stages: copies fill a stage with a piece of the weight while
+// the warp works on others. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster,
+// always in the same order.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction, and what several need.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that does not change: the compiler may move the load, but not past a change of p.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// From global memory, not through L1.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
+// of that parity has ended; on a fresh barrier wait(1) passes at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// To the place in the CTA `rank` that `p` has in this one.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
+// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and accesses to it.
+namespace ptx {
+// Read once: the first to leave L2. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  uint64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+// 16 bytes, of which the first `bytes` are read and the others zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last group become one.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread are there.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+// Waits for a number of threads, whole warps, at barrier i of the CTA.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// From the place in the CTA `rank` of the cluster that `p` has in this one.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %4, %5;\n"
+               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
+               "}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/weight -----------------------------------------------------------
+// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/families/gemm/weight.py describes it. Of each
+// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
+// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
+enum class Format { kNvfp4, kMxfp4 };
+
+constexpr int   kTileRows = 64, kTileCols = 128;
+constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
+constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
+constexpr float kWeightUnit = 0x1p8f;
+
+// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
+// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
+template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
+  constexpr uint32 kMask = 0x81C081C0u;
+  pairs[0] = w & kMask;
+  pairs[1] = w << 3 & kMask;
+  pairs[2] = w << 6 & kMask;
+  pairs[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
+}
+template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
+  constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
+  pairs[0] = (w & kSigns) | (w << 3 & kMask);
+  pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
+  pairs[2] = (w << 6 & kSigns) | (w << 9 & kMask);
+  pairs[3] = (w << 1 & kSigns) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
+}
+
+// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
+// bits of exponent, with a bias of 21, and three of mantissa.
+template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
+template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(second ? v >> 4 : v << 4), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  return d;  // v & mask | constant
+}
+template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
+  return (second ? v >> 1 : v << 7) & 0x7F807F80u;
+}
+
+// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
+// need no copies of a half.
+template <typename T>
+__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
+template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  mul.rn.f16x2 %0, %0, a;\n"
+      "  mul.rn.f16x2 %1, %1, a;\n"
+      "  mul.rn.f16x2 %2, %2, b;\n"
+      "  mul.rn.f16x2 %3, %3, b;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
+}
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
+      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
+      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
+      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
+}
+
+// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
+template <typename T>
+__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
+  decode_codes<T>(pairs, codes);
+  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
+  mul_pairs<T>(upper, lower, scales);
+  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+}
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = bf16;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr int kTileM      = 8;
+constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 16;
+constexpr int kStages     = 2;
+constexpr int kCtas       = 1;  // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kVectors      = kTileCols / 8;              // of 16 bytes, in a row of a chunk of x
+constexpr int kTurnRows     = kGroupThreads / kVectors;   // of it that a group copies at once
+
+// ---- gemm/multiply ---------------------------------------------------------
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+constexpr int kColumns     = kTileM / 8;  // of the product, in eights
+constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
+
+using Accumulators = float[kWarpBlocks][kColumns][4];
+
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// `piece` is where the codes lie, and then the scales. Rows of x are 256 bytes, their 16-byte vectors permuted so that
+// eight rows of one column meet no bank conflict: vector v of row r is at v ^ r % 8. `matrix` is the place of row
+// lane % 8, vector lane / 8.
+__device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 matrix, int lane) {
+  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    uint4 w[kWarpBlocks];
+    uint2 s[kWarpBlocks];
+#pragma unroll
+    for (int b = 0; b < kWarpBlocks; ++b) {
+      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+      if constexpr (kFormat == Format::kNvfp4) {
+        s[b] = ptx::ld_shared_8(from);
+      } else {
+        s[b].x = ptx::ld_shared_4(from);
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {  // of steps
+      uint4 x[kColumns];
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        x[n] = ptx::load_matrices((pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int b = 0; b < kWarpBlocks; ++b) {
+          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+          uint32 a[4];
+          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- gemm/output -----------------------------------------------------------
+struct Output {
+  const Out* bias;         // null: none
+  const float* row_scale;  // of MXFP4
+  float alpha;
+
+  // Four neighbours in a row of the output, from the sums of weight rows n to n + 3.
+  __device__ __forceinline__ void store(Out* to, int n, float4 sums) const {
+    float y[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] *= kWeightUnit;
+      if constexpr (kFormat == Format::kMxfp4) y[i] *= ptx::ld_f32(row_scale + n + i);
+      y[i] *= alpha;
+    }
+    if (bias != nullptr) {
+      uint32 b[2];
+      ld_halves<4>(bias + n, b);
+      y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
+    }
+    st_halves<4>(to, {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])});
+  }
+};
+
+// ---- shared memory ---------------------------------------------------------
+struct Ring {
+  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
+  alignas(128) uint8 x[kGroups][kStages][kTileM][kRowBytes];
+  Barrier full[kWarps][kStages];  // the weight is there
+};
+constexpr int kPitch = kRows + 4;  // lanes of a fragment meet no bank conflict
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
+};
+union Shared {
+  Ring ring;
+  Sums sums;  // once every warp is through
+};
+
+static_assert(sizeof(Shared) == 213248, "the launch counts on it");
+
+// ---- loads -----------------------------------------------------------------
+// What a warp works on: rows of the weight, and of the columns every kGroups-th chunk of its CTA's.
+struct Work {
+  const uint8* codes;   // of the first chunk
+  const uint8* scales;
+  const In* x;          // the first chunk of the first row
+  int64 x_stride;
+  int   rows, columns;  // of x, from there on
+  int   turns;
+  bool  has_rows;       // the last CTA may have warps to spare
+
+  // The piece of a turn to a stage of the warp.
+  __device__ __forceinline__ void load_weight(Ring& ring, int warp, int lane, int stage, int turn) const {
+    const int64 offset = int64(turn) * (kGroups * kTileBytes);
+    if (!has_rows) return;
+    if constexpr (kHasTma) {
+      if (lane == 0) {
+        Barrier* full = &ring.full[warp][stage];
+        uint8*   to   = ring.weight[warp][stage];
+        ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+        if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
+          ptx::bulk_load_once(to, codes + offset, kPieceCodes + kPieceScales, full);
+        } else {
+          ptx::bulk_load_once(to, codes + offset, kPieceCodes, full);
+          ptx::bulk_load_once(to + kPieceCodes, scales + offset, kPieceScales, full);
+        }
+      }
+    } else {
+      const uint32 to = ptx::shared_address(ring.weight[warp][stage]);
+#pragma unroll
+      for (int i = 0; i < kPieceCodes; i += kWarp * 16) {
+        ptx::copy_async(to + i + lane * 16, codes + offset + i + lane * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kPieceScales; i += kWarp * 16) {
+        const int at = i + lane * 16;
+        if (at < kPieceScales) ptx::copy_async(to + kPieceCodes + at, scales + offset + at);
+      }
+    }
+  }
+
+  // The chunk of x of a turn to a stage of the group; zero past the last column. `place` is a thread's in the group.
+  __device__ __forceinline__ void load_x(Ring& ring, int group, int place, int stage, int turn) const {
+    const int    vector = place % kVectors, column = turn * (kGroups * kTileCols) + vector * 8;
+    const uint32 to = ptx::shared_address(ring.x[group][stage]), bytes = column < columns ? 16 : 0;
+    const In*    from = x + place / kVectors * x_stride + column;
+#pragma unroll
+    for (int i = 0; i < kTileM; i += kTurnRows) {
+      const int row = i + place / kVectors;
+      if (row < rows) ptx::copy_async_or_zero(to + row * kRowBytes + (vector ^ row % 8) * 16, from, bytes);
+      from += kTurnRows * x_stride;
+    }
+  }
+
+  // Rows past the last of x, which no copy touches, become zero in every stage of the group.
+  __device__ __forceinline__ void clear_x(Ring& ring, int group, int place) const {
+    for (int i = place; i < kStages * kTileM * kVectors; i += kGroupThreads) {
+      if (i / kVectors % kTileM >= rows) {
+        ptx::st_shared(ptx::shared_address(ring.x[group]) + i * 16, {0, 0, 0, 0});
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void group_sync(int group) {
+  if constexpr (kRowWarps == 1) {
+    __syncwarp();
+  } else {
+    ptx::barrier_sync(1 + group, kGroupThreads);
+  }
+}
+
+// ---- sums over warps and CTAs ----------------------------------------------
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// `first` is the warp's first row in the CTA.
+__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+      }
+    }
+  }
+}
+
+// Of four neighbours over all groups; `p` is where those of the first lie.
+__device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  return sum;
+}
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
+    const In* __restrict__ x,             // [m, k]
+    const uint8* __restrict__ weight,     // [ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
+    const float* __restrict__ alpha,      // [1]; null: 1
+    const Out* __restrict__ bias,         // [n]; null: none
+    Out* __restrict__ out,                // [m, n]
+    int64 m,
+    int64 n,                              // a multiple of 8
+    int64 k,                              // a multiple of 32
+    int64 x_stride,                       // elements, as all strides
+    int64 out_stride
+) {
+  extern __shared__ __align__(128) uint8 dynamic[];
+  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
+  Ring&   ring = s.ring;
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  const int group = warp / kRowWarps, place = thread % kGroupThreads;
+  const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
+  const int first_row = blockIdx.y * kRows, warp_row = warp % kRowWarps * kWarpRows, first_m = blockIdx.z * kTileM;
+
+  const int chunks = int(ceil_div(k, kTileCols));
+  const int first  = int(int64(chunks) * share / shares), last = int(int64(chunks) * (share + 1) / shares);
+  const int row    = first_row + warp_row, block = row % kTileRows / 16;
+  const uint8* tile = weight + (int64(row / kTileRows) * chunks + first + group) * kTileBytes;
+  const int column  = (first + group) * kTileCols;
+  const Work work = {tile + block * kBlockCodes, tile + kCodeBytes + block * kBlockScales,
+                     x + first_m * x_stride + column, x_stride, int(m) - first_m, int(k) - column,
+                     int(ceil_div(last - first - group, kGroups)), row < n};
+
+  if constexpr (kHasTma) {
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < work.turns) work.load_weight(ring, warp, lane, i, i);
+    }
+  }
+  work.clear_x(ring, group, place);
+  if constexpr (kHasPdl) {
+    ptx::griddep_launch();
+    ptx::griddep_wait();
+  }
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (i < work.turns) {
+      if (!kHasTma) work.load_weight(ring, warp, lane, i, i);
+      work.load_x(ring, group, place, i, i);
+    }
+    ptx::copy_async_commit();
+  }
+
+  Accumulators sums = {};
+  const uint32 matrix = lane % 8 * kRowBytes + (lane / 8 ^ lane % 8) * 16;
+  int    stage  = 0;
+  uint32 parity = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < work.turns; ++turn) {
+    ptx::copy_async_wait_for<kStages - 2>();
+    if (kHasTma && work.has_rows) ptx::mbarrier_wait(&ring.full[warp][stage], parity);
+    group_sync(group);
+    const int next = turn + kStages - 1;
+    if (next < work.turns) {
+      const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
+      work.load_weight(ring, warp, lane, to, next);
+      work.load_x(ring, group, place, to, next);
+    }
+    ptx::copy_async_commit();
+    if (work.has_rows) {
+      multiply(sums, ptx::shared_address(ring.weight[warp][stage]),
+               ptx::shared_address(ring.x[group][stage]) + matrix, lane);
+    }
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  __syncthreads();  // the sums take the place of the ring
+
+  store_sums(s.sums, sums, group, warp_row, lane);
+  __syncthreads();
+  constexpr int kQuads = kRows / 4, kItems = kTileM * kQuads;
+  if (kHasClusters && shares > 1) {
+    for (int i = thread; i < kItems; i += kThreads) {
+      float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
+      *reinterpret_cast<float4*>(at) = sum_groups(at);
+    }
+    ptx::cluster_sync();
+  }
+  const Output output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
+  for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
+    const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
+    if (column >= work.rows || at_n >= n) continue;
+    const float* p = &s.sums.rows[0][column][at];
+    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
+    output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
+  }
+  if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
+}
