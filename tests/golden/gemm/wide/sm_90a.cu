@@ -415,7 +415,8 @@ namespace ptx {
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
   uint64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
 // 16 bytes, of which the first `bytes` are read and the others zero.
@@ -575,7 +576,6 @@ enum class Format { kNvfp4, kMxfp4 };
 
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
-constexpr int   kSteps      = kTileCols / 16;  // of 16 columns
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
 constexpr float kWeightUnit = 0x1p8f;
 
