@@ -30,6 +30,11 @@ if TYPE_CHECKING:
         ToolchainError,
         UnsupportedArchError,
     )
+    from jitfp4.families.attention import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        single_decode_with_kv_cache,
+        trtllm_batch_decode_with_kv_cache,
+    )
     from jitfp4.families.gdn import (
         gated_delta_rule_decode,
         gated_delta_rule_decode_pretranspose,
@@ -80,6 +85,11 @@ _HOMES = {
         "SimError",
         "ToolchainError",
         "UnsupportedArchError",
+    ),
+    "jitfp4.families.attention": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "single_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
     ),
     "jitfp4.families.gdn": (
         "gated_delta_rule_decode",

@@ -26,6 +26,8 @@ _MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16,
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_NONE, _32B, _64B, _128B
 _MAP_L2_PROMOTION = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _MAX_MAPS = 256
+_MAX_PREPARED = 1024  # launches that a kernel keeps
+_POINTER = object()
 _thread = threading.local()
 
 
@@ -39,21 +41,38 @@ class LoadedKernel:
             self._kernel = ObjectCode.from_cubin(cubin, name=symbol).get_kernel(symbol)
         except Exception as error:  # cuda.core raises its own CUDAError, RuntimeError or ValueError
             raise LaunchError(f"the driver refused {symbol} ({len(cubin)} bytes): {error}") from error
+        self._kinds = [type(param) for param in params]
+        self._prepare = functools.lru_cache(maxsize=_MAX_PREPARED)(functools.partial(PreparedLaunch, self))
         self.handle = ctypes.c_void_p(int(self._kernel.handle))
         self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
         self._configs: dict[tuple[Geometry, bool, int], tuple[Any, ctypes.c_void_p]] = {}
         self._lock = threading.Lock()
 
-    def launch(self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool) -> PreparedLaunch:
+    def launch(
+        self, geometry: Geometry, args: Sequence[Any], *, stream: int, pdl: bool
+    ) -> tuple[PreparedLaunch, list[Any]]:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
 
         ``args`` follow the kernel's parameters: tensors (or None for a null pointer), ints, floats and TileMaps.
         ``pdl`` sets programmatic stream serialization: the kernel may start while its predecessor drains. Returns the
-        launch, to be repeated with other addresses.
+        launch, to be repeated with other addresses, and the tensors whose addresses it took.
         """
-        prepared = PreparedLaunch(self, geometry, args, pdl)
-        prepared.launch(stream, [tensor.data_ptr() for tensor in prepared.tensors])
-        return prepared
+        if len(args) != len(self.params):
+            raise LaunchError(f"{self.symbol} takes {len(self.params)} arguments, got {len(args)}")
+        tensors: list[Any] = []
+        constants: list[Any] = []
+        for kind, arg in zip(self._kinds, args, strict=True):
+            if kind is Ptr and arg is not None:
+                tensors.append(arg)
+                constants.append(_POINTER)
+            elif kind is TensorMapParam:
+                tensors.append(arg.tensor)
+                constants.append(_MapLayout.of(arg))
+            else:
+                constants.append(_bits(kind, arg))
+        prepared = self._prepare(geometry, pdl, tuple(constants))
+        prepared.launch(stream, [tensor.data_ptr() for tensor in tensors])
+        return prepared, tensors
 
     def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
         """Where the driver's description of a launch lies, which the kernel keeps."""
@@ -81,35 +100,29 @@ class LoadedKernel:
 
 
 class PreparedLaunch:
-    """A launch with everything fixed but the addresses of its tensors and its stream.
+    """A launch with everything fixed but the addresses of its tensors and its stream."""
 
-    ``tensors`` are those of the arguments, in order: launch() takes an address for each.
-    """
-
-    def __init__(self, kernel: LoadedKernel, geometry: Geometry, args: Sequence[Any], pdl: bool) -> None:
-        if len(args) != len(kernel.params):
-            raise LaunchError(f"{kernel.symbol} takes {len(kernel.params)} arguments, got {len(args)}")
+    def __init__(self, kernel: LoadedKernel, geometry: Geometry, pdl: bool, constants: Sequence[Any]) -> None:
+        """``constants``: what is fixed of each parameter: eight bytes, the layout of a map, or that it is a pointer."""
         self._kernel, self._geometry, self._pdl = kernel, geometry, pdl
-        tensors: list[Any] = []
         values: list[int] = []  # of the parameters that are no tensors
         places: list[tuple[bool, int]] = []  # of each parameter: among the tensors or the values, and where
+        tensors = 0
         self._maps: list[tuple[int, int, _MapLayout]] = []  # number of the tensor, of the parameter
-        for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
-            is_map = isinstance(param, TensorMapParam)
-            is_tensor = is_map or (isinstance(param, Ptr) and arg is not None)
-            places.append((is_tensor, len(tensors if is_tensor else values)))
-            if is_map:
-                self._maps.append((len(tensors), i, _MapLayout.of(arg)))
-            if is_tensor:
-                tensors.append(arg.tensor if is_map else arg)
+        for i, constant in enumerate(constants):
+            if isinstance(constant, _MapLayout):
+                self._maps.append((tensors, i, constant))
+            if constant is _POINTER or isinstance(constant, _MapLayout):
+                places.append((True, tensors))
+                tensors += 1
             else:
-                values.append(_bits(param, arg))
-        self.tensors = tuple(tensors)
-        self._addresses = (ctypes.c_uint64 * len(tensors))()
-        self._pack = struct.Struct(f"{len(tensors)}Q").pack_into
+                places.append((False, len(values)))
+                values.append(constant)
+        self._addresses = (ctypes.c_uint64 * tensors)()
+        self._pack = struct.Struct(f"{tensors}Q").pack_into
         self._values = (ctypes.c_int64 * len(values))(*values)
         starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
-        self._params = (ctypes.c_void_p * len(args))(*(starts[kind] + 8 * place for kind, place in places))
+        self._params = (ctypes.c_void_p * len(places))(*(starts[kind] + 8 * place for kind, place in places))
         self._where = ctypes.c_void_p(ctypes.addressof(self._params))
         self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
         self._launch = _functions().cuLaunchKernelEx
@@ -136,9 +149,9 @@ class PreparedLaunch:
             raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
 
 
-def _bits(param: Param, value: Any) -> int:
+def _bits(kind: type, value: Any) -> int:
     """What a parameter's eight bytes hold: a null pointer, a float in the lower half, or an integer."""
-    if isinstance(param, F32):
+    if kind is F32:
         return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value  # one that is too large becomes infinite
     return 0 if value is None else int(value)
 

@@ -68,14 +68,16 @@ def _cuda_target(index: int) -> Target:
 _kernels: dict[tuple[AnyKernel, KernelSpec, int], LoadedKernel] = {}
 
 
-def launch(plan: Plan, args: Sequence[Any], target: Target, *, pdl: bool | None = None) -> replay.Launch | None:
+def launch(
+    plan: Plan, args: Sequence[Any], target: Target, *, pdl: bool | None = None
+) -> tuple[replay.Launch, list[Any]] | None:
     """Run a kernel on ``target``, building or loading it first when this process has not met it.
 
     Args:
         args: in the order of the kernel's parameters: tensors for pointers, ints, floats, TileMaps for tensor maps.
         pdl: programmatic dependent launch; None means wherever the architecture has it.
     Returns:
-        What can be launched again with other addresses; None in the simulator.
+        What can be launched again, and the tensors whose addresses it took; None in the simulator.
     """
     arch, device, races = target
     if device is None:
@@ -103,8 +105,13 @@ def _build_lock(kernel: AnyKernel, spec: KernelSpec) -> threading.Lock:  # noqa:
     return threading.Lock()
 
 
-@functools.cache
 def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
+    with _build_lock(kernel, spec):  # threads that meet it together compile it once
+        return _compile_ptx(kernel, spec, arch)
+
+
+@functools.cache
+def _compile_ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     if cache().config.offline:
         raise OfflineError(f"the simulator compiles {kernel.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
     return nvrtc.compile_ptx(kernel.render(spec, arch), arch, symbol=kernel.symbol)
@@ -167,7 +174,7 @@ def reset() -> None:
     """Forget calls, loaded kernels and the cache's configuration; the next call reads the environment again."""
     _kernels.clear()
     replay.forget()
-    for memo in (cache, _ptx, _build_lock):
+    for memo in (cache, _compile_ptx, _build_lock):
         memo.cache_clear()
 
 

@@ -115,7 +115,7 @@ class SimMemoryError(SimError):
 
 
 class SimRaceError(SimError):
-    """Two unordered accesses to one byte of shared memory, at least one of them a write."""
+    """Two unordered accesses to one byte, at least one of them a write, or one that another proxy may not see yet."""
 
 
 class SimDeadlockError(SimError):

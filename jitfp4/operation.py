@@ -154,9 +154,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         target = engine.target_of(output)
         plan = self.plan(self.problem(arguments), target.arch, self._forced.get())
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
-        launch = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
+        launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
         if replay.is_noting():
-            replay.note(None if launch is None else replay.Step(launch, *self._conditions(arguments, launch.tensors)))
+            replay.note(None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1])))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() asked for, by the number of a launch's tensor."""

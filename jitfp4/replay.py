@@ -32,15 +32,14 @@ _MOST = 4096  # flags that a function remembers calls for, and sets of addresses
 class Launch(Protocol):
     """A launch that can be repeated: driver.PreparedLaunch."""
 
-    tensors: tuple[torch.Tensor, ...]
-
     def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
 class Step(NamedTuple):
-    """A launch of a call, and what has to hold for its tensors, by number: alignment, and memory of their own."""
+    """A launch of a call, its tensors, and what has to hold for them, by number: alignment, memory of their own."""
 
     launch: Launch
+    tensors: Sequence[torch.Tensor]
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int], ...]
 
@@ -105,7 +104,6 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
                     return function(*args, **kwargs)
                 if (result := action.repeat(tensors)) is not None:
                     return result  # type: ignore[no-any-return]
-                break
         return _remember(memory, key, functools.partial(function, *args, **kwargs), tensors)
 
     return call
@@ -159,9 +157,6 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
             if len(memory) >= _MOST:
                 memory.clear()
             memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
-    for step in steps:
-        if step is not None:
-            step.launch.tensors = ()  # a memory of calls must not keep their tensors alive
     return result
 
 
@@ -175,6 +170,7 @@ class _Call(NamedTuple):
     launch: Launch
     device: int
     sources: tuple[int, ...]  # of the launch's tensors
+    twins: tuple[tuple[int, int], ...]  # arguments that lie at one address
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
     outputs: tuple[_Output, ...]
@@ -184,6 +180,9 @@ class _Call(NamedTuple):
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Do it again. Returns None, having done nothing, where an address forbids it."""
+        for first, second in self.twins:
+            if tensors[first].data_ptr() != tensors[second].data_ptr():
+                return None
         previous = exchange_device(self.device)
         try:
             if self.outputs:
@@ -221,11 +220,12 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
         return None, bool(steps)
     step, returned = steps[0], result if isinstance(result, tuple) else (result,)
     places: dict[int, int] = {}
+    twins: list[tuple[int, int]] = []
     for number, tensor in enumerate(given):
         if tensor.numel():
-            if tensor.data_ptr() in places:
-                return None, False  # two arguments at one address: which of them did the kernel get?
-            places[tensor.data_ptr()] = number
+            first = places.setdefault(tensor.data_ptr(), number)
+            if first != number:
+                twins.append((first, number))  # which of them the kernel got cannot be told: they must be one again
     outputs: list[_Output] = []
     results: list[int] = []
     for tensor in returned:
@@ -236,7 +236,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
             number = places[tensor.data_ptr()] = len(given) + len(outputs)
             outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
         results.append(number)
-    tensors = step.launch.tensors
+    tensors = step.tensors
     if any(tensor.data_ptr() not in places for tensor in tensors):
         return None, True
     sizes = [high - low for low, high in map(extent, tensors)]
@@ -244,6 +244,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
         step.launch,
         tensors[0].get_device(),
         tuple(places[tensor.data_ptr()] for tensor in tensors),
+        tuple(twins),
         step.aligned,
         tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
         tuple(outputs),

@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if "does not know" in str(error):
             pytest.skip(str(error))
         raise
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many attacks were tried, by file of tests/faults."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if report.nodeid.startswith("tests/faults/"):
+                counts[Path(report.nodeid.split("::")[0]).stem, outcome] += 1
+    if counts:
+        terminalreporter.section("fault campaign")
+        for (name, outcome), count in sorted(counts.items()):
+            terminalreporter.line(f"{name:<28} {count:>5} {outcome}")
 
 
 @pytest.fixture(scope="session")

@@ -114,8 +114,12 @@ def open_lock(root: int, path: str) -> Iterator[Held]:
     """A lock file, open but not locked, created when missing. Raises OSError when it is anything but a regular file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with held(lambda: os.open(path, flags, 0o600, dir_fd=root)) as file:
-        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+        mode = os.fstat(file.fd).st_mode
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
+        if stat.S_IMODE(mode) != 0o600:
+            with suppress(OSError):  # another's, or a file system without modes
+                os.fchmod(file.fd, 0o600)  # whatever the umask: the next one opens it too
         yield file
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from jitfp4.cli import cache, doctor, render, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
+from jitfp4.cli import cache, doctor, render, simulate, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
 from jitfp4.cli.output import say
 from jitfp4.errors import Jitfp4Error
 
@@ -51,3 +51,4 @@ app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
 app.command(epilog=render.EXAMPLES)(render.render)
 app.add_typer(cache.app)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command("sim", epilog=simulate.EXAMPLES)(simulate.simulate)

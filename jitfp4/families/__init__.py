@@ -3,6 +3,7 @@
 A program that torch.export saved names their operators: a process that only loads it imports ``jitfp4.families`` first.
 """
 
+from jitfp4.families import attention as attention
 from jitfp4.families import gdn as gdn
 from jitfp4.families import gemm as gemm
 from jitfp4.families import kv as kv

@@ -30,11 +30,14 @@ BATCH_THREADS = 8192
 
 @dataclass(slots=True)
 class Stats:
-    """What a run cost. ``instructions`` counts thread-instructions, ``opcodes`` the same by opcode."""
+    """What a run cost. ``instructions`` counts thread-instructions, ``opcodes`` the same by opcode, ``executed`` by
+    position in the module's code.
+    """
 
     instructions: int = 0
     seconds: float = 0.0
     opcodes: Counter[str] = field(default_factory=Counter)
+    executed: Counter[int] = field(default_factory=Counter)
 
 
 @lru_cache(maxsize=64)
@@ -44,7 +47,7 @@ def load(ptx: str, entry: str | None = None) -> Program:
 
 
 def run(
-    ptx: str,
+    ptx: str | Program,
     args: Sequence[Any],
     geometry: Geometry,
     arch: str | Arch,
@@ -58,7 +61,7 @@ def run(
     """Execute ``entry`` of a PTX module over a grid.
 
     Args:
-        ptx: a module as NVRTC writes it.
+        ptx: a module as NVRTC writes it, or a program that was loaded from one.
         args: one per kernel parameter. NumPy arrays and torch CPU tensors (views too) are pointers, mutated in place
             and bounds-checked at the view's extent; integers, bools and NumPy scalars take the parameter's width;
             floats become float32 or, for an 8-byte parameter, float64; TensorMap, TileMap and ``bytes`` are passed by
@@ -75,7 +78,7 @@ def run(
         SimError: a fault of the program, or something that is not modelled.
     """
     began = time.perf_counter()
-    program = load(ptx, entry)
+    program = load(ptx, entry) if isinstance(ptx, str) else ptx
     arch = Arch.of(arch) if isinstance(arch, str) else arch
     _check_limits(program, geometry, arch)
     memory = GlobalMemory()
@@ -106,7 +109,9 @@ def run(
             machine.run()
             if history is not None and machine.races is not None:
                 history.finish_batch(machine.races.clocks)
-            stats.opcodes += program.histogram(machine.block_runs)
+            stats.executed += program.executed(machine.block_runs)
+    for pc, count in stats.executed.items():
+        stats.opcodes[program.opcode(pc)] += count
     stats.instructions = stats.opcodes.total()
     stats.seconds = time.perf_counter() - began
     return stats

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jitfp4.errors import SimError
 from jitfp4.sim.ptx import Array
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class Clocks:
         if found is None:
             found = self.agents[key] = self.machine.total + len(self.agents)
             if len(self.agents) > AGENTS:
-                raise self.machine.error(MemoryError, "too many asynchronous agents", np.array([thread]))  # type: ignore[arg-type]
+                text = f"more than {AGENTS} mbarriers and threads with asynchronous work: run with a smaller batch"
+                raise self.machine.error(SimError, text, np.array([thread]))
             self.cluster[found] = self.cluster[thread]
             self.column[found] = self._new_column(thread)
         return found

@@ -108,6 +108,7 @@ class History:
         self.cover([data])
         cells, first = self.of_data(data)
         where = cells.of_range(first, data.nbytes)
+        cells.used = True
         cells.wrote[where] = pack(PREVIOUS_GRID, 1, PROXY)
         cells.read[where] = pack(PREVIOUS_GRID, 1, PROXY)
 

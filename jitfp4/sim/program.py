@@ -180,17 +180,18 @@ class Program:
     def place(self, pc: int) -> str:
         return self.place_of(self.module.code[pc]) if pc < len(self.module.code) else "end of code"
 
-    def histogram(self, block_runs: Array) -> Counter[str]:
-        """Thread-instructions by opcode, from how many threads entered each block."""
-        counts: Counter[str] = Counter()
-        starts = sorted(self.block_at, key=self.block_at.__getitem__)
-        for number, start in enumerate(starts):
+    def executed(self, block_runs: Array) -> Counter[int]:
+        """Thread-instructions by position, from how many threads entered each block."""
+        counts: Counter[int] = Counter()
+        for start, number in self.block_at.items():
             runs = int(block_runs[number])
             if runs:
-                for pc in range(start, self.blocks[number].end):
-                    instr = self.module.code[pc]
-                    counts[".".join((instr.name, *instr.mods))] += runs
+                counts.update(dict.fromkeys(range(start, self.blocks[number].end), runs))
         return counts
+
+    def opcode(self, pc: int) -> str:
+        instr = self.module.code[pc]
+        return ".".join((instr.name, *instr.mods))
 
 
 def _entry(module: Module, name: str | None) -> Function:

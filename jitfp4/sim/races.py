@@ -151,9 +151,9 @@ class Races:
 
     def free_tensor_memory(self, cells: Cells, cell: Array, thread: int) -> None:
         """tcgen05.dealloc: what uses the columns must lie behind the thread."""
-        place = self._agent_place("tensor memory to be freed", cells, cell, thread, -1, 0)
+        place = self._agent_place("freed tensor", cells, cell, thread, -1, 0)
         self._against_writes(place, "tcgen05.dealloc")
-        self._against_reads(place)
+        self._against_reads(place, "tcgen05.dealloc")
         cells.clear(cell)
 
     # Checks
@@ -213,7 +213,7 @@ class Races:
             pc = int(place.cells.wrote_at[place.cell[at]])
             self._fail(place, at, "ld.global.nc reads memory that this kernel writes", pc)
 
-    def _against_reads(self, place: _Place) -> None:
+    def _against_reads(self, place: _Place, verb: str = "write") -> None:
         for records in (place.cells.read, place.cells.read_before):
             reads = records[place.cell]
             if not reads.any():
@@ -224,7 +224,7 @@ class Races:
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 whose = self._whose(place, at, reads)
-                text = "a write follows an unordered read by " + whose
+                text = f"a {verb} follows an unordered read by {whose}"
                 if whose.startswith("another lane"):
                     text = "a write follows a read by another lane without a warp sync"
                 self._fail(place, at, text, int(place.cells.read_at[place.cell[at]]))

@@ -19,6 +19,7 @@ STRONG, READ_ONLY, PROXY = 1, 2, 4
 """How: volatile, relaxed or atomic; through the non-coherent path; through the async proxy."""
 _HOW = 3
 WIDEST = 16
+_ARRAYS = ("wrote", "read", "read_before", "wrote_at", "read_at")
 _TIME = (1 << 29) - 1
 
 
@@ -44,12 +45,16 @@ class Cells:
         count = -(-(size + self.phase) // WIDEST)
         self.wrote, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(3))
         self.wrote_at, self.read_at = (np.zeros(count, np.int32) for _ in range(2))
+        self.used = False  # some record has been made
 
     def refine(self, size: int) -> None:
         """Make cells at most ``size`` bytes wide."""
         while self.width > size:
-            for name in ("wrote", "read", "read_before", "wrote_at", "read_at"):
-                setattr(self, name, np.repeat(getattr(self, name), 2))
+            for name in _ARRAYS:
+                records = getattr(self, name)
+                # Zeros of a new array take no memory before they are written: buffers may be large.
+                fine = np.repeat(records, 2) if self.used else np.zeros(2 * len(records), records.dtype)
+                setattr(self, name, fine)
             self.width //= 2
 
     def index(self, offset: Array, size: int) -> Array:
@@ -81,6 +86,7 @@ class Cells:
 
     def note_read(self, cell: Array, record: Array, pc: int, unordered: Array | None) -> None:
         """Remember reads; ``unordered`` marks those whose predecessor in the cell is not behind them."""
+        self.used = True
         if unordered is not None:
             at = cell[unordered]
             self.read_before[at] = self.read[at]
@@ -92,6 +98,7 @@ class Cells:
 
     def note_write(self, cell: Array, record: Array, pc: int) -> Array:
         """Remember writes. Returns which lanes wrote a cell that another lane wrote in the same instruction."""
+        self.used = True
         self.wrote[cell] = record
         self.wrote_at[cell] = pc
         self.read[cell] = 0
@@ -105,10 +112,11 @@ class Cells:
     def take(self, other: Cells, first: int) -> None:
         """Take over the records of a range that begins ``first`` bytes into this one."""
         width = min(self.width, other.width)
+        self.used |= other.used
         self.refine(width)
         other.refine(width)
         start = (first + self.phase) // width
-        for name in ("wrote", "read", "read_before", "wrote_at", "read_at"):
+        for name in _ARRAYS:
             records = getattr(other, name)
             getattr(self, name)[start : start + len(records)] = records
 

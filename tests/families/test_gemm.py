@@ -99,6 +99,13 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
         assert_product(tactic.tile_m - 3, 72, 672, device="cpu")
 
 
+@pytest.mark.sim
+@pytest.mark.compile
+def test_more_rows_than_a_tile() -> None:
+    with sim.device("sm_90a", races=True), MM_BF16_FP4.forced(NarrowTactic(8, 4, 1, 2, 2, 1)):
+        assert_product(19, 64, 160)
+
+
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=SIM), pytest.param("sm_120a", marks=SIM)])
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_other_architectures(arch: str, block_format: BlockFormat) -> None:

@@ -19,6 +19,7 @@ from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
 from jitfp4.families.kv import operation as kv
+from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale, Tactic
@@ -33,7 +34,17 @@ from jitfp4.selection import Row, Table, table_for
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
-OPERATIONS = [GATED_DELTA_RULE, MM_BF16_FP4, RMSNORM, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE, DEQUANTIZE]
+OPERATIONS = [
+    GATED_DELTA_RULE,
+    MM_BF16_FP4,
+    RMSNORM,
+    QUANTIZE,
+    QUANTIZE_BATCH,
+    ROW_SCALE,
+    DEQUANTIZE,
+    kv.quantize,
+    kv.dequantize,
+]
 Line = Mapping[str, str]
 Measured = dict[Any, float]
 
@@ -105,6 +116,30 @@ def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
         yield QuantizeProblem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k), times
 
 
+def kv_quantize_cases() -> Iterator[tuple[kv.QuantizeProblem, Measured]]:
+    """Of bench.bench_kv, tactics: tokens of 8 heads of 128, K and V."""
+    appends = [line for line in lines_of(kv.quantize) if line["case"].startswith("append")]
+    for (case, _, tokens), lines in cases(appends, 3):
+        addressing = kv.Addressing.SLOTS if case == "append by slot" else kv.Addressing.POSITIONS
+        problem = kv.QuantizeProblem(DType.BF16, addressing, int(tokens), blocks=64, sides=2)
+        yield problem, {kv_tactic(QuantizeTactic, line): float(line["us"]) for line in lines}
+
+
+def kv_dequantize_cases() -> Iterator[tuple[kv.DequantizeProblem, Measured]]:
+    """Of the same: sequences of 8 heads of 128, K and V, in pages of 16 and of 1."""
+    reads = [line for line in lines_of(kv.dequantize) if line["case"].startswith("dequantize")]
+    for (_, page, tokens), lines in cases(reads, 3):
+        problem = kv.DequantizeProblem(DType.BF16, int(page), 1, int(tokens), chunks=128, sides=2)
+        yield (
+            problem,
+            {kv_tactic(DequantizeTactic, line, line["by_cta"] == "True"): float(line["us"]) for line in lines},
+        )
+
+
+def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
+    return kind(int(line["per_thread"]), int(line["threads"]), *more)
+
+
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
     """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; as many rows as the kernel for few is meant for."""
     names = NarrowTactic.__dataclass_fields__
@@ -127,8 +162,10 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (MM_BF16_FP4, gemm_cases, 48, 1.12),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
+        (kv.quantize, kv_quantize_cases, 4, 1.10),
+        (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "norm", "quantize"],
+    ids=["gdn", "gemm", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
@@ -193,7 +230,7 @@ def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
 def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     """A field that no problem and no candidate sets otherwise is dead."""
-    (operation,) = (operation for operation in (*OPERATIONS, kv.quantize, kv.dequantize) if kernel in operation.kernels)
+    (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
     constant = {name: set() for name in kernel.spec.__dataclass_fields__}
     for arch in ARCHS.values():
         problems = list(operation._problems(arch))

@@ -51,7 +51,9 @@ NEW = [
 ]
 TARGETS = {
     "a folder": "outside",
-    "a folder of entries": "outside/v1",
+    "folders of recipes": "outside/v1",
+    "recipes": f"outside/v1/{DIGEST[:2]}",
+    "entries": f"outside/v1/{DIGEST[:2]}/{DIGEST[2:]}",
     "a file": "outside/file",
     "the root": "cache",
     "itself": ".",

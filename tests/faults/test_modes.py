@@ -87,6 +87,30 @@ def read_as_nobody() -> dict[str, object]:
     return in_world(work)
 
 
+@pytest.mark.parametrize("mask", [0o277, 0o777])
+def test_locks_work_for_others_whatever_the_umask(mask: int) -> None:
+    """A lock file that its own user cannot open again would be trouble at each build; root would not notice."""
+    seen = sandboxed("tests.faults.test_modes:build_twice_as_nobody", mask=mask)
+    if "skip" in seen:
+        pytest.skip(seen["skip"])
+    assert seen == {"store_errors": {}, "published": True}
+
+
+def build_twice_as_nobody(mask: int) -> dict[str, object]:
+    def work(folder: Path) -> dict[str, object]:
+        folder.chmod(0o777)
+        if os.geteuid() == 0:
+            become_nobody()
+        os.umask(mask)
+        cache = Cache(Config(cache_dir=folder / "cache"))
+        for _ in range(2):
+            loaded = cache.get_or_build(RECIPE, TOOLCHAIN, make_built)
+            Catalog(folder / "cache").prune(Limits(max_entries=0))
+        return {"store_errors": dict(cache.info().store_errors), "published": loaded.path is not None}
+
+    return in_world(work)
+
+
 def become_nobody() -> None:
     os.setgroups([])
     os.setgid(NOBODY)

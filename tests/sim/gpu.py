@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from jitfp4 import sim
@@ -20,6 +19,8 @@ Array = np.ndarray[Any, Any]
 
 def hopper() -> None:
     """Skip a test of sm_90a instructions elsewhere."""
+    import pytest  # here, because a benchmark uses this module without it
+
     if device_arch(torch.cuda.current_device()).name != "sm_90a":
         pytest.skip("sm_90a instructions")
 

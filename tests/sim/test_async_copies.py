@@ -211,7 +211,7 @@ def test_tensor_copies_swizzle_and_fill_with_zeros(col: int, row: int) -> None:
     x = np.random.default_rng(1).integers(0, 256, (48, 256), dtype=np.uint8)
     y, back = np.zeros((32, 128), np.uint8), np.zeros((48, 256), np.uint8)
     source = TENSOR.replace("CLUSTER", "").replace("SYNC", "__syncthreads()").replace("LOAD", LOAD)
-    launch(source.replace("UNSWIZZLE", "^ r % 8"), [tensor(x), tensor(back), y, col, row], block=64)
+    launch(source.replace("UNSWIZZLE", "^ r % 8"), [tensor(x), tensor(back), y, col, row], block=64, races=True)
     padded = np.zeros((48 + 64, 256 + 256), np.uint8)
     padded[32:80, 128:384] = x
     box = padded[32 + row : 64 + row, 128 + col : 256 + col]

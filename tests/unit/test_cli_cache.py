@@ -263,7 +263,9 @@ def test_a_cubin_that_cannot_be_reproduced_is_status_8(cache: Path, monkeypatch:
 
 
 def test_another_compiler_is_no_fault(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "toolchain", lambda: nvrtc.Toolchain(version="99.0", build="0" * 64, library=Path("/nowhere")))
+    monkeypatch.setattr(
+        nvrtc, "toolchain", lambda: nvrtc.Toolchain(version="99.0", build="0" * 64, library=Path("/nowhere"))
+    )
     result = run("verify", "--recompile")
     assert result.exit_code == 0
     assert f"{KERNELS} not compiled again" in result.stderr

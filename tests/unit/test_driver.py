@@ -178,8 +178,8 @@ def test_a_launch_is_repeated_at_other_addresses_and_on_other_streams() -> None:
     first, second = (torch.zeros(4, dtype=torch.float64, device="cuda") for _ in range(2))
     side = torch.cuda.Stream()
     with on_device(0) as stream:
-        prepared = kernel.launch(ONE_THREAD, (first, 1, 2.5), stream=stream, pdl=False)
-        assert [tensor.data_ptr() for tensor in prepared.tensors] == [first.data_ptr()]
+        prepared, tensors = kernel.launch(ONE_THREAD, (first, 1, 2.5), stream=stream, pdl=False)
+        assert [tensor.data_ptr() for tensor in tensors] == [first.data_ptr()]
         prepared.launch(stream, [second.data_ptr()])
         torch.cuda.synchronize()
         prepared.launch(side.cuda_stream, [second[2:].data_ptr()])
@@ -196,7 +196,7 @@ def test_a_repeated_launch_has_a_tensor_map_of_its_own_address() -> None:
     outputs = [torch.zeros(8, 128, dtype=torch.uint8, device="cuda") for _ in inputs]
     geometry = Geometry(grid=(1, 1, 1), block=(32, 1, 1))
     with on_device(0) as stream:
-        prepared = kernel.launch(geometry, (TileMap(inputs[0], (8, 128)), outputs[0]), stream=stream, pdl=False)
+        prepared, _ = kernel.launch(geometry, (TileMap(inputs[0], (8, 128)), outputs[0]), stream=stream, pdl=False)
         for x, out in zip(inputs, outputs, strict=True):
             prepared.launch(stream, [x.data_ptr(), out.data_ptr()])
     torch.cuda.synchronize()
@@ -207,7 +207,7 @@ def test_threads_share_a_repeated_launch() -> None:
     kernel = load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f"))
     outs = [torch.zeros(1000, dtype=torch.float64, device="cuda") for _ in range(4)]
     with on_device(0) as stream:
-        prepared = kernel.launch(ONE_THREAD, (outs[0], 0, 1.0), stream=stream, pdl=False)
+        prepared, _ = kernel.launch(ONE_THREAD, (outs[0], 0, 1.0), stream=stream, pdl=False)
     errors: list[BaseException] = []
 
     def body(out: torch.Tensor) -> None:

@@ -24,8 +24,7 @@ from tests.support.gdn import case
 class FakeLaunch:
     """A launch that notes the addresses that it is repeated with."""
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self.tensors = tensors
+    def __init__(self) -> None:
         self.repeated: list[tuple[int, ...]] = []
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
@@ -48,9 +47,9 @@ class Public:
             out = torch.empty(x.shape) if out is None else out
             sums = torch.empty(x.shape[0])
             for _ in range(launches):
-                launch = FakeLaunch(x, out, sums, *([torch.empty(3)] if hidden else []))
+                launch, tensors = FakeLaunch(), (x, out, sums, *([torch.empty(3)] if hidden else []))
                 self.launched.append(launch)
-                replay.note(replay.Step(launch, aligned=(0,), disjoint=((1, 0),)))
+                replay.note(replay.Step(launch, tensors, aligned=(0,), disjoint=((1, 0),)))
             return out, sums
 
         self.call: Callable[..., Any] = function
@@ -100,7 +99,7 @@ class TestLogic:
         @replay.replayed
         def one(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty(x.shape)
-            replay.note(replay.Step(FakeLaunch(x, out), (), ()))
+            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
             return out
 
         x = aligned(4)
@@ -183,6 +182,24 @@ class TestLogic:
         public.call(aligned(4, 8), x)
         assert public.ran == 3
 
+    def test_arguments_at_one_address_are_repeated_while_they_share_it(self) -> None:
+        launched: list[FakeLaunch] = []
+
+        @replay.replayed
+        def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(4)
+            launched.append(FakeLaunch())
+            replay.note(replay.Step(launched[-1], (a, b, out), (), ()))
+            return out
+
+        one, other = aligned(4), aligned(4)
+        total(one, one)
+        total(other, other)
+        assert len(launched) == 1 and launched[0].repeated[0][:2] == (other.data_ptr(), other.data_ptr())
+        total(one, other)
+        total(other, one)
+        assert len(launched) == 2 and launched[1].repeated[0][:2] == (other.data_ptr(), one.data_ptr())
+
     def test_a_result_that_is_part_of_something_larger_is_not_repeated(self) -> None:
         ran = []
 
@@ -190,7 +207,7 @@ class TestLogic:
         def half(x: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             out = torch.empty(2, *x.shape)[0]
-            replay.note(replay.Step(FakeLaunch(x, out), (), ()))
+            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
             return out
 
         x = aligned(4)
@@ -203,7 +220,7 @@ class TestLogic:
         @replay.replayed
         def fails(x: torch.Tensor) -> torch.Tensor:
             ran.append(1)
-            replay.note(replay.Step(FakeLaunch(x), (), ()))
+            replay.note(replay.Step(FakeLaunch(), (x,), (), ()))
             raise ArgumentError("x", 1, "2")
 
         x = aligned(4)
@@ -229,7 +246,6 @@ class TestLogic:
         public, x = Public(), aligned(4, 8)
         out, sums = public.call(x)
         kept = [weakref.ref(tensor) for tensor in (x, out, sums)]
-        assert all(launch.tensors == () for launch in public.launched)
         del x, out, sums
         gc.collect()
         assert [reference() for reference in kept] == [None] * 3

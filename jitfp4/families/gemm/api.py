@@ -12,8 +12,8 @@ from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.weight import Fp4Weight, prepare
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
+from jitfp4.public import public
 from jitfp4.reference.formats import unswizzle
-from jitfp4.replay import replayed
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 
 _ROWS, _COLS = 8, 32  # n and k are multiples of them
@@ -115,7 +115,7 @@ def mm_bf16_fp4(
     return _multiply(a, weight.data, weight.row_scale, alpha, bias, out, weight.n, weight.k, out_dtype, enable_pdl)
 
 
-@replayed
+@public
 def _multiply(
     a: torch.Tensor,
     data: torch.Tensor,

@@ -78,6 +78,7 @@ def nvfp4_kv_quantize(
     return codes, sf
 
 
+@public
 def nvfp4_quantize_paged_kv_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

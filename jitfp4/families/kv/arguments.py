@@ -53,8 +53,11 @@ def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         if cache.dim() != 5 or cache.shape[1] != 2:
             raise ArgumentError(name, f"shape {tuple(cache.shape)}", "[pages, 2, ...], five dimensions, or a pair")
         return cache[:, 0], cache[:, 1]
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
-        raise ArgumentTypeError(name, type(cache).__name__, "a tensor [pages, 2, ...] or a pair of tensors, K and V")
+    allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
+    if not isinstance(cache, (tuple, list)):
+        raise ArgumentTypeError(name, type(cache).__name__, allowed)
+    if len(cache) != 2 or not all(isinstance(side, torch.Tensor) for side in cache):
+        raise ArgumentTypeError(name, f"({', '.join(type(side).__name__ for side in cache)})", allowed)
     return cache[0], cache[1]
 
 
@@ -193,7 +196,7 @@ def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, ca
         if capturing and scale.device != like.device:
             raise ArgumentError(name, f"a tensor on {scale.device}", allowed)
         return scale if scale.device == like.device else scale.to(like.device)
-    if not isinstance(scale, (int, float)):
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise ArgumentTypeError(name, type(scale).__name__, "a number or a tensor")
     if capturing:
         raise ArgumentError(name, scale, allowed)

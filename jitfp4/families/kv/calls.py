@@ -36,9 +36,9 @@ NO_LISTS: Lists = (None, None, None, None)
 
 @public
 def append_by_slot(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slots: torch.Tensor,
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_codes: torch.Tensor,
     v_codes: torch.Tensor,
     k_sf: torch.Tensor,
@@ -49,26 +49,27 @@ def append_by_slot(
     v_sf_layout: str,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
-    check_list("slot_mapping", slots, k)
-    n = slots.shape[0]
-    for name, x in (("append_key", k), ("append_value", v)):
+    check_list("slot_mapping", slot_mapping, append_key)
+    n = slot_mapping.shape[0]
+    for name, x in (("append_key", append_key), ("append_value", append_value)):
         check_rows(name, x, 3, DTYPES)
         if x.shape[0] < n:
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
-    _append((k[:n], v[:n]), written, (k_scale, v_scale), (slots, None, None, None), v_sf_layout, enable_pdl)
+    rows, lists = (append_key[:n], append_value[:n]), (slot_mapping, None, None, None)
+    _append(rows, written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
     return k_codes
 
 
 @public
 def append_by_position(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
     batch_indices: torch.Tensor,
     positions: torch.Tensor,
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    last_page_len: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
     k_codes: torch.Tensor,
     v_codes: torch.Tensor,
     k_sf: torch.Tensor,
@@ -79,29 +80,29 @@ def append_by_position(
     v_sf_layout: str,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
-    check_list("batch_indices", batch_indices, k)
+    check_list("batch_indices", batch_indices, append_key)
     n = batch_indices.shape[0]
-    check_list("positions", positions, k, n)
-    check_list("kv_indices", indices, k)
-    check_list("kv_indptr", indptr, k)
-    if indptr.shape[0] == 0:
+    check_list("positions", positions, append_key, n)
+    check_list("kv_indices", kv_indices, append_key)
+    check_list("kv_indptr", kv_indptr, append_key)
+    if kv_indptr.shape[0] == 0:
         raise ArgumentError("kv_indptr", "no entries", "one more than requests")
-    check_list("kv_last_page_len", last_page_len, k, indptr.shape[0] - 1)
-    for name, x in (("append_key", k), ("append_value", v)):
+    check_list("kv_last_page_len", kv_last_page_len, append_key, kv_indptr.shape[0] - 1)
+    for name, x in (("append_key", append_key), ("append_value", append_value)):
         check_rows(name, x, 3, DTYPES)
         if x.shape[0] != n:
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"{n}, as batch_indices")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
-    check_work("kv_indices", indices.shape[0] * written[0].codes.shape[1], 0)
-    lists = (positions, batch_indices, indices, indptr)
-    _append((k, v), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
+    check_work("kv_indices", kv_indices.shape[0] * written[0].codes.shape[1], 0)
+    lists = (positions, batch_indices, kv_indices, kv_indptr)
+    _append((append_key, append_value), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
     return k_codes
 
 
 @public
 def dequantize_paged(
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     k_codes: torch.Tensor,
@@ -116,11 +117,11 @@ def dequantize_paged(
 ) -> torch.Tensor:
     k, v = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
     _, page_size, heads, _ = k.codes.shape
-    if k_out.dim() != 4:
-        raise ArgumentError("output_k", f"shape {tuple(k_out.shape)}", "[batch, max_seq, heads, d]")
-    batch, tokens = k_out.shape[:2]
-    for name, out, side in (("output_k", k_out, k), ("output_v", v_out, v)):
-        check_dtype(name, out, (k_out.dtype,))
+    if output_k.dim() != 4:
+        raise ArgumentError("output_k", f"shape {tuple(output_k.shape)}", "[batch, max_seq, heads, d]")
+    batch, tokens = output_k.shape[:2]
+    for name, out, side in (("output_k", output_k, k), ("output_v", output_v, v)):
+        check_dtype(name, out, (output_k.dtype,))
         check_same_device(name, out, side.codes)
         check_contiguous(name, out)
         if out.shape != (want := (batch, tokens, heads, side.head_dim)):
@@ -128,12 +129,12 @@ def dequantize_paged(
         check_work(name, tokens, heads * side.head_dim // NVFP4.block)
     if batch > MAX_GRID_YZ:
         raise ArgumentError("output_k", f"{batch} sequences", f"at most {MAX_GRID_YZ}")
-    check_list("seq_lens", seq_lens, k_out, batch)
-    _check_tables(block_tables, k_out, page_size)
+    check_list("seq_lens", seq_lens, output_k, batch)
+    _check_tables(block_tables, output_k, page_size)
     interleaved = is_interleaved(v_sf_layout, v.head_dim, page_size)
     lists = block_tables, seq_lens
-    _dequantize_sides((k, v), (k_scale, v_scale), lists, (k_out, v_out), interleaved, enable_pdl)
-    return k_out
+    _dequantize_sides((k, v), (k_scale, v_scale), lists, (output_k, output_v), interleaved, enable_pdl)
+    return output_k
 
 
 def _dequantize_sides(

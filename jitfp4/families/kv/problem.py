@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 
 MAX_GRID_YZ = 65535
 MAX_THREADS = 256
+_PLACE_BYTES = 8
 
 
 class Addressing(StrEnum):
@@ -85,9 +86,17 @@ class DequantizeTactic(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A CTA may look up where its tokens lie, into ``place_bytes`` of shared memory each."""
+    """What the kernels have in common."""
 
-    place_bytes: ClassVar[int] = 8
+    @property
+    def max_threads(self) -> int:
+        """Of a CTA."""
+        return MAX_THREADS
+
+    @property
+    def place_bytes(self) -> int:
+        """Shared memory for where one token lies."""
+        return _PLACE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +144,14 @@ def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> Deq
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over the blocks of one, z over sides."""
     across, strips, block = _cut(problem.tokens, problem.blocks, tactic.tokens, tactic.threads)
-    shared = block[1] * tactic.tokens * Spec.place_bytes if problem.addressing is Addressing.POSITIONS else 0
+    shared = block[1] * tactic.tokens * _PLACE_BYTES if problem.addressing is Addressing.POSITIONS else 0
     return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
 
 
 def dequantize_geometry(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over sequences, z over sides and the chunks of a token."""
     across, strips, block = _cut(problem.tokens, problem.chunks, tactic.tokens, tactic.threads)
-    shared = block[1] * tactic.tokens * Spec.place_bytes if tactic.by_cta else 0
+    shared = block[1] * tactic.tokens * _PLACE_BYTES if tactic.by_cta else 0
     return Geometry(grid=(across, problem.sequences, strips * problem.sides), block=block, shared_bytes=shared)
 
 

@@ -239,7 +239,8 @@ def _wgmma_order(d: Decode) -> Control:
         for number, ids in units.of(lanes):
             if what == "fence":
                 units.fenced[number] = True
-                m.unit(RegisterWatch).fence(ids)
+                if m.races is not None:
+                    m.unit(RegisterWatch).fence(ids)
             elif what == "commit_group":
                 units.committed[number] += 1
             else:

@@ -411,7 +411,8 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   const uint8* codes = (side ? v_codes : k_codes) + head * codes_head + in_head * (kChunk / 2);
   const uint8* sf    = (side ? v_sf : k_sf) + head * sf_head;
   Out*         out   = (side ? v_out : k_out) + (sequence * max_tokens + first) * width + chunk * kChunk;
-  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)}, sf_strides{uint32(sf_page), uint32(sf_token)};
+  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)};
+  const Strides     sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(in_head / 2, uint32(cols), side == interleaved_side);
   if constexpr (kHasPdl) ptx::griddep_wait();
 

@@ -183,91 +183,6 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
-// ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
-namespace ptx {
-template <typename T> __device__ T ld(const void* p);
-template <> __device__ __forceinline__ uint8 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
-  return uint8(v);
-}
-template <> __device__ __forceinline__ uint16 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint32 ld(const void* p) {
-  uint32 v;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint64 ld(const void* p) {
-  uint64 v;
-  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint2 ld(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint4 ld(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-// Read once: does not allocate a line in L1.
-__device__ __forceinline__ uint4 ld_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void st(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Not read again soon: evict it from L2 first.
-__device__ __forceinline__ void st_once(void* p, uint4 v) {
-  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-}  // namespace ptx
-
-// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
-template <int N>
-__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
-  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
-  if constexpr (N == 4) {
-    const uint2 v = ptx::ld<uint2>(p);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (N == 8) {
-    const uint4 v = ptx::ld<uint4>(p);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-template <int N>
-__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
-  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
-  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
-  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
-}
-
-// Two floats rounded to a pair of 16-bit floats, the first in the low half.
-template <typename T> __device__ uint32 to_pair(float lo, float hi);
-template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
-template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
-  uint32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
@@ -377,6 +292,91 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
     codes[half] = e2m1x8(y);
   }
   return make_uint2(codes[0], codes[1]);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
 }
 
 // ---- partials/inputs -------------------------------------------------------
@@ -545,12 +545,14 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   uint8*    codes = (side ? v_codes : k_codes) + head * codes_head + col * (kNvfp4Block / 2);
   uint8*    sf    = (side ? v_sf : k_sf) + head * sf_head;
   const Strides     x_strides{uint32(x_page), uint32(x_token)};
-  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)}, sf_strides{uint32(sf_page), uint32(sf_token)};
+  const Strides     codes_strides{uint32(codes_page), uint32(codes_token)};
+  const Strides     sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(col, uint32(cols), side == interleaved_side);
   const bool        wide = is_wide(x, x_page | x_token);
   if constexpr (kHasPdl) ptx::griddep_wait();
 
-  const Lists lists{slots, batch_indices, indices, indptr, tokens, requests, num_indices, num_pages, page_size, wide_lists};
+  const Lists lists{slots,    batch_indices, indices,   indptr,    tokens,
+                    requests, num_indices,   num_pages, page_size, wide_lists};
   RawUnit<In> raw[kTokens] = {};
   Place       place[kTokens], next = place_of(first, page_size);  // next: of kWhole
 #pragma unroll

@@ -1,0 +1,329 @@
+"""The public functions: arguments are checked, outputs allocated, and one operator called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import checks
+from jitfp4.families.attention.operation import DECODE, Arguments
+from jitfp4.families.attention.problem import DTYPES
+from jitfp4.public import public
+from jitfp4.tensors import output
+
+V_SCALE_LAYOUTS = ("interleaved4", "linear")
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: checks.Pair,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: checks.Pair | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    *,
+    kv_block_scales: checks.Pair | None = None,
+    v_scale_layout: str = "interleaved4",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one to eight query tokens a request over a paged cache: NVFP4, E4M3 or 16-bit floats.
+
+    Args:
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
+            bytes. Request b owns ``q_len_per_req`` tokens in order, or those that cum_seq_lens_q gives.
+        kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
+            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or 16-bit
+            floats of query's dtype, with d in the last dimension. Any strides that are multiples of 16 bytes, with unit
+            stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads for each KV head.
+        workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
+            share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
+        block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
+            [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
+        seq_lens: int32 [batch], tokens of each request including the new ones. Read on the device only.
+        max_seq_len: no less than any of them; it only helps to choose a kernel.
+        bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
+        bmm2_scale: v_scale / o_scale, likewise.
+        window_left: a query sees that many tokens before its own; -1: all.
+        out: [tokens, heads, d] to fill in place, 16-byte aligned; allocated when None, of out_dtype or query's dtype.
+        out_dtype: bf16, fp16 or float8_e4m3fn.
+        sinks: float32 [heads], logits that take part in each softmax and have no value.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
+        max_q_len, cum_seq_lens_q: instead, int32 [batch + 1], where each request's queries end, and a bound of 1 to 8.
+        kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
+            dimension and strides that are multiples of that. ``kv_block_scales`` is its older name.
+        v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
+            tokens), or "linear".
+        lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
+        o_sf_scale, o_sf_vec_size, o_scale, backend, mask, skip_softmax_threshold_scale_factor, bmm1_scale_log2,
+            multi_ctas_kv_counter_buffer, enable_block_sparse_attention, bf16q_fp8kv_transform_mode: FlashInfer's, for
+            kernels that it ships as binaries; anything but the default is an error.
+    Returns:
+        out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
+    Numerics:
+        ``softmax(bmm1_scale * q k) v * bmm2_scale`` with ``k = e2m1(code) * e4m3(scale)``. Products of codes and scales
+        are exact; q keeps all bits of elements down to 2**-28 of its row's largest; weights are float16, sums float32.
+        How the work is shared out depends on the GPU and the lengths, and with it the order of the sums.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    for name, value, default in (
+        ("o_sf_scale", o_sf_scale, None),
+        ("o_sf_vec_size", o_sf_vec_size, None),
+        ("backend", backend, "auto"),
+        ("o_scale", 1.0 if o_scale is None else o_scale, 1.0),
+        ("mask", mask, None),
+        ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
+        ("bmm1_scale_log2", bmm1_scale_log2, None),
+        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, None),
+        ("enable_block_sparse_attention", enable_block_sparse_attention, False),
+        ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
+    ):
+        checks.unused(name, value, default)
+    if kv_block_scales is not None:
+        if kv_cache_sf is not None:
+            raise ArgumentError("kv_block_scales", "a value besides kv_cache_sf", "one of the two")
+        kv_cache_sf = kv_block_scales
+    if v_scale_layout not in V_SCALE_LAYOUTS:
+        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
+    if (cum_seq_lens_q is None) != (max_q_len is None):
+        raise ArgumentError("max_q_len", max_q_len, "a number with cum_seq_lens_q, and None without")
+    key, value = checks.pair("kv_cache", kv_cache)
+    scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+    result = attend(
+        query,
+        key,
+        value,
+        scales[0],
+        scales[1],
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        None,
+        cum_seq_lens_q,
+        bmm1_scale,
+        bmm2_scale,
+        checks.one_tensor("sinks", sinks),
+        out,
+        lse,
+        max_seq_len,
+        window_left,
+        out_dtype,
+        kv_layout,
+        v_scale_layout,
+        (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len,
+        uses_shared_paged_kv_idx,
+        return_lse or lse is not None,
+        enable_pdl,
+    )
+    return (result[0], result[1]) if return_lse else result[0]
+
+
+@public
+def attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_ends: torch.Tensor | None,
+    cum_seq_lens_q: torch.Tensor | None,
+    bmm1_scale: torch.Tensor | float,
+    bmm2_scale: torch.Tensor | float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    max_seq_len: int,
+    window_left: int,
+    out_dtype: torch.dtype | None,
+    kv_layout: str,
+    v_scale_layout: str,
+    q_len: int,
+    shared_pages: bool,
+    with_lse: bool,
+    enable_pdl: bool | None,
+) -> tuple[torch.Tensor, ...]:
+    """What all decode functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``."""
+    hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
+    checks.check_query(query)
+    cache = checks.check_cache(
+        key_cache, value_cache, key_scales, value_scales, query, hnd=hnd, interleaved=interleaved
+    )
+    checks.check_ints("seq_lens", seq_lens, (None,), query)
+    batch = seq_lens.shape[0]
+    if page_ends is not None:
+        checks.check_ints("indptr", page_ends, (batch + 1,), query)
+        checks.check_ints("indices", block_tables, (None,), query)
+    else:
+        checks.check_ints("block_tables", block_tables, (batch, None) if shared_pages else (batch, 2, None), query)
+        max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
+    if cum_seq_lens_q is not None:
+        checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
+    checks.check_lengths(query, batch, q_len, ragged=cum_seq_lens_q is not None)
+    checks.check_work(query, cache, max_seq_len)
+    if window_left < -1:
+        raise ArgumentError("window_left", window_left, "-1 or more")
+    checks.check_sinks(sinks, query)
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise ArgumentError("out_dtype", out_dtype, " or ".join(map(str, DTYPES)))
+    dtypes = tuple(DTYPES) if out is not None and out_dtype is None else (out_dtype or query.dtype,)
+    out = output("out", out, tuple(query.shape), dtypes, like=query)
+    if with_lse:
+        lse = output("lse", lse, tuple(query.shape[:2]), (torch.float32,), like=query)
+    bmm1, bmm1_tensor = checks.scale("bmm1_scale", bmm1_scale, query)
+    bmm2, bmm2_tensor = checks.scale("bmm2_scale", bmm2_scale, query)
+    DECODE(
+        Arguments(
+            query=query,
+            key_cache=cache.key,
+            value_cache=cache.value,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            page_ends=page_ends,
+            cum_seq_lens_q=cum_seq_lens_q,
+            sinks=sinks,
+            bmm1_scale=bmm1_tensor,
+            bmm2_scale=bmm2_tensor,
+            workspace_buffer=checks.check_workspace(workspace_buffer, query),
+            out=out,
+            lse=lse,
+            bmm1=bmm1,
+            bmm2=bmm2,
+            q_len_per_req=q_len,
+            window_left=window_left,
+            max_tokens=max_seq_len,
+            hnd=hnd,
+            interleaved=cache.interleaved,
+            enable_pdl=enable_pdl,
+        )
+    )
+    return (out,) if lse is None else (out, lse)
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    kv_cache_sf: checks.Pair | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token over an NVFP4 cache that is not paged.
+
+    Args:
+        q: [heads, d], as a row of trtllm_batch_decode_with_kv_cache()'s query.
+        k, v: uint8 [tokens, kv_heads, d/2] for "NHD", [kv_heads, tokens, d/2] for "HND", contiguous.
+        kv_cache_sf: the block scales of k and v, arranged likewise with d/16, linear.
+        q_scale, k_scale, v_scale: factors; None means 1. sm_scale: None means ``d ** -0.5``.
+        window_left: as in trtllm_batch_decode_with_kv_cache().
+        use_tensor_cores: accepted; every kernel uses them.
+        pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: anything but the default is an error.
+    Returns:
+        [heads, d] of q's dtype, or with return_lse also the base-2 logarithm of the denominators, float32 [heads].
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    del use_tensor_cores
+    check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+    hnd = checks.check_layout(kv_layout)
+    if kv_cache_sf is None:
+        raise ArgumentError("kv_cache_sf", "None", "the block scales of a uint8 cache")
+    sides = (k, v, *checks.pair("kv_cache_sf", kv_cache_sf))
+    for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=True):
+        if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
+            raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
+    tokens = k.shape[1 if hnd else 0]
+    page = math.gcd(tokens, 128)
+    paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
+    result = attend(
+        q.unsqueeze(0),
+        paged[0],
+        paged[1],
+        paged[2],
+        paged[3],
+        new_workspace(q.device),
+        torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
+        torch.full((1,), tokens, dtype=torch.int32, device=q.device),
+        None,
+        None,
+        (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * (q_scale or 1.0) * (k_scale or 1.0),
+        v_scale or 1.0,
+        None,
+        None,
+        None,
+        tokens,
+        window_left,
+        None,
+        kv_layout,
+        "linear",
+        1,
+        True,
+        return_lse,
+        None,
+    )
+    return (result[0][0], result[1][0]) if return_lse else result[0][0]
+
+
+WORKSPACE_BYTES = 32 << 20
+"""Enough for every kernel on every GPU so far."""
+
+
+def new_workspace(device: torch.device) -> torch.Tensor:
+    """A workspace_buffer."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def check_plain(
+    pos_encoding_mode: str, logits_soft_cap: float | None, rope_scale: float | None, rope_theta: float | None
+) -> None:
+    """Queries and keys come as they are to be multiplied, and logits are not capped."""
+    if pos_encoding_mode != "NONE":
+        raise ArgumentError("pos_encoding_mode", repr(pos_encoding_mode), "'NONE': rotate queries and keys beforehand")
+    if logits_soft_cap:
+        raise ArgumentError("logits_soft_cap", logits_soft_cap, "None or 0")
+    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+        if value is not None:
+            raise ArgumentError(name, value, "None: rotate queries and keys beforehand")

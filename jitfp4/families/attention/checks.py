@@ -1,0 +1,209 @@
+"""What the public functions ask of their arguments: everything but addresses, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.families.attention.operation import by_token
+from jitfp4.families.attention.problem import (
+    CACHES,
+    DTYPES,
+    HEAD_DIMS,
+    MAX_GROUP,
+    MAX_PAGE,
+    MAX_Q_LEN,
+    MAX_TOKENS,
+    TILE,
+)
+from jitfp4.formats import NVFP4
+from jitfp4.layouts import ceil_div
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+
+Pair = torch.Tensor | Sequence[torch.Tensor]
+"""K and V: two tensors, or one with K and V along dimension 1."""
+
+_MAX_WORK = 1 << 31
+_GROUP = 4  # tokens whose V scales are interleaved
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Both sides of a checked cache and their scales."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    heads: int
+    page: int
+    interleaved: bool
+
+
+def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a pair, or of one tensor [pages, 2, ...]."""
+    if isinstance(tensors, torch.Tensor):
+        if tensors.dim() != 5 or tensors.shape[1] != 2:
+            raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...] of five dimensions, or a pair")
+        return tensors[:, 0], tensors[:, 1]
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2:
+        raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a pair of tensors")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(name, type(tensor).__name__, "tensors")
+    return tensors[0], tensors[1]
+
+
+def check_layout(kv_layout: str) -> bool:
+    """Whether heads come before tokens."""
+    if kv_layout not in ("HND", "NHD"):
+        raise ArgumentError("kv_layout", repr(kv_layout), "'HND' or 'NHD'")
+    return kv_layout == "HND"
+
+
+def check_query(query: torch.Tensor) -> None:
+    """[tokens, heads, d], rows of d elements, aligned."""
+    check_dtype("query", query, tuple(DTYPES))
+    check_device("query", query)
+    if query.dim() != 3 or query.shape[2] not in HEAD_DIMS:
+        raise ArgumentError("query", f"shape {tuple(query.shape)}", f"[tokens, heads, d] with d one of {HEAD_DIMS}")
+    bytes_ = [stride * query.element_size() for stride in query.stride()]
+    if query.stride(2) != 1 or bytes_[0] % 16 or bytes_[1] % 16:
+        raise ArgumentError("query", f"strides {query.stride()}", "rows of d elements at multiples of 16 bytes")
+
+
+def check_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    query: torch.Tensor,
+    *,
+    hnd: bool,
+    interleaved: bool,
+) -> Cache:
+    """A cache for the heads of ``query``; a uint8 one, which is NVFP4, with its scales."""
+    check_dtype("kv_cache", key, tuple(CACHES))
+    if key.dtype.itemsize == 2:
+        check_dtype("kv_cache", key, (query.dtype,))
+    d = query.shape[2]
+    _, page, heads = _sizes(key, hnd)
+    for side in (key, value):
+        _check_side("kv_cache", side, (*key.shape[:3], d // 2 if key.dtype == torch.uint8 else d), (key.dtype,), query)
+    sides = [side for side in (key_scales, value_scales) if side is not None]
+    if len(sides) != (2 if key.dtype == torch.uint8 else 0):
+        what = "None" if key.dtype == torch.uint8 else "scales"
+        raise ArgumentError("kv_cache_sf", what, "the block scales of a uint8 cache, None for others")
+    for side in sides:
+        dtypes = (torch.float8_e4m3fn, torch.uint8)
+        _check_side("kv_cache_sf", side, (*key.shape[:3], d // NVFP4.block), dtypes, query)
+    if not 1 <= page <= MAX_PAGE:
+        raise ArgumentError("kv_cache", f"pages of {page} tokens", f"1 to {MAX_PAGE}")
+    interleaved = interleaved and bool(sides)
+    if interleaved and page % _GROUP:
+        raise ArgumentError("kv_cache", f"pages of {page} tokens", f"a multiple of {_GROUP} for interleaved scales")
+    group, rest = divmod(query.shape[1], max(1, heads))
+    if rest or not 1 <= group <= MAX_GROUP:
+        raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
+    scales = [side.view(torch.uint8) for side in sides]
+    return Cache(key, value, scales[0] if scales else None, scales[1] if scales else None, heads, page, interleaved)
+
+
+def _check_side(
+    name: str, side: torch.Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], query: torch.Tensor
+) -> None:
+    check_dtype(name, side, dtypes)
+    check_same_device(name, side, query)
+    if tuple(side.shape) != shape or side.dim() != 4:
+        raise ArgumentError(name, f"shape {tuple(side.shape)}", f"{shape}, for queries of {query.shape[2]}")
+    size = side.element_size()
+    align = min(16, shape[3] * size)
+    strides = [stride * size for stride in side.stride()]
+    if side.stride(3) != 1 or any(stride % align or not 0 <= stride < _MAX_WORK for stride in strides[:3]):
+        allowed = f"unit stride in the last dimension, others multiples of {align} bytes, below 2**31"
+        raise ArgumentError(name, f"strides {side.stride()}", allowed)
+
+
+def _sizes(side: torch.Tensor, hnd: bool) -> tuple[int, ...]:
+    """Pages, tokens of a page, heads."""
+    if side.dim() != 4:
+        raise ArgumentError("kv_cache", f"shape {tuple(side.shape)}", "four dimensions")
+    return tuple(by_token(side, hnd).shape[:3])
+
+
+def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
+    """int32 of a shape in which None is any size; its last dimension is dense."""
+    check_dtype(name, tensor, (torch.int32,))
+    check_same_device(name, tensor, like)
+    fits = tensor.dim() == len(shape) and all(w is None or n == w for n, w in zip(tensor.shape, shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"[{wanted}]")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
+
+
+def check_lengths(query: torch.Tensor, batch: int, q_len: int, *, ragged: bool) -> None:
+    """``q_len`` tokens, or up to that many, for each request."""
+    if not 1 <= q_len <= MAX_Q_LEN:
+        raise ArgumentError("max_q_len" if ragged else "q_len_per_req", q_len, f"1 to {MAX_Q_LEN}")
+    if not ragged and query.shape[0] != batch * q_len:
+        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
+
+
+def check_work(query: torch.Tensor, cache: Cache, max_tokens: int) -> None:
+    """Positions and units of work that 32 bits hold."""
+    if not 0 <= max_tokens <= MAX_TOKENS:
+        raise ArgumentError("max_seq_len", max_tokens, f"0 to {MAX_TOKENS}")
+    units = query.shape[0] * cache.heads * MAX_GROUP * ceil_div(max(1, max_tokens), TILE)
+    if units >= _MAX_WORK:
+        raise ArgumentError("query", f"{query.shape[0]} tokens over {max_tokens}", "less work than 2**31 tiles")
+
+
+def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
+    """One float32 for each query head, or None."""
+    if sinks is None:
+        return
+    check_dtype("sinks", sinks, (torch.float32,))
+    check_same_device("sinks", sinks, query)
+    check_contiguous("sinks", sinks)
+    if sinks.shape != (query.shape[1],):
+        raise ArgumentError("sinks", f"shape {tuple(sinks.shape)}", f"({query.shape[1]},)")
+
+
+def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> torch.Tensor | None:
+    """A tensor that may also come as a list of one."""
+    if tensors is None or isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ArgumentError(name, f"{len(tensors)} tensors", "one")
+    return tensors[0]
+
+
+def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """A factor as a Python number and a tensor that multiplies it."""
+    if not isinstance(value, torch.Tensor):
+        return float(value), None
+    check_dtype(name, value, (torch.float32,))
+    check_same_device(name, value, query)
+    if value.numel() != 1:
+        raise ArgumentError(name, f"{value.numel()} elements", "1")
+    return 1.0, value
+
+
+def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A contiguous buffer of any type, as bytes."""
+    if not isinstance(workspace, torch.Tensor):
+        raise ArgumentTypeError("workspace_buffer", type(workspace).__name__, "a torch.Tensor")
+    check_same_device("workspace_buffer", workspace, query)
+    check_contiguous("workspace_buffer", workspace)
+    return workspace.view(torch.uint8).flatten()
+
+
+def unused(name: str, value: object, default: object) -> None:
+    """A parameter of kernels that are not open has its default."""
+    if value is not default and value != default:
+        raise ArgumentError(name, value, f"{default}: it belongs to kernels that FlashInfer ships as binaries")

@@ -1,0 +1,252 @@
+"""The operation behind all decode functions: its arguments, its kernel, its reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention.problem import (
+    CACHES,
+    DTYPES,
+    TILE,
+    Pages,
+    Problem,
+    Spec,
+    geometry,
+    rejects,
+    specialise,
+)
+from jitfp4.families.attention.tables import TABLE, TACTICS, problems
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import ceil_div
+from jitfp4.operation import Operation, Written
+from jitfp4.reference import attention as reference
+from jitfp4.spec import F32, I64, Ptr
+
+
+class Arguments(NamedTuple):
+    """Queries [tokens, heads, d] over a cache [pages, heads, page, ...] (HND) or [pages, page, heads, ...] (NHD).
+
+    The scales are those of an NVFP4 cache, which is uint8.
+    Page numbers are [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends``, those of request b are
+    block_tables[page_ends[b] : page_ends[b + 1]]. Scales multiply: ``bmm1`` by ``bmm1_scale`` where there is one.
+    ``max_tokens`` bounds a request, ``max_pages`` all of them; neither changes what is read.
+    """
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    page_ends: torch.Tensor | None
+    cum_seq_lens_q: torch.Tensor | None
+    sinks: torch.Tensor | None
+    bmm1_scale: torch.Tensor | None
+    bmm2_scale: torch.Tensor | None
+    workspace_buffer: Written
+    out: Written
+    lse: Written | None
+    bmm1: float
+    bmm2: float
+    q_len_per_req: int
+    window_left: int
+    max_tokens: int
+    hnd: bool
+    interleaved: bool
+    enable_pdl: bool | None
+
+
+def by_token(tensor: torch.Tensor, hnd: bool) -> torch.Tensor:
+    """A cache side as [pages, page, heads, ...]."""
+    return tensor.transpose(1, 2) if hnd else tensor
+
+
+def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
+    """Bytes from page to page, token to token, head to head."""
+    page, first, second, _ = (stride * tensor.element_size() for stride in tensor.stride())
+    return (page, second, first) if hnd else (page, first, second)
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    a = arguments
+    pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
+    needed = plan.spec.workspace_bytes(plan.geometry.grid[0])
+    if a.workspace_buffer.numel() < needed:
+        raise ArgumentError("workspace_buffer", f"{a.workspace_buffer.numel()} bytes", f"{needed} or more")
+    bound = {
+        "q": a.query,
+        "k": a.key_cache,
+        "v": a.value_cache,
+        "k_scales": a.key_scales,
+        "v_scales": a.value_scales,
+        "tables": a.block_tables,
+        "seq_lens": a.seq_lens,
+        "page_ends": a.page_ends,
+        "cum_q": a.cum_seq_lens_q,
+        "sinks": a.sinks,
+        "bmm1_tensor": a.bmm1_scale,
+        "bmm2_tensor": a.bmm2_scale,
+        "workspace": a.workspace_buffer,
+        "out": a.out,
+        "lse": a.lse,
+        "bmm1": a.bmm1,
+        "bmm2": a.bmm2,
+        "batch": a.seq_lens.shape[0],
+        "kv_heads": heads,
+        "group": a.query.shape[1] // heads,
+        "q_len": a.q_len_per_req,
+        "total_q": a.query.shape[0],
+        "num_pages": pages,
+        "page": page,
+        "max_pages": a.block_tables.shape[-1],
+        "window_left": a.window_left,
+        "q_token_stride": a.query.stride(0),
+        "q_head_stride": a.query.stride(1),
+        "table_stride": a.block_tables.stride(0) if a.block_tables.dim() > 1 else 0,
+        "v_table": a.block_tables.stride(1) if a.block_tables.dim() == 3 else 0,
+    }
+    sides = {"k": a.key_cache, "v": a.value_cache, "k_scales": a.key_scales, "v_scales": a.value_scales}
+    for name, side in sides.items():
+        strides = (0, 0, 0) if side is None else _strides(side, a.hnd)
+        bound |= {f"{name}_{of}_stride": stride for of, stride in zip(("page", "token", "head"), strides, strict=True)}
+    return bound
+
+
+def _heads_and_page(a: Arguments) -> tuple[int, int]:
+    _, first, second, _ = a.key_cache.shape
+    return (first, second) if a.hnd else (second, first)
+
+
+def _problem(a: Arguments) -> Problem:
+    heads, page = _heads_and_page(a)
+    d = a.query.shape[2]
+    sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
+    packed = all(_strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
+    rows = 8 if a.query.shape[1] // heads * a.q_len_per_req <= 8 else 16
+    tiles = ceil_div(a.max_tokens, TILE)
+    if a.page_ends is not None:  # one list for all
+        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, a.seq_lens.shape[0]))
+    tiles = _power_of_two(tiles)
+    return Problem(
+        cache=CACHES[a.key_cache.dtype],
+        q_dtype=DTYPES[a.query.dtype],
+        out_dtype=DTYPES[a.out.dtype],
+        head_dim=d,
+        rows=rows,
+        heads=heads & -heads if heads & -heads < 8 else 8,
+        interleaved=a.interleaved,
+        pages=Pages.of(page),
+        packed=packed,
+        two_tables=a.block_tables.dim() == 3,
+        tiles=tiles,
+        units=tiles * _power_of_two(a.seq_lens.shape[0] * heads),
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is no less than ``n``."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _reference(a: Arguments) -> None:
+    k = reference.Side(by_token(a.key_cache, a.hnd))
+    v = reference.Side(by_token(a.value_cache, a.hnd))
+    if a.key_scales is not None and a.value_scales is not None:
+        k = reference.Side(k.data, by_token(a.key_scales, a.hnd))
+        v = reference.Side(v.data, by_token(a.value_scales, a.hnd), a.interleaved)
+    batch = a.seq_lens.shape[0]
+    tables = a.block_tables
+    if a.page_ends is not None:
+        tables = reference.pad_lists(tables, a.page_ends)
+    if tables.dim() == 2:
+        tables = tables.unsqueeze(1).expand(-1, 2, -1)
+    ends = a.cum_seq_lens_q
+    if ends is None:
+        ends = torch.arange(batch + 1, device=a.query.device) * a.q_len_per_req
+    out, lse = reference.paged_attention(
+        a.query,
+        k,
+        v,
+        tables,
+        a.seq_lens,
+        ends,
+        bmm1_scale=a.bmm1 * (1.0 if a.bmm1_scale is None else a.bmm1_scale.double()),
+        bmm2_scale=a.bmm2 * (1.0 if a.bmm2_scale is None else a.bmm2_scale.double()),
+        window_left=a.window_left,
+        sinks=a.sinks,
+    )
+    a.out.copy_(reference.rounded(out, a.out.dtype))
+    if a.lse is not None:
+        a.lse.copy_(lse)
+
+
+KERNEL = Kernel(
+    name="attention/decode",
+    spec=Spec,
+    params=(
+        Ptr("q", "const Query", "[tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)"),
+        Ptr("k", "const uint8", "rows aligned to 16 bytes"),
+        Ptr("v", "const uint8"),
+        Ptr("k_scales", "const uint8", "rows aligned to D / 16 bytes"),
+        Ptr("v_scales", "const uint8"),
+        Ptr("tables", "const int32", "[batch, max_pages], twice with v_table, or one list"),
+        Ptr("seq_lens", "const int32", "[batch]"),
+        Ptr("page_ends", "const int32", "[batch + 1], where requests end in the list; null: a row for each"),
+        Ptr("cum_q", "const int32", "[batch + 1]; null: q_len of each request"),
+        Ptr("sinks", "const float", "[heads] or null"),
+        Ptr("bmm1_tensor", "const float", "[1] or null: multiplies bmm1"),
+        Ptr("bmm2_tensor", "const float", "[1] or null: multiplies bmm2"),
+        Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
+        Ptr("out", "Out", "[tokens, heads, D]"),
+        Ptr("lse", "float", "[tokens, heads] or null; base 2"),
+        F32("bmm1"),
+        F32("bmm2"),
+        I64("batch", member="int"),
+        I64("kv_heads", member="int"),
+        I64("group", "heads / kv_heads", member="int"),
+        I64("q_len", member="int"),
+        I64("total_q", "tokens of q", member="int"),
+        I64("num_pages", member="int"),
+        I64("page", "tokens", member="int"),
+        I64("max_pages", "columns of tables, or the length of the list", member="int"),
+        I64("window_left", "negative: none", member="int"),
+        I64("q_token_stride", "elements"),
+        I64("q_head_stride"),
+        I64("k_page_stride", "bytes, as all of the cache", member="int"),
+        I64("k_token_stride", member="int"),
+        I64("k_head_stride"),
+        I64("v_page_stride", member="int"),
+        I64("v_token_stride", member="int"),
+        I64("v_head_stride"),
+        I64("k_scales_page_stride", member="int"),
+        I64("k_scales_token_stride", member="int"),
+        I64("k_scales_head_stride"),
+        I64("v_scales_page_stride", member="int"),
+        I64("v_scales_token_stride", member="int"),
+        I64("v_scales_head_stride"),
+        I64("table_stride", "elements", member="int"),
+        I64("v_table", "elements from a request's K pages to its V pages", member="int"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)
+
+DECODE = Operation(
+    Arguments,
+    name="attention_decode",
+    kernels=(KERNEL,),
+    problem=_problem,
+    problems=problems,
+    tables=(TABLE,),
+    reference=_reference,
+    output="out",
+    aligned=("query", "key_cache", "value_cache", "workspace_buffer", "out"),
+    exclusive=("workspace_buffer", "out", "lse"),
+)

@@ -1,0 +1,177 @@
+"""What selection sees of an attention over few query tokens, how its kernel can be cut, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+from jitfp4.arch import Arch
+from jitfp4.formats import DType
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float8_e4m3fn: DType.E4M3}
+"""Of queries and of outputs."""
+
+HEAD_DIMS = (64, 128, 256)
+TILE = 32  # tokens that a warp takes at a time
+MAX_PAGE = 128
+MAX_TOKENS = 1 << 24  # of a request: the kernel divides positions by the page without a division
+MAX_Q_LEN = 8
+MAX_GROUP = 16
+
+_WARP = 32
+_WIDE_WARPS = 8  # of an SM
+_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+_COUNTER_BYTES = 4
+
+
+class Cache(StrEnum):
+    """What K and V are kept as."""
+
+    NVFP4 = "nvfp4"
+    E4M3 = "e4m3"
+    F16 = "f16"
+    BF16 = "bf16"
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return {Cache.NVFP4: 4, Cache.E4M3: 8}.get(self, 16)
+
+
+CACHES = {
+    torch.uint8: Cache.NVFP4,
+    torch.float8_e4m3fn: Cache.E4M3,
+    torch.float16: Cache.F16,
+    torch.bfloat16: Cache.BF16,
+}
+"""By the dtype of their tensors."""
+
+
+class Pages(StrEnum):
+    """How the tokens of a tile lie in pages: in one, each half in one, or in any number of them."""
+
+    WHOLE = "whole"
+    HALVES = "halves"
+    MANY = "many"
+
+    @staticmethod
+    def of(page: int) -> Pages:
+        """For pages of ``page`` tokens."""
+        return Pages.WHOLE if page % TILE == 0 else Pages.HALVES if page % (TILE // 2) == 0 else Pages.MANY
+
+
+class Problem(NamedTuple):
+    """``rows`` query rows of a KV head are taken at a time; ``heads`` is a power of two that divides the KV heads.
+
+    ``tiles`` of 32 tokens bound a request, and ``units``, a tile for one KV head, a call: powers of two, so that
+    growing contexts are few problems. Lengths themselves are on the device.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    rows: int
+    heads: int
+    interleaved: bool
+    pages: Pages
+    packed: bool
+    two_tables: bool
+    tiles: int
+    units: int
+
+    def units_per_sm(self, arch: Arch) -> int:
+        return ceil_div(self.units, arch.num_sms)
+
+    @property
+    def wide(self) -> bool:
+        """Whether a warp's sums leave registers for a few warps only."""
+        return self.head_dim * self.rows > 128 * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tactic:
+    """How the kernel is cut: fields of its Spec."""
+
+    warps: int
+    stages: int
+    min_ctas: int
+    head_warps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec(KernelSpec):
+    """A kernel whose warps take 32 tokens of one KV head and ``rows`` query rows at a time, and copy tiles ahead.
+
+    ``interleaved`` tells the order of V's scales; ``packed`` is for caches whose rows follow each other within a page
+    and head; with ``two_tables``, K and V have pages of their own. A warp has ``stages`` tiles in shared memory;
+    ``min_ctas`` CTAs of ``warps`` warps fit an SM; ``head_warps`` of them take the same tokens for different KV heads.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    rows: int
+    interleaved: bool
+    pages: Pages
+    packed: bool
+    two_tables: bool
+    warps: int
+    stages: int
+    min_ctas: int
+    head_warps: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a tile: K and V, their scales, which tokens have no page."""
+        scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
+        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales) + 16
+
+    @property
+    def part_bytes(self) -> int:
+        """Shared memory of a warp's results: rows of outputs, padded, with their references and sums."""
+        return 4 * self.rows * (self.head_dim + 4 + 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: rings, results, and for each warp two positions in the work."""
+        of_warp = self.stages * self.stage_bytes + self.part_bytes + 2 * 48 + 4
+        return round_up(self.warps * of_warp + 8 + 1, 16)
+
+    def workspace_bytes(self, grid: int) -> int:
+        """A counter for each CTA, then two parts of each: of an item that began before, and of one that goes on."""
+        part = self.head_warps * self.rows * (self.head_dim + 2) * 4
+        return round_up(_COUNTER_BYTES * grid, 16) + 2 * grid * part
+
+
+def specialise(problem: Problem, tactic: Tactic) -> Spec:
+    """The kernel that a tactic makes for a problem."""
+    fields = {name: value for name, value in problem._asdict().items() if name not in ("heads", "tiles", "units")}
+    return Spec(**fields, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem."""
+    if problem.heads % tactic.head_warps:
+        return f"{tactic.head_warps} warps take different heads"
+    if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
+        return f"registers suffice for {_WIDE_WARPS} warps"
+    shared = specialise(problem, tactic).shared_bytes
+    if tactic.min_ctas * (shared + _CTA_RESERVE) > arch.shared_bytes + _CTA_RESERVE:
+        return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
+    return None
+
+
+def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
+    """As many CTAs as fit the GPU: each finds its share of the work."""
+    return Geometry(
+        grid=(arch.num_sms * tactic.min_ctas, 1, 1),
+        block=(tactic.warps * _WARP, 1, 1),
+        shared_bytes=specialise(problem, tactic).shared_bytes,
+    )

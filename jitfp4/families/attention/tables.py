@@ -1,0 +1,100 @@
+"""Which tactic of the decode kernel a problem gets, and the problems that meet every row.
+
+Twelve warps with three tiles in flight each keep an SM's memory busy. Short requests end often: several CTAs then fill
+each other's pauses. Little work is over sooner with fewer parts to add up. Where the rows of a head do not follow each
+other, warps that take the heads of one token use whole sectors of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jitfp4.arch import Arch
+from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
+from jitfp4.formats import DType
+from jitfp4.selection import Row, Table, rows
+
+_FEW_UNITS = 32  # for each SM
+_MANY_UNITS = 128
+_SHORT = 128  # tiles of a request
+
+TABLE = Table(
+    (
+        *rows(
+            (Tactic(6, 3, 1), {"cache": Cache.E4M3, "wide": False}),
+            (Tactic(4, 3, 1), {"cache": Cache.E4M3}),
+            (Tactic(4, 3, 1), {"cache": Cache.BF16}),
+            (Tactic(4, 3, 1), {"cache": Cache.F16}),
+        ),
+        *rows(
+            (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),
+            (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
+            (Tactic(12, 3, 1), {"packed": True}),
+            (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),
+            (Tactic(8, 3, 1, head_warps=8), {}),
+            (Tactic(12, 3, 1, head_warps=4), {}),
+            (Tactic(12, 3, 1, head_warps=2), {}),
+            (Tactic(12, 3, 1), {}),
+            (Tactic(4, 3, 2), {}),
+            (Tactic(4, 3, 1), {}),
+            wide=False,
+        ),
+        Row(Tactic(4, 3, 2)),
+        Row(Tactic(4, 2, 2)),
+        Row(Tactic(4, 2, 1)),
+        Row(Tactic(2, 2, 1)),
+        Row(Tactic(1, 2, 1)),
+    ),
+    measured="h200/attention_search.csv",
+)
+
+TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
+
+
+def problems(arch: Arch) -> Iterator[Problem]:
+    """bf16 queries: each order of heads and scales, few, short and many requests; then the odd sizes."""
+    pages = (Pages.HALVES, Pages.WHOLE)
+    loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS))
+    for page in pages:
+        for packed, interleaved in ((True, False), (True, True), (False, False)):
+            for tiles, units in loads:
+                yield _problem(arch, page, tiles, units, packed=packed, interleaved=interleaved)
+        yield _problem(arch, page, *loads[2], rows=16)
+        yield _problem(arch, page, *loads[2], head_dim=64)
+        yield _problem(arch, page, *loads[2], head_dim=256)
+    for heads in (1, 2, 4):
+        yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
+    yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)
+    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
+        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache, head_dim=256, rows=16)
+
+
+def _problem(
+    arch: Arch,
+    pages: Pages,
+    tiles: int,
+    units: int,
+    *,
+    packed: bool = True,
+    interleaved: bool = False,
+    rows: int = 8,
+    head_dim: int = 128,
+    heads: int = 8,
+    cache: Cache = Cache.NVFP4,
+) -> Problem:
+    dtype = DType.F16 if cache is Cache.F16 else DType.BF16
+    return Problem(
+        cache=cache,
+        q_dtype=dtype,
+        out_dtype=dtype,
+        head_dim=head_dim,
+        rows=rows,
+        heads=heads,
+        interleaved=interleaved,
+        pages=pages,
+        packed=packed,
+        two_tables=False,
+        tiles=tiles,
+        units=units * arch.num_sms,
+    )

@@ -1,0 +1,118 @@
+"""Decode attention: the reference against attention written out, and the kernel against both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jitfp4 import sim
+from tests.support.attention import Case, relative_error
+
+CASES = {
+    "hnd": {},
+    "nhd": {"kv_layout": "NHD"},
+    "one_token": {"lengths": (1,), "kv_heads": 1},
+    "empty_requests": {"lengths": (0, 40, 0)},
+    "page_1": {"page": 1, "lengths": (21, 5)},
+    "page_3": {"page": 3, "group": 5},
+    "page_8_interleaved": {"page": 8, "v_scale_layout": "interleaved4", "kv_layout": "NHD"},
+    "page_64_interleaved": {"page": 64, "v_scale_layout": "interleaved4", "lengths": (130, 1)},
+    "page_20": {"page": 20, "v_scale_layout": "interleaved4", "group": 7},
+    "page_128": {"page": 128, "group": 1, "with_sinks": True},
+    "strided_pages": {"extra_page_bytes": 64, "page": 32},
+    "d_64": {"head_dim": 64, "kv_heads": 3},
+    "d_256": {"head_dim": 256, "kv_heads": 1},
+    "group_16": {"group": 16, "kv_heads": 1, "window_left": 30, "with_sinks": True},
+    "q_len_4": {"q_lens": 4, "lengths": (60, 3), "group": 5},
+    "q_len_8": {"q_lens": 8, "lengths": (90,), "group": 16, "kv_heads": 1, "window_left": 20},
+    "ragged": {"q_lens": (3, 0, 5, 1), "lengths": (40, 50, 2, 0), "window_left": 20},
+    "two_tables": {"shared": False, "missing": ((0, 0, 1, -1), (1, 1, 2, 10**6))},
+    "missing_pages": {"page": 4, "missing": ((0, 0, 1, -1), (0, 1, 1, -1), (1, 0, 2, 2**30), (1, 1, 2, 2**30))},
+    "fp16": {"q_dtype": torch.float16},
+    "cache_bf16": {"cache": torch.bfloat16, "kv_layout": "NHD"},
+    "cache_bf16_d_256": {"cache": torch.bfloat16, "head_dim": 256, "kv_heads": 1, "page": 5},
+    "cache_fp16_d_64": {"cache": torch.float16, "q_dtype": torch.float16, "head_dim": 64, "group": 16},
+    "cache_e4m3": {"cache": torch.float8_e4m3fn, "missing": ((0, 0, 1, -1),)},
+    "cache_e4m3_d_64": {"cache": torch.float8_e4m3fn, "head_dim": 64, "page": 64, "q_dtype": torch.float16},
+    "cache_e4m3_d_256": {
+        "cache": torch.float8_e4m3fn,
+        "head_dim": 256,
+        "kv_heads": 1,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+    },
+    "e4m3": {"q_dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16},
+    "e4m3_out": {"out_dtype": torch.float8_e4m3fn},
+}
+# Weights are float16 and outputs rounded; E4M3 has four significant bits.
+_BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
+_FLOAT64 = {torch.float16: 4e-4, torch.bfloat16: 3e-3, torch.float8_e4m3fn: 5e-2}
+
+
+def check(case: Case, got: tuple[torch.Tensor, torch.Tensor], bounds: dict[torch.dtype, float]) -> None:
+    out, lse = got
+    expected, expected_lse = case.expected()
+    assert relative_error(out, expected) < bounds[out.dtype]
+    seen = expected_lse.isfinite()
+    assert torch.equal(lse.cpu().isfinite(), seen)
+    assert torch.all(lse.cpu()[~seen] == -torch.inf)
+    assert torch.all(out.cpu().float()[(expected == 0).all(-1)] == 0)
+    if seen.any():
+        assert (lse.cpu().double() - expected_lse)[seen].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_is_attention(name: str) -> None:
+    case = Case(**CASES[name])
+    check(case, case.run(), _FLOAT64)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_kernel_is_attention(name: str) -> None:
+    case = Case(**CASES[name])
+    with sim.device("sm_90a"):
+        check(case, case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("name", ["hnd", "page_8_interleaved", "cache_bf16", "cache_e4m3"])
+def test_no_races(name: str, arch: str) -> None:
+    case = Case(**CASES[name])
+    with sim.device(arch, races=True):
+        check(case, case.run(), _BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_attention(name: str) -> None:
+    case = Case(**CASES[name], device="cuda")
+    check(case, case.run(), _BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_a_graph_follows_the_lengths(kv_layout: str) -> None:
+    case = Case(lengths=(3000, 70, 500, 33), kv_heads=8, kv_layout=kv_layout, device="cuda")
+    case.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.run()
+    for lengths in ((3000, 70, 500, 33), (1, 69, 0, 32), (2999, 0, 499, 1)):
+        case.lengths = lengths
+        case.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        torch.cuda.synchronize()
+        check(case, (out, lse), _BOUND)
+
+
+@pytest.mark.gpu
+def test_repeated_calls_give_the_same_bits() -> None:
+    case = Case(lengths=(5000, 1, 900), kv_heads=8, device="cuda")
+    first = case.run()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(case.run(), first, strict=True))

@@ -1,0 +1,199 @@
+"""What the decode functions refuse, and ways to say the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+from jitfp4 import sim
+from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.problem import Tactic
+from tests.support.attention import Case, relative_error
+
+
+def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
+    case = Case()
+    for name, value in {
+        "o_sf_scale": 1.0,
+        "o_sf_vec_size": 16,
+        "o_scale": 2.0,
+        "backend": "trtllm-gen",
+        "mask": torch.ones(1),
+        "skip_softmax_threshold_scale_factor": 1.0,
+        "bmm1_scale_log2": torch.ones(1),
+        "multi_ctas_kv_counter_buffer": torch.zeros(1),
+        "enable_block_sparse_attention": True,
+        "bf16q_fp8kv_transform_mode": "x",
+    }.items():
+        with pytest.raises(jitfp4.ArgumentError, match=name):
+            case.run(**{name: value})
+
+
+def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
+    (k, v), (ks, vs) = case.kv_cache, case.kv_cache_sf
+    wide = torch.zeros(2, case.query.shape[1], 2 * case.head_dim, dtype=torch.bfloat16)
+    return {
+        "no scales": ("kv_cache_sf", {"kv_cache_sf": None}),
+        "both names of the scales": ("kv_block_scales", {"kv_block_scales": (ks, vs)}),
+        "scales of half the blocks": ("kv_cache_sf", {"kv_cache_sf": (ks[..., ::2], vs)}),
+        "float scales": ("kv_cache_sf", {"kv_cache_sf": (ks.float(), vs.float())}),
+        "scales of fewer pages": ("kv_cache_sf", {"kv_cache_sf": (ks[1:], vs[1:])}),
+        "a bf16 cache of half the width": ("kv_cache", {"kv_cache": (k.bfloat16(), v.bfloat16())}),
+        "an fp16 cache for bf16": ("kv_cache", {"kv_cache": (k.half(), v.half())}),
+        "scales of an e4m3 cache": (
+            "kv_cache_sf",
+            {"kv_cache": tuple(torch.zeros(*t.shape[:3], 128, dtype=torch.float8_e4m3fn) for t in (k, v))},
+        ),
+        "three tensors": ("kv_cache", {"kv_cache": (k, v, v)}),
+        "a layout": ("kv_layout", {"kv_layout": "DHN"}),
+        "a scale layout": ("v_scale_layout", {"v_scale_layout": "swizzled"}),
+        "query rows apart": ("query", {"query": wide[..., ::2]}),
+        "float queries": ("query", {"query": case.query.float()}),
+        "heads that do not divide": ("query", {"query": case.query[:, :-1]}),
+        "a query too many": ("query", {"query": case.query[:1]}),
+        "nine queries": ("q_len_per_req", {"q_len_per_req": 9}),
+        "long lengths": ("seq_lens", {"seq_lens": case.seq_lens.long()}),
+        "tables for K and V": ("block_tables", {"uses_shared_paged_kv_idx": False}),
+        "fewer tables": ("block_tables", {"block_tables": case.block_tables[:1]}),
+        "a bound without ends": ("max_q_len", {"max_q_len": 2}),
+        "a window": ("window_left", {"window_left": -2}),
+        "sinks of some heads": ("sinks", {"sinks": torch.zeros(3)}),
+        "two sinks": ("sinks", {"sinks": [torch.zeros(16), torch.zeros(16)]}),
+        "an output of another shape": ("out", {"out": torch.empty(1, 2, 3, dtype=torch.bfloat16)}),
+        "an output type": ("out_dtype", {"out_dtype": torch.float32}),
+        "a double scale": ("bmm1_scale", {"bmm1_scale": torch.ones(1, dtype=torch.float64)}),
+        "two scales": ("bmm2_scale", {"bmm2_scale": torch.ones(2)}),
+        "a length beyond positions": ("max_seq_len", {"max_seq_len": -1}),
+    }
+
+
+@pytest.mark.parametrize("what", _wrong(Case()))
+def test_errors_name_the_argument(what: str) -> None:
+    case = Case()
+    name, changes = _wrong(case)[what]
+    with pytest.raises((jitfp4.ArgumentError, jitfp4.ArgumentTypeError), match=name):
+        case.run(**changes)
+
+
+def test_interleaved_scales_need_whole_groups() -> None:
+    with pytest.raises(jitfp4.ArgumentError, match="multiple of 4"):
+        Case(page=6).run(v_scale_layout="interleaved4")
+
+
+def test_a_workspace_that_is_too_small() -> None:
+    case = Case()
+    with sim.device("sm_90a"), pytest.raises(jitfp4.ArgumentError, match="workspace_buffer"):
+        case.run(workspace_buffer=torch.zeros(64, dtype=torch.uint8))
+
+
+def test_an_output_may_not_lie_in_the_workspace() -> None:
+    case = Case()
+    out = case.workspace[: case.query.numel() * 2].view(torch.bfloat16).view(case.query.shape)
+    with pytest.raises(jitfp4.ArgumentError, match="memory"):
+        case.run(out=out)
+
+
+def test_the_same_said_otherwise_gives_the_same_bits() -> None:
+    case = Case(lengths=(64, 64), page=16, with_sinks=True)
+    out, lse = case.run()
+    (k, v), (ks, vs) = case.kv_cache, case.kv_cache_sf
+    one = torch.tensor([case.bmm1])
+    for changes in (
+        {"kv_cache": torch.stack((k, v), 1), "kv_cache_sf": torch.stack((ks, vs), 1)},
+        {"kv_cache_sf": None, "kv_block_scales": (ks.view(torch.float8_e4m3fn), vs.view(torch.float8_e4m3fn))},
+        {"bmm1_scale": one, "bmm2_scale": torch.tensor(case.bmm2)},
+        {"sinks": [case.sinks]},
+        {"q_len_per_req": None, "cum_seq_lens_q": torch.tensor([0, 1, 2], dtype=torch.int32), "max_q_len": 1},
+        {"uses_shared_paged_kv_idx": False, "block_tables": torch.stack((case.block_tables,) * 2, 1)},
+        {"out": torch.empty_like(out), "lse": torch.empty_like(lse)},
+    ):
+        got = case.run(**changes)
+        assert torch.equal(got[0], out)
+        assert (got[1] - lse).abs().max() < 1e-5
+
+
+def test_the_wrapper_gives_the_same_bits() -> None:
+    case = Case(lengths=(64, 50, 0), page=16, kv_layout="NHD", q_lens=2)
+    columns = [-(-length // 16) for length in case.lengths]
+    indptr = torch.tensor([0, *columns]).cumsum(0).to(torch.int32)
+    lists = [table[:n] for table, n in zip(case.block_tables, columns, strict=True)]
+    last = torch.tensor([(length - 1) % 16 + 1 for length in case.lengths], dtype=torch.int32)
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(torch.full((32 << 20,), 0x7F, dtype=torch.uint8), "NHD")
+    with sim.device("sm_90a"):
+        wrapper.plan(
+            indptr,
+            torch.cat(lists),
+            last,
+            16,
+            2,
+            128,
+            16,
+            q_data_type="bfloat16",
+            kv_data_type=torch.uint8,
+            sm_scale=case.bmm1 / 2,
+            q_len_per_req=2,
+        )
+        got = wrapper.run(
+            case.query, case.kv_cache, k_scale=2.0, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf, return_lse=True
+        )
+        expected = case.run()
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def test_the_wrapper_refuses() -> None:
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    case = Case(kv_layout="NHD")
+    with pytest.raises(jitfp4.ArgumentError, match="plan"):
+        wrapper.run(case.query, case.kv_cache, kv_cache_sf=case.kv_cache_sf)
+    lists = (torch.tensor([0, 1, 2], dtype=torch.int32), torch.arange(2, dtype=torch.int32), torch.ones(2).int())
+    sizes = (16, 2, 128, 16)
+    for name, value in {
+        "pos_encoding_mode": "ROPE_LLAMA",
+        "logits_soft_cap": 30.0,
+        "rope_theta": 1e4,
+        "fixed_split_size": 64,
+        "disable_split_kv": True,
+        "window_right": 1,
+        "kv_data_type": torch.bfloat16,
+        "q_data_type": "float17",
+    }.items():
+        options = {"q_data_type": "bfloat16", "kv_data_type": torch.uint8} | {name: value}
+        with pytest.raises(jitfp4.ArgumentError, match=name):
+            wrapper.plan(*lists, *sizes, **options)
+    wrapper.plan(*lists, *sizes, q_data_type="bfloat16", kv_data_type=torch.uint8)
+    with pytest.raises(jitfp4.ArgumentError, match="q"):
+        wrapper.run(case.query[..., :64], case.kv_cache, kv_cache_sf=case.kv_cache_sf)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_single_request_without_pages(kv_layout: str) -> None:
+    case = Case(lengths=(48,), page=1, kv_layout="NHD")
+    order = case.block_tables[0, :48].long()
+    lay = (lambda t: t[order, 0].transpose(0, 1).contiguous()) if kv_layout == "HND" else (lambda t: t[order, 0])
+    (k, v), (ks, vs) = case.kv_cache, case.kv_cache_sf
+    out, lse = jitfp4.single_decode_with_kv_cache(
+        case.query[0],
+        lay(k),
+        lay(v),
+        kv_layout,
+        kv_cache_sf=(lay(ks), lay(vs)),
+        sm_scale=case.bmm1,
+        v_scale=case.bmm2,
+        return_lse=True,
+    )
+    expected = case.run()
+    assert torch.equal(out, expected[0][0])
+    assert (lse - expected[1][0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tactic", [Tactic(2, 2, 1), Tactic(4, 3, 3), Tactic(8, 3, 1, head_warps=2), Tactic(12, 3, 1)])
+def test_how_the_work_is_split_hardly_matters(tactic: Tactic) -> None:
+    case = Case(lengths=(300, 40, 0, 7), kv_layout="NHD")
+    expected, _ = case.expected()
+    with sim.device("sm_90a"), DECODE.forced(tactic):
+        out, _ = case.run()
+    assert relative_error(out, expected) < 4e-3

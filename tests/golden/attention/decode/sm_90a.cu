@@ -1,0 +1,1527 @@
+// attention_decode, generated from templates/attention/decode.cu.j2
+// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
+//
+// Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
+// own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax against a reference of its own
+// and multiplies V with the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction, and what several need.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/mma_half -----------------------------------------------------
+// Matrices of 16-bit floats in a warp's registers, two neighbours of a row in each. With g = lane / 4 and c = lane % 4,
+// an 8 x 8 matrix is [g][2 c], [g][2 c + 1].
+namespace ptx {
+// d += a b of a 16 x 16 by a 16 x 8 matrix in float32. a is a[g][2 c..], a[g + 8][2 c..], a[g][2 c + 8..],
+// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c], d[g + 8][2 c + 1].
+template <typename T> __device__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// Four matrices from shared memory: lane 8 i + r brings the address of row r of matrix i.
+__device__ __forceinline__ void ld_matrices(uint32 (&d)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ void ld_matrices_transposed(uint32 (&d)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that does not change: the compiler may move the load, but not past a change of p.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// From global memory, not through L1.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+namespace ptx {
+// Zeros where not `present`: then nothing is read.
+template <int kBytes, bool kPresent>
+__device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
+  const int bytes = present ? kBytes : 0;
+  if constexpr (kBytes == 16 && kPresent) {
+    copy_async(to, from);
+  } else if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  } else if constexpr (kPresent) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
+  }
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until no more than the latest kGroups groups of this thread are under way.
+template <int kGroups>
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
+
+// base + a b bytes
+__device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
+  const uint8* d;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
+  return d;
+}
+
+// Adds to what other CTAs read and write: what they wrote before is seen after, and the other way round.
+__device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
+  uint32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+}  // namespace ptx
+
+// ---- spec ------------------------------------------------------------------
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
+enum class Pages { kWhole, kHalves, kMany };  // of a tile: it lies in one, each half in one, or in any number
+
+constexpr int kCacheBits = 4;  // of an element of K and V
+
+using Query = bf16;
+using Out   = bf16;
+constexpr int  kHeadDim     = 128;
+constexpr int  kRows        = 8;  // query rows at a time
+constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr Pages kPages      = Pages::kHalves;
+constexpr bool kPacked      = true;  // rows of a page and head follow each other
+constexpr bool kTwoTables   = false;  // K and V have pages of their own
+constexpr int  kWarps       = 8;
+constexpr int  kHeadWarps   = 1;  // take the same tokens for different KV heads
+constexpr int  kStages      = 3;
+constexpr int  kMinCtas     = 1;  // on an SM, that registers must suffice for
+
+constexpr int   kTile     = 32;  // tokens
+constexpr int   kSubs     = kTile / 16;
+constexpr int   kThreads  = kWarps * kWarp;
+constexpr int   kTokenWarps = kWarps / kHeadWarps;  // take different tokens
+constexpr int   kBlocks   = kRows / 8;
+constexpr int   kSteps    = kHeadDim / 16;
+constexpr bool  kHalves   = kCacheBits == 16;
+constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+constexpr int   kQueryWords = kHeadDim / 32;
+
+struct Queries { uint32 words[kBlocks][kSteps][2]; };
+
+// ---- attention/work --------------------------------------------------------
+// The work of a call in units of kTile tokens for kHeadWarps KV heads and one block of kRows query rows, in the order
+// request, heads, rows, tokens. Every CTA takes the same number of units, one piece; where it begins is found from the lengths on
+// the device. A request without tokens counts one unit, in which nothing is present.
+struct Operands {
+  const Query* q;
+  const uint8* k;
+  const uint8* v;
+  const uint8* k_scales;
+  const uint8* v_scales;
+  const int32* tables;
+  const int32* seq_lens;
+  const int32* page_ends;
+  const int32* cum_q;
+  const float* sinks;
+  const float* bmm1_tensor;
+  const float* bmm2_tensor;
+  uint8* workspace;
+  Out* out;
+  float* lse;
+  float bmm1;
+  float bmm2;
+  int batch;
+  int kv_heads;
+  int group;
+  int q_len;
+  int total_q;
+  int num_pages;
+  int page;
+  int max_pages;
+  int window_left;
+  int64 q_token_stride;
+  int64 q_head_stride;
+  int k_page_stride;
+  int k_token_stride;
+  int64 k_head_stride;
+  int v_page_stride;
+  int v_token_stride;
+  int64 v_head_stride;
+  int k_scales_page_stride;
+  int k_scales_token_stride;
+  int64 k_scales_head_stride;
+  int v_scales_page_stride;
+  int v_scales_token_stride;
+  int64 v_scales_head_stride;
+  int table_stride;
+  int v_table;
+};
+
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+struct Request {
+  int tokens;  // in the cache, as far as the page table goes
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
+};
+
+// The units of one item that this CTA takes.
+struct Segment {
+  Request request;
+  int b, item;
+  int tile, count;  // of the request's tiles
+  int left;         // units of this CTA behind the segment
+
+  // The KV head of the `i`th of the warps that share tokens
+  __device__ __forceinline__ int head(int i) const { return item / request.row_blocks * kHeadWarps + i; }
+  __device__ __forceinline__ int first_row() const { return item % request.row_blocks * kRows; }
+  __device__ __forceinline__ bool whole() const { return count == request.tiles; }
+
+  __device__ __forceinline__ bool next(const Operands& p) {
+    if (left == 0) return false;
+    if (++item == request.items(p)) {
+      item = 0;
+      do request.load(p, ++b);
+      while (request.row_blocks == 0);
+    }
+    tile  = 0;
+    count = min(request.tiles, left);
+    left -= count;
+    return true;
+  }
+};
+
+// The next segment in place of a warp's own, which lies in shared memory: registers are short. False where none is left.
+__device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
+  Segment s = own;
+  __syncwarp();
+  if (!s.next(p)) return false;
+  if (threadIdx.x % kWarp == 0) own = s;
+  __syncwarp();
+  return true;
+}
+
+struct Shares {
+  int units[kWarps];  // of all requests, by the warp that counted them
+  int b, before;      // where this CTA's share begins, and the units of all requests ahead
+};
+
+struct Share {
+  int size;   // of every CTA but the last
+  int begin;  // of this CTA's
+};
+
+// False where nothing is left for this CTA. Every thread counts a piece of the requests.
+__device__ __forceinline__ bool find_share(
+    const Operands& p, Shares& s, Share& share, Segment& now, Segment& ahead) {
+  const int each = (p.batch + kThreads - 1) / kThreads, b0 = threadIdx.x * each, b1 = min(b0 + each, p.batch);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int units = 0;
+  for (int b = b0; b < b1; ++b) {
+    Request r;
+    r.load(p, b);
+    units += r.items(p) * r.tiles;
+  }
+  int upto = units;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  if (lane == kWarp - 1) s.units[warp] = upto;
+  __syncthreads();
+  int total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) upto += total;
+    total += s.units[w];
+  }
+  share.size  = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
+  share.begin = blockIdx.x * share.size;
+  if (share.begin >= total) return false;
+  int before = upto - units;
+  if (before <= share.begin && share.begin < upto) {
+    for (int b = b0; b < b1; ++b) {
+      Request r;
+      r.load(p, b);
+      const int own = r.items(p) * r.tiles;
+      if (share.begin < before + own) {
+        s.b = b, s.before = before;
+        break;
+      }
+      before += own;
+    }
+  }
+  __syncthreads();
+  Segment first;
+  first.b = s.b;
+  first.request.load(p, first.b);
+  const int inside = share.begin - s.before, mine = min(share.size, total - share.begin);
+  first.item  = inside / first.request.tiles;
+  first.tile  = inside % first.request.tiles;
+  first.count = min(first.request.tiles - first.tile, mine);
+  first.left  = mine - first.count;
+  if (lane == 0) now = ahead = first;
+  __syncwarp();
+  return true;
+}
+
+// ---- attention/pages -------------------------------------------------------
+// Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
+// A stage: K, then V, kTile rows each; their block scales; a bit for each token that has no page.
+constexpr int kChunks     = kRowBytes / 16;  // of a row
+constexpr int kPassRows   = kWarp / kChunks;  // a warp copies so many rows at a time
+constexpr int kPasses     = kTile / kPassRows;
+constexpr int kValuesAt   = kTile * kRowBytes;
+constexpr int kScalesAt   = 2 * kTile * kRowBytes;
+constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
+constexpr int kAbsentAt   = kVScalesAt + kTile * kScaleBytes;
+constexpr int kStageBytes = kAbsentAt + 16;
+constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
+static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
+
+// Where a chunk of a row stands in a tile, in bytes. Lines of 128 bytes are permuted so that reading K and V meets few
+// bank conflicts.
+__device__ __forceinline__ int place(int row, int chunk) {
+  const int at = row * kChunks + chunk;
+  return (kChunks == 2 ? at : kChunks == 4 ? at ^ (row & 6) : at ^ (row & 7)) * 16;
+}
+
+template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
+  if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
+  if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (kWords == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+
+// Of a row's chunks from `at` on; `place` is that of the first.
+template <int kWords>
+__device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
+  if constexpr (kWords <= 4) {
+    ld_words<kWords>(tile + place, w);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint32 four[4];
+      ld_words<4>(tile + (place ^ i * 4), four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[i + j] = four[j];
+    }
+  }
+}
+
+// Keeps the compiler from working out a lane's place again and again.
+__device__ __forceinline__ int keep(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+class Producer {
+ public:
+  // `segment` is this warp's own, and moves ahead of the work.
+  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring)
+      : p_(p), segment_(segment), inverse_((0x80000000u + p.page - 1) / p.page) {
+    const int lane = threadIdx.x % kWarp;
+    rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
+    scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
+    enter();
+    seek();
+  }
+
+  // Starts the copies of the next tile, if there is one. Every call makes one group.
+  __device__ __forceinline__ void issue(int stage) {
+    if (token_ < end_) {
+      bool there[kLookups], all = token_ + kTile <= tokens_;
+#pragma unroll
+      for (int i = 0; i < kLookups; ++i) {
+        there[i] = uint32(k_page_[i]) < uint32(p_.num_pages);
+        if constexpr (kTwoTables) there[i] &= uint32(v_page_[i]) < uint32(p_.num_pages);
+        all &= there[i];
+      }
+      if constexpr (kPages == Pages::kMany) all = __all_sync(~0u, all);
+      if (all) copy<true>(stage * kStageBytes, there);
+      else copy<false>(stage * kStageBytes, there);
+      token_ += kTokenWarps * kTile;
+      seek();
+    }
+    ptx::copy_commit();
+  }
+
+ private:
+  // At the first tile of this warp in the segment; the addresses of what this lane copies, in page 0.
+  __device__ __forceinline__ void enter() {
+    const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16, warp = threadIdx.x / kWarp;
+    const int head = segment_.head(warp % kHeadWarps);
+    const int first = (segment_.request.first_tile + segment_.tile) * kTile;
+    token_  = first + warp / kHeadWarps * kTile;
+    end_    = first + segment_.count * kTile;
+    tokens_ = segment_.request.tokens;
+    table_  = p_.tables + segment_.request.table;
+    k_ = p_.k + head * p_.k_head_stride + row * k_token_stride() + chunk;
+    v_ = p_.v + head * p_.v_head_stride + row * v_token_stride() + chunk;
+    if constexpr (kScaleBytes > 0) {
+      k_scales_ = p_.k_scales + head * p_.k_scales_head_stride + lane * k_scales_token_stride();
+      v_scales_ = p_.v_scales + head * p_.v_scales_head_stride + lane * v_scales_token_stride();
+    }
+  }
+
+  // Looks up the pages of the next tile, so that their numbers are there when the copies start.
+  __device__ __forceinline__ void seek() {
+    while (token_ >= end_) {
+      if (!advance(p_, segment_)) return;
+      enter();
+    }
+#pragma unroll
+    for (int i = 0; i < kLookups; ++i) {
+      const int token  = token_ + (kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2));
+      const int column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+      slot_[i] = token - column * p_.page;
+      k_page_[i] = v_page_[i] = -1;
+      if ((kInterleaved ? token & ~3 : token) < tokens_) {
+        k_page_[i] = table_[column];
+        v_page_[i] = kTwoTables ? table_[column + p_.v_table] : k_page_[i];
+      }
+    }
+  }
+
+  struct Page {
+    int k, v, slot;  // of the first row of the pass, as if all its rows followed in one page
+    bool there;
+  };
+
+  // The page of `row`; `pass` is the first row of its pass.
+  __device__ __forceinline__ Page page_of(const bool (&there)[kLookups], int row, int pass) const {
+    if constexpr (kPages == Pages::kMany) {
+      const int slot = __shfl_sync(~0u, slot_[0], row);
+      return {__shfl_sync(~0u, k_page_[0], row), __shfl_sync(~0u, v_page_[0], row), slot - (row - pass),
+              __shfl_sync(~0u, int(there[0]), row) != 0};
+    }
+    const bool upper = kLookups == 2 && row >= kTile / 2;
+    const int  i = kLookups - 1, first = upper ? kTile / 2 : 0;
+    return {upper ? k_page_[i] : k_page_[0], upper ? v_page_[i] : v_page_[0],
+            (upper ? slot_[i] : slot_[0]) + pass - first, upper ? there[i] : there[0]};
+  }
+
+  // Of a tile that is not whole, what is not there becomes 0.
+  template <bool kAll>
+  __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
+    const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
+    uint32 absent = 0;
+    if constexpr (!kAll) absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
+    if (lane == 0) st_absent(scales_to_ + stage + kAbsentAt - kScalesAt, absent);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = i * kPassRows + lane / kChunks;
+      // Eight rows on, chunks stand alike.
+      const int on = kPassRows % 8 == 0 ? i * kPassRows * kRowBytes
+                                        : place(row, lane % kChunks) - place(lane / kChunks, lane % kChunks);
+      // Where rows follow each other, one address serves all passes of a page.
+      const int  start = kPacked && kPages != Pages::kMany ? row_of_lookup(i * kPassRows) : i * kPassRows;
+      const Page page  = page_of(there, kPages == Pages::kMany ? row : start, start);
+      const int  skip  = (i * kPassRows - start) * kRowBytes;
+      const bool copied = kAll || (page.there && row < rows);
+      ptx::copy_or_clear<16, kAll>(
+          rows_to_ + stage + on, at(k_, page.k, p_.k_page_stride, page.slot, k_token_stride()) + skip, copied);
+      ptx::copy_or_clear<16, kAll>(rows_to_ + stage + on + kValuesAt,
+                                   at(v_, page.v, p_.v_page_stride, page.slot, v_token_stride()) + skip, copied);
+    }
+    if constexpr (kScaleBytes > 0) {
+      const Page page = page_of(there, lane, 0);
+      // Interleaved, a group of four rows holds the scales of its four tokens.
+      const bool k_copied = kAll || (page.there && lane < rows);
+      const bool v_copied = kAll || (page.there && (kInterleaved ? lane & ~3 : lane) < rows);
+      ptx::copy_or_clear<kScaleBytes, kAll>(
+          scales_to_ + stage, at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
+      ptx::copy_or_clear<kScaleBytes, kAll>(
+          scales_to_ + stage + kVScalesAt - kScalesAt,
+          at(v_scales_, page.v, p_.v_scales_page_stride, page.slot, v_scales_token_stride()), v_copied);
+    }
+  }
+
+  __device__ __forceinline__ static constexpr int row_of_lookup(int row) { return row / (kTile / kLookups) * (kTile / kLookups); }
+  __device__ __forceinline__ static const uint8* at(
+      const uint8* base, int page, int page_stride, int slot, int token_stride) {
+    return ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base));
+  }
+  __device__ __forceinline__ static void st_absent(uint32 p, uint32 v) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+  }
+  __device__ __forceinline__ int k_token_stride() const { return kPacked ? kRowBytes : p_.k_token_stride; }
+  __device__ __forceinline__ int v_token_stride() const { return kPacked ? kRowBytes : p_.v_token_stride; }
+  __device__ __forceinline__ int k_scales_token_stride() const { return kPacked ? kScaleBytes : p_.k_scales_token_stride; }
+  __device__ __forceinline__ int v_scales_token_stride() const { return kPacked ? kScaleBytes : p_.v_scales_token_stride; }
+
+  const Operands& p_;
+  Segment& segment_;
+  const uint32 inverse_;
+  int rows_to_, scales_to_;  // where this lane copies to in the first stage
+  int token_, end_, tokens_;  // where this warp's next tile begins, the segment's and the request's ends
+  int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
+  const int32* table_;
+  const uint8 *k_, *v_, *k_scales_, *v_scales_;
+};
+
+// ---- attention/nvfp4_tile --------------------------------------------------
+// Fragments of an NVFP4 tile. K is the 16 x 16 factor with tokens as rows, V with dimensions as rows; query rows are
+// the eight columns. Neither needs its dimensions in order: lane c of K's row takes kHeadDim / 4 neighbours, lane g of
+// V takes kHeadDim / 8, and q and the outputs follow.
+//
+// As the top bits of a float16 without exponent bias, a code is its value times 2^-14, and a block scale times 2^7 is a
+// float16 too, so that their product is exact: 2^-7 of the value. Where hardware converts, it is the value itself.
+namespace ptx {
+// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+using Mma = f16;
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-7f;  // of K as it enters the product
+constexpr float kValueUnit = kKeyUnit;
+constexpr int   kKeyWords   = kHeadDim / 32;  // of a row of K in a lane
+constexpr int   kValueWords = kHeadDim / 64;  // of a row of V
+
+// Which of the 8 dimensions of K's word `w`, in order from dim 8 w on, makes half `half` of register r of step 2 w + j.
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
+  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
+}
+// What a lane needs of a query row for steps 2 w and 2 w + 1
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+// The dimension of row g or g + 8 of step m
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+
+// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
+// One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
+__device__ __forceinline__ uint32 low_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {lo, lo};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
+}
+__device__ __forceinline__ uint32 high_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {hi, hi};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
+}
+
+// Where a lane finds its own in a stage.
+struct Lane {
+  int key, key_scale;    // of row g; row g + 8 is 8 rows on
+  int value[2];          // of tokens 2 c and 2 c + 1, likewise
+  int value_scale;       // of token 2 c
+
+  __device__ __forceinline__ Lane() {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+    const int k = c * (kHeadDim / 8), v = g * (kHeadDim / 16), block = g * (kHeadDim / 8) / 16;
+    key       = keep(place(g, k / 16) + k % 16);
+    key_scale = keep(kScalesAt + g * kScaleBytes + c * (kScaleBytes / 4));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
+    }
+    value_scale = keep(kVScalesAt +
+                       (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2 : 2 * c * kScaleBytes + block));
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // a pair of one block's scale
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
+    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
+    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_scales(*scales));
+    if constexpr (kScaleBytes > 4) {
+#pragma unroll
+      for (int j = 0; j < kScaleBytes / 4; j += 2) {
+        const uint32 two = decode_scales(*reinterpret_cast<const uint16*>(scales + j));
+        scale[i][j]     = low_twice(two);
+        scale[i][j + 1] = high_twice(two);
+      }
+    }
+  }
+  float odd[kBlocks][4] = {};  // every other product: half the chain of dependent ones
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kKeyWords; ++w) {
+    uint32 low[4], high[4];
+    decode(codes[0][w], low);
+    decode(codes[1][w], high);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32 a[4] = {
+          ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
+          ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        ptx::mma<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+  }
+}
+
+// A word of each of two tokens to pairs, one for each dimension.
+__device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8]) {
+  uint32 half[2][4];
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a, b << 4), half[0]);
+    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a >> 4, b), half[1]);
+  } else {
+    decode(__byte_perm(a, b, 0x5410), half[0]);
+    decode(__byte_perm(a, b, 0x7632), half[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) pairs[i] = kHasE2m1Cvt ? half[i % 2][i / 2] : half[i / 4][i % 4];
+}
+
+// V of 16 tokens as it is stored, loaded before the weights are known.
+struct Values {
+  uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+  uint32 scales[2][(kValueWords + 1) / 2];
+
+    __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], codes[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int b = 0; b < (kValueWords + 1) / 2; ++b) {
+        const uint8* at = stage + lane.value_scale + (first + i * 8) * kScaleBytes + b * (kInterleaved ? 4 : 1);
+        if constexpr (kInterleaved) scales[i][b] = *reinterpret_cast<const uint16*>(at);
+        else scales[i][b] = at[0] | at[kScaleBytes] << 8;
+      }
+    }
+  }
+
+  // Scales of tokens without a bit in `present` become 0. Copied by token, they are.
+  __device__ __forceinline__ void keep(uint32 present) {
+    present >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int b = 0; b < (kValueWords + 1) / 2 && kInterleaved; ++b) {
+        scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
+      }
+    }
+  }
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int w = 0; w < kValueWords; ++w) {
+      const uint32 scale0 = decode_scales(scales[0][w / 2]), scale1 = decode_scales(scales[1][w / 2]);
+      uint32 first[8], second[8];
+      interleave(codes[0][w], codes[1][w], first);
+      interleave(codes[2][w], codes[3][w], second);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
+                             ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) ptx::mma<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
+      }
+    }
+  }
+};
+
+// ---- attention/queries -----------------------------------------------------
+// kRows query rows as the factor with eight columns, once for a segment. As float16, a row is brought near 2^14 by a
+// power of two, which keeps all bits of bfloat16 over 28 binades; `scale` undoes it.
+constexpr float kLog2E = 1.44269504f;
+
+constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // of eight neighbours
+
+// From products to powers of two, for the two columns of this lane in each block
+struct Scales { float x[kBlocks][2]; };
+
+// The rows as they are stored: on their way while the last segment is written.
+struct RawQueries {
+  uint32 x[kBlocks][kQueryWords][kQueryRegs];
+
+  __device__ __forceinline__ void load(const Operands& p, const Segment& s) {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, head = s.head(threadIdx.x / kWarp % kHeadWarps);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const int  row  = s.first_row() + 8 * n + g;
+      const bool used = row < s.request.q_len * p.group;
+      const Query* from = p.q + (s.request.q_begin + row / p.group) * p.q_token_stride +
+                          (head * p.group + row % p.group) * p.q_head_stride;
+#pragma unroll
+      for (int w = 0; w < kQueryWords; ++w) {
+#pragma unroll
+        for (int i = 0; i < kQueryRegs; ++i) x[n][w][i] = 0;
+        if (used) ld_query(from, w, c, x[n][w]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void get(int n, int w, float (&v)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(Query) == 1) {
+        const uint32 two = decode_e4m3x2(uint16(x[n][w][i / 2] >> i % 2 * 16));
+        v[2 * i] = low<f16>(two), v[2 * i + 1] = high<f16>(two);
+      } else {
+        using Half = Select<sizeof(Query) == 2, Query, f16>;
+        v[2 * i] = low<Half>(x[n][w][i]), v[2 * i + 1] = high<Half>(x[n][w][i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void convert(float unit, Queries& q, Scales& scales) const {
+    const int c = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      float factor = 1.0f, inverse = 1.0f;
+      if constexpr (!kIsBf16<Mma>) {
+        float amax = 0.0f, v[8];
+#pragma unroll
+        for (int w = 0; w < kQueryWords; ++w) {
+          get(n, w, v);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(v[i]));
+        }
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+        const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
+        factor = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
+      }
+#pragma unroll
+      for (int w = 0; w < kQueryWords; ++w) {
+        float v[8];
+        get(n, w, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          q.words[n][2 * w + i / 2][i % 2] =
+              to_pair<Mma>(v[word_dim(i / 2, i % 2, 0)] * factor, v[word_dim(i / 2, i % 2, 1)] * factor);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scales.x[n][i] = unit * __shfl_sync(~0u, inverse, (2 * c + i) * 4);
+    }
+  }
+};
+
+// ---- attention/softmax -----------------------------------------------------
+// Online softmax of a warp's tiles in powers of two. `reference` is what the exponents are taken against, near the
+// maximum so far: a weight is 2^kHeadroom at the maximum that set it, and only weights that float16 may not hold move it.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference before the first token
+
+using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each, in powers of two
+
+struct State {
+  float reference[kBlocks][2];
+  float sum[kBlocks][2];  // of the weights that this lane has seen
+  float o[kBlocks][kSteps][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][m][i] = 0.0f;
+      }
+    }
+  }
+
+  // Moves references up where an exponent leaves too little room.
+  __device__ __forceinline__ void keep_above(const Logits& x) {
+    float most = kNone, top[kBlocks][2];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        top[n][i] = fmaxf(x[0][n][i], x[0][n][i + 2]);
+#pragma unroll
+        for (int u = 1; u < kSubs; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[u][n][i], x[u][n][i + 2]));
+        const float over = top[n][i] - reference[n][i];
+        most = n + i == 0 ? over : fmaxf(most, over);
+      }
+    }
+    if (!__any_sync(~0u, most > kLargest)) return;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float next = top[n][i];
+#pragma unroll
+        for (int distance = 4; distance < kWarp; distance *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
+        next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
+        const float factor = ptx::ex2_approx(reference[n][i] - next);
+        reference[n][i] = next;
+        sum[n][i] *= factor;
+#pragma unroll
+        for (int m = 0; m < kSteps; ++m) o[n][m][i] *= factor, o[n][m][i + 2] *= factor;
+      }
+    }
+  }
+};
+
+// Which tokens a query row sees: those from `first` on and before `end`.
+struct Span {
+  int first, end;
+
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
+    end   = r.tokens - r.q_len + min(row / p.group, r.q_len - 1) + 1;
+    first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
+  }
+};
+
+// The tiles that all query rows of a request see in full begin at `first` or up to `width` behind it.
+struct Inner {
+  int first, width;
+
+  __device__ __forceinline__ Inner(const Operands& p, const Request& r) {
+    first = max(0, Span(p, r, r.q_len * p.group - 1).first);
+    width = Span(p, r, 0).end - kTile - first;
+  }
+  __device__ __forceinline__ bool has(int start) const { return width >= 0 && uint32(start - first) <= uint32(width); }
+};
+
+// Takes what a row does not see, or what has no page, out of x. Returns a bit for each token that some row may see.
+__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int start, uint32 absent, Logits& x) {
+  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Span span(p, s.request, s.first_row() + 8 * n + 2 * c + i);
+#pragma unroll
+      for (int u = 0; u < 2 * kSubs; ++u) {
+        const int token = g + u * 8, at = start + token;
+        if (at < span.first || at >= span.end || absent >> token & 1) x[u / 2][n][u % 2 * 2 + i] = -kFltMax;
+      }
+    }
+  }
+  const int rest = s.request.tokens - start;
+  return ~absent & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+}
+
+// ---- attention/combine -----------------------------------------------------
+// Parts of a softmax, each against a reference of its own, become one: those of the warps in shared memory, those of
+// the CTAs that share an item in the workspace, where the last one to arrive adds them up in the order of the tokens.
+constexpr int kPitch = kHeadDim + 4;  // of a row in shared memory: its pieces start in different banks
+constexpr int kLines = kHeadWarps * kRows;  // of a CTA: the query rows of all its heads
+constexpr int kQuads = kLines * kHeadDim / 4;
+
+struct Part {
+  float o[kRows][kPitch];
+  float reference[kRows], sum[kRows];
+};
+
+// The workspace: a counter for each CTA, then the parts. Of every CTA there are two: of an item that began before, and of one that goes on.
+struct Slot {
+  float* p;
+  __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
+      : p(reinterpret_cast<float*>(operands.workspace + ceil_div(gridDim.x * 4, 16) * 16) +
+          (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
+  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
+  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
+  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kHeadDim + 1) + line; }
+};
+
+struct Quad {
+  float reference, sum;
+  float4 o;
+  __device__ __forceinline__ void add(float f, float4 other) {
+    o = {fmaf(f, other.x, o.x), fmaf(f, other.y, o.y), fmaf(f, other.z, o.z), fmaf(f, other.w, o.w)};
+  }
+};
+
+__device__ __forceinline__ void store_out(Out* out, float4 v) {
+  if constexpr (sizeof(Out) == 1) {
+    *reinterpret_cast<uint32*>(out) =
+        encode_e4m3(v.x) | encode_e4m3(v.y) << 8 | encode_e4m3(v.z) << 16 | uint32(encode_e4m3(v.w)) << 24;
+  } else {
+    using Half = Select<sizeof(Out) == 2, Out, f16>;
+    *reinterpret_cast<uint2*>(out) = {to_pair<Half>(v.x, v.y), to_pair<Half>(v.z, v.w)};
+  }
+}
+
+__device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
+  const int block_row = s.first_row() + line % kRows;
+  if (block_row >= s.request.q_len * p.group) return;
+  const int   head = s.head(line / kRows) * p.group + block_row % p.group;
+  const int64 at   = int64(s.request.q_begin + block_row / p.group) * p.kv_heads * p.group + head;
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, quad.reference);
+    factor = ptx::ex2_approx(quad.reference - top);
+    quad.sum = fmaf(quad.sum, factor, ptx::ex2_approx(sink - top)), quad.reference = top;
+  }
+  if (p.lse && dim == 0) p.lse[at] = quad.sum > 0.0f ? quad.reference + log2f(quad.sum) : __uint_as_float(0xFF800000u);
+  const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kValueUnit;
+  factor = quad.sum == 0.0f ? 0.0f : factor * scale / quad.sum;
+  store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
+}
+
+// The state of a warp to its part
+__device__ __forceinline__ void put(State& state, Part& part) {
+  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * n + 2 * c + i;
+      float sum = state.sum[n][i];
+#pragma unroll
+      for (int distance = 4; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      if (g == 0) part.reference[row] = state.reference[n][i], part.sum[row] = sum;
+      if constexpr (kHalves) {
+#pragma unroll
+        for (int m = 0; m < kSteps; ++m) {
+          part.o[row][value_dim(m, false, g)] = state.o[n][m][i];
+          part.o[row][value_dim(m, true, g)]  = state.o[n][m][i + 2];
+        }
+      } else {  // a lane has neighbours
+#pragma unroll
+        for (int m = 0; m < kSteps; m += 2) {
+          *reinterpret_cast<float4*>(&part.o[row][value_dim(m, false, g)]) = {
+              state.o[n][m][i], state.o[n][m][i + 2], state.o[n][m + 1][i], state.o[n][m + 1][i + 2]};
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int line, int dim) {
+  const int first = line / kRows, row = line % kRows;
+  Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < kTokenWarps; ++i) {
+    quad.reference = fmaxf(quad.reference, parts[first + i * kHeadWarps].reference[row]);
+  }
+#pragma unroll
+  for (int i = 0; i < kTokenWarps; ++i) {
+    const int w = first + i * kHeadWarps;
+    const float f = ptx::ex2_approx(parts[w].reference[row] - quad.reference);
+    quad.sum = fmaf(f, parts[w].sum[row], quad.sum);
+    quad.add(f, *reinterpret_cast<const float4*>(&parts[w].o[row][dim]));
+  }
+  return quad;
+}
+
+// What the last CTA works out first: each line's reference and sum, and factors of as many parts as there is space for.
+struct Merge {
+  static constexpr int kParts = (sizeof(Part) * kWarps / 4 - 2 * kLines) / kLines;
+  float reference[kLines], sum[kLines];
+  float factors[kLines][kParts];
+};
+
+// The parts of the CTAs first to last, which share an item, to its outputs
+__device__ __forceinline__ void merge(const Operands& p, const Segment& s, int first, int last, Merge& m) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  for (int line = warp; line < kLines; line += kWarps) {
+    float top = kNone;
+#pragma unroll 4
+    for (int cta = first + lane; cta <= last; cta += kWarp) {
+      top = fmaxf(top, ptx::ld_f32(Slot(p, cta, cta == first).reference(line)));
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+    if (lane == 0) m.reference[line] = top, m.sum[line] = 0.0f;
+  }
+  constexpr int kEach = (kQuads + kThreads - 1) / kThreads;  // of a thread
+  float4 o[kEach] = {};
+  for (int begin = first; begin <= last; begin += Merge::kParts) {
+    const int end = min(begin + Merge::kParts, last + 1);
+    __syncthreads();
+    for (int line = warp; line < kLines; line += kWarps) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int cta = begin + lane; cta < end; cta += kWarp) {
+        const Slot slot(p, cta, cta == first);
+        const float f = ptx::ex2_approx(ptx::ld_f32(slot.reference(line)) - m.reference[line]);
+        m.factors[line][cta - begin] = f;
+        sum = fmaf(f, ptx::ld_f32(slot.sum(line)), sum);
+      }
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      if (lane == 0) m.sum[line] += sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int quad = threadIdx.x + i * kThreads, line = quad / (kHeadDim / 4), dim = quad % (kHeadDim / 4) * 4;
+      if (quad >= kQuads) break;
+#pragma unroll 8
+      for (int cta = begin; cta < end; ++cta) {
+        const uint4 v = ptx::ld<uint4>(Slot(p, cta, cta == first).o(line, dim));
+        const float f = m.factors[line][cta - begin];
+        o[i] = {fmaf(f, __uint_as_float(v.x), o[i].x), fmaf(f, __uint_as_float(v.y), o[i].y),
+                fmaf(f, __uint_as_float(v.z), o[i].z), fmaf(f, __uint_as_float(v.w), o[i].w)};
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int quad = threadIdx.x + i * kThreads, line = quad / (kHeadDim / 4);
+    if (quad < kQuads) finish(p, s, {m.reference[line], m.sum[line], o[i]}, line, quad % (kHeadDim / 4) * 4);
+  }
+}
+
+// The parts of a segment's warps to the outputs of its item, or to the workspace.
+__device__ __forceinline__ void combine(
+    const Operands& p, const Segment& s, int item_begin, int share, Part (&parts)[kWarps], bool& last) {
+  const int first = item_begin / share, end = (item_begin + s.request.tiles - 1) / share;
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    const Quad quad = sum_of_warps(parts, line, dim);
+    if (s.whole()) {
+      finish(p, s, quad, line, dim);
+    } else {
+      const Slot slot(p, blockIdx.x, int(blockIdx.x) == first);
+      *reinterpret_cast<float4*>(slot.o(line, dim)) = quad.o;
+      if (dim == 0) *slot.reference(line) = quad.reference, *slot.sum(line) = quad.sum;
+    }
+  }
+  if (s.whole()) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint32* counter = reinterpret_cast<uint32*>(p.workspace) + first;
+    last = ptx::atom_add_acq_rel(counter, 1) == uint32(end - first);
+    if (last) *counter = 0;  // for the next launch
+  }
+  __syncthreads();
+  static_assert(sizeof(Merge) <= sizeof(Part) * kWarps, "in place of the parts");
+  if (last) merge(p, s, first, end, reinterpret_cast<Merge&>(parts));
+}
+
+// ---- shared memory ---------------------------------------------------------
+struct Shared {
+  alignas(16) uint8 ring[kWarps][kStages][kStageBytes];
+  Part   parts[kWarps];
+  Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
+  Shares shares;
+  bool   last;
+};
+
+static_assert(sizeof(Shared) == 146096, "the launch counts on it");
+
+// ---- a tile ----------------------------------------------------------------
+__device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
+                                       const uint8* stage, int start, const Queries& q, const Scales& scales, State& state) {
+  Logits x;
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) {
+    scores(stage, 16 * u, lane, q, x[u]);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[u][n][i] *= scales.x[n][i % 2];
+    }
+  }
+  const uint32 absent = *reinterpret_cast<const uint32*>(stage + kAbsentAt);
+  uint32 present = ~0u;
+  if (absent != 0 || !inner.has(start)) present = mask(p, s, start, absent, x);
+  state.keep_above(x);
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) {
+    Values v(stage, 16 * u, lane);
+    v.keep(present >> 16 * u);
+    uint32 weights[kBlocks][2];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[u][n][i] = ptx::ex2_approx(x[u][n][i] - state.reference[n][i % 2]);
+        state.sum[n][i % 2] += x[u][n][i];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        weights[n][i] = ptx::transpose(to_pair<Mma>(x[u][n][2 * i], x[u][n][2 * i + 1]));
+      }
+    }
+    v.multiply(weights, state.o);
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decode(
+    const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
+    const uint8* __restrict__ k,            // rows aligned to 16 bytes
+    const uint8* __restrict__ v,
+    const uint8* __restrict__ k_scales,     // rows aligned to D / 16 bytes
+    const uint8* __restrict__ v_scales,
+    const int32* __restrict__ tables,       // [batch, max_pages], twice with v_table, or one list
+    const int32* __restrict__ seq_lens,     // [batch]
+    const int32* __restrict__ page_ends,    // [batch + 1], where requests end in the list; null: a row for each
+    const int32* __restrict__ cum_q,        // [batch + 1]; null: q_len of each request
+    const float* __restrict__ sinks,        // [heads] or null
+    const float* __restrict__ bmm1_tensor,  // [1] or null: multiplies bmm1
+    const float* __restrict__ bmm2_tensor,  // [1] or null: multiplies bmm2
+    uint8* __restrict__ workspace,          // 16-byte aligned; its counters are zero between launches
+    Out* __restrict__ out,                  // [tokens, heads, D]
+    float* __restrict__ lse,                // [tokens, heads] or null; base 2
+    float bmm1,
+    float bmm2,
+    int64 batch,
+    int64 kv_heads,
+    int64 group,                            // heads / kv_heads
+    int64 q_len,
+    int64 total_q,                          // tokens of q
+    int64 num_pages,
+    int64 page,                             // tokens
+    int64 max_pages,                        // columns of tables, or the length of the list
+    int64 window_left,                      // negative: none
+    int64 q_token_stride,                   // elements
+    int64 q_head_stride,
+    int64 k_page_stride,                    // bytes, as all of the cache
+    int64 k_token_stride,
+    int64 k_head_stride,
+    int64 v_page_stride,
+    int64 v_token_stride,
+    int64 v_head_stride,
+    int64 k_scales_page_stride,
+    int64 k_scales_token_stride,
+    int64 k_scales_head_stride,
+    int64 v_scales_page_stride,
+    int64 v_scales_token_stride,
+    int64 v_scales_head_stride,
+    int64 table_stride,                     // elements
+    int64 v_table                           // elements from a request's K pages to its V pages
+
+) {
+  extern __shared__ __align__(16) uint8 dynamic[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
+      workspace, out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len), int(total_q),
+      int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride, q_head_stride,
+      int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
+      v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
+      int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
+      int(v_table)};
+  const int warp = threadIdx.x / kWarp;
+
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  Share share;
+  Segment& now = s.now[warp];
+  if (!find_share(p, s.shares, share, now, s.ahead[warp])) return;
+  if constexpr (kHasPdl) ptx::griddep_launch();
+
+  Producer ahead(p, s.ahead[warp], ptx::shared_address(s.ring[warp]));
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) ahead.issue(i);
+  const Lane lane;
+  const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
+  RawQueries raw;
+  raw.load(p, now);
+  int stage = 0, begin = share.begin;
+  bool more;
+  do {
+    Queries queries;
+    Scales scales;
+    State state;
+    raw.convert(unit, queries, scales);
+    state.clear();
+    const Inner inner(p, now.request);
+    const int first = (now.request.first_tile + now.tile) * kTile, end = first + now.count * kTile;
+#pragma unroll 1
+    for (int start = first + warp / kHeadWarps * kTile; start < end; start += kTokenWarps * kTile) {
+      ptx::copy_wait<kStages - 2>();
+      __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
+      ahead.issue(stage == 0 ? kStages - 1 : stage - 1);
+      attend(p, now, inner, lane, s.ring[warp][stage], start, queries, scales, state);
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+    __syncthreads();  // the parts of the last segment have been read
+    put(state, s.parts[warp]);
+    Segment next = now;
+    more = next.next(p);
+    if (more) raw.load(p, next);
+    __syncthreads();
+    combine(p, now, begin - now.tile, share.size, s.parts, s.last);
+    begin += now.count;
+    __syncwarp();
+    if (more && threadIdx.x % kWarp == 0) now = next;
+    __syncwarp();
+  } while (more);
+}

@@ -1,0 +1,153 @@
+"""The launches that the mutation campaign runs: every kernel of every family on small inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from jitfp4.families.gdn.selection import ChunkShape, Shape
+
+import jitfp4
+from jitfp4 import SfLayout, sim
+from jitfp4.arch import Arch
+from jitfp4.families.norm import kernel
+from jitfp4.spec import Geometry, TileMap
+from tests.families.test_fp4_quantize import run_tma
+from tests.support import gdn
+from tests.support.compare import poisoned
+from tests.support.inputs import random_matrix
+from tests.support.norm import check, rows_of_all_kinds
+
+ARCHS = ("sm_90a", "sm_100a")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One launch: its kernel, and its arguments as they were before it."""
+
+    kernel: str
+    arch: str
+    ptx: str
+    entry: str | None
+    args: tuple[Any, ...]
+    geometry: Geometry
+
+    def fresh(self) -> list[Any]:
+        """Arguments to run with: copies, equal where the same memory was passed twice."""
+        copies: dict[int, Any] = {}
+
+        def copy(arg: Any) -> Any:
+            if isinstance(arg, TileMap):
+                return TileMap(copy(arg.tensor), arg.box, swizzle=arg.swizzle)
+            if not isinstance(arg, torch.Tensor):
+                return arg
+            key = arg.untyped_storage().data_ptr()
+            if key not in copies:
+                whole = torch.empty(0, dtype=torch.uint8).set_(arg.untyped_storage())
+                copies[key] = whole.clone().untyped_storage()
+            return torch.empty(0, dtype=arg.dtype).set_(copies[key], arg.storage_offset(), arg.shape, arg.stride())
+
+        return [copy(arg) for arg in self.args]
+
+
+def contents(args: list[Any]) -> list[bytes]:
+    """What is in memory after a run."""
+    tensors = [arg.tensor if isinstance(arg, TileMap) else arg for arg in args]
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+    return [torch.empty(0, dtype=torch.uint8).set_(s).numpy().tobytes() for s in storages]
+
+
+@contextmanager
+def recording(name: str, arch: str, into: list[Recorded]) -> Iterator[None]:
+    """Simulated calls in the block are kept, one for each module that is new."""
+    run = sim.run
+
+    def keep(ptx: str, args: Any, geometry: Geometry, target: Any, **options: Any) -> sim.Stats:
+        if not any(one.ptx == ptx for one in into):
+            one = Recorded(name, arch, ptx, options.get("entry"), tuple(args), geometry)
+            into.append(Recorded(name, arch, ptx, one.entry, tuple(one.fresh()), geometry))
+        return run(ptx, args, geometry, target, **options)
+
+    with mock.patch.object(sim, "run", keep), sim.device(arch):
+        yield
+
+
+def _norm(units: int, warps: int, clustered: bool, stream: bool, h: int) -> None:
+    def select(**problem: Any) -> kernel.Spec:
+        form = {name: problem[name] for name in ("in_dtype", "block", "scale", "add")}
+        return kernel.Spec(**form, units=units, warps=warps, clustered=clustered, stream=stream)
+
+    def few_ctas(spec: kernel.Spec, *, arch: Arch, **problem: Any) -> tuple[Geometry, int]:
+        return geometry(spec, arch=replace(arch, num_sms=2), **problem)  # so that each meets several rows
+
+    geometry = kernel.geometry
+    x = rows_of_all_kinds(20 if h < 9000 else 6, h, torch.float16)
+    with mock.patch.multiple(kernel, select=select, geometry=few_ctas):
+        kernel.plan.cache_clear()
+        check(x, x.flip(0), "both", 16, "e4m3", "cpu")
+    kernel.plan.cache_clear()
+
+
+def _tma() -> None:
+    m, k, layout = 300, 1040, SfLayout.layout_128x4
+    q, sf = poisoned((m, k // 2), torch.uint8, "cpu"), poisoned(layout.shape(m, k // 16), torch.uint8, "cpu")
+    run_tma(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]), q, sf, layout)
+
+
+def _gdn(shape: Shape | ChunkShape | None, tokens: int, head_dim: int, *, steps: bool = False) -> None:
+    arguments = gdn.case(2, tokens, 1, 2, head_dim, exact_gates=True)
+    if steps:
+        arguments["intermediate_states_buffer"] = poisoned((2, tokens, 2, head_dim, head_dim), torch.float32, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if shape is not None:
+            gdn.force(patch, shape)
+        jitfp4.gated_delta_rule_mtp(**arguments)
+
+
+def _quantize(call: Callable[[torch.Tensor, torch.Tensor], object], m: int = 10, k: int = 96) -> None:
+    call(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]))
+
+
+def _dequantize(a: torch.Tensor, g: torch.Tensor) -> None:
+    jitfp4.nvfp4_dequantize(*jitfp4.nvfp4_quantize(a, g), 1 / 3)
+
+
+def _experts(a: torch.Tensor, _: torch.Tensor) -> None:
+    batch, scales = torch.stack([a, a]), torch.tensor([3.0, 4.0])
+    jitfp4.silu_and_mul_scaled_nvfp4_experts_quantize(batch, torch.tensor([7, 2], dtype=torch.int32), scales)
+
+
+KERNELS: dict[str, Callable[[], None]] = {
+    "norm, one warp": lambda: _norm(3, 1, False, False, 1104),
+    "norm, eight warps": lambda: _norm(2, 8, False, False, 3088),
+    "norm, cluster": lambda: _norm(2, 16, True, False, 16400),
+    "norm, stream": lambda: _norm(8, 16, False, True, 9232),
+    "quantize, vector": lambda: _quantize(jitfp4.nvfp4_quantize),
+    "quantize, mxfp4": lambda: _quantize(lambda a, _: jitfp4.mxfp4_quantize(a)),
+    "quantize, float8": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a.to(torch.float8_e4m3fn), g)),
+    "quantize, per token": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a, g, per_token_activation=True)),
+    "quantize, silu": lambda: _quantize(jitfp4.silu_and_mul_nvfp4_quantize),
+    "quantize, tensor maps": _tma,
+    "quantize, experts": lambda: _quantize(_experts),
+    "dequantize": lambda: _quantize(_dequantize),
+    "gdn, one token": lambda: _gdn(None, 1, 64),
+    "gdn, four tokens": lambda: _gdn(None, 4, 128),
+    "gdn, bulk stores": lambda: _gdn(Shape(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
+    "gdn, v in shared memory": lambda: _gdn(Shape(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
+    "gdn, chunk": lambda: _gdn(ChunkShape(2), 5, 64),
+    "gdn, chunk ahead": lambda: _gdn(ChunkShape(4, ahead=4), 16, 64),
+}
+
+
+def record(name: str, arch: str) -> list[Recorded]:
+    """The launches of one entry of KERNELS."""
+    found: list[Recorded] = []
+    with np.errstate(all="ignore"), recording(name, arch, found):
+        KERNELS[name]()
+    return found

@@ -1,0 +1,168 @@
+"""Paged NVFP4 caches for tests: poisoned where nothing may be read, and attention written out plainly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+import jitfp4
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+NAN_BYTE = 0x7F
+
+
+@dataclass
+class Case:
+    """A batch over a cache of random codes or floats. Where no token of a request lies, scales or floats are NaN."""
+
+    cache: torch.dtype = torch.uint8
+    lengths: tuple[int, ...] = (70, 33)
+    q_lens: tuple[int, ...] | int = 1
+    kv_heads: int = 2
+    group: int = 8
+    head_dim: int = 128
+    page: int = 16
+    kv_layout: str = "HND"
+    v_scale_layout: str = "linear"
+    shared: bool = True
+    window_left: int = -1
+    with_sinks: bool = False
+    q_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    missing: tuple[tuple[int, int, int, int], ...] = ()  # request, 0 for K or 1 for V, column, page number instead
+    extra_page_bytes: int = 0  # between the pages
+    device: str = "cpu"
+    seed: int = 0
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        batch, d = len(self.lengths), self.head_dim
+        columns = max(1, -(-max(self.lengths) // self.page)) + 1
+        self.pages = 2 * batch * columns + 1
+        numbers = torch.randperm(self.pages)[: 2 * batch * columns].view(batch, 2, columns).to(torch.int32)
+        if self.shared:
+            numbers[:, 1] = numbers[:, 0]
+        shape = (self.pages, self.page, self.kv_heads)
+        if self.cache == torch.uint8:
+            data = [torch.randint(0, 256, (*shape, d // 2)).to(torch.uint8) for _ in "kv"]
+            scales = [torch.randint(36, 60, (*shape, d // 16)).to(torch.uint8) for _ in "kv"]
+        else:
+            data, scales = [torch.randn(*shape, d).to(self.cache).view(torch.uint8) for _ in "kv"], []
+        for side in (0, 1):
+            used = torch.zeros(self.pages, self.page, dtype=torch.bool)
+            for b, length in enumerate(self.lengths):
+                for token in range(length):
+                    used[numbers[b, side, token // self.page], token % self.page] = True
+            (scales or data)[side][~used] = NAN_BYTE if self.cache != torch.bfloat16 else 0xFF
+        self.linear = [data, [scale.clone() for scale in scales]]
+        for b, side, column, number in self.missing:
+            numbers[b, side, column] = number
+        if scales and self.v_scale_layout == "interleaved4":
+            scales[1] = interleave(scales[1])
+        self.numbers = numbers
+        laid = [self._lay(tensor) for tensor in (*data, *scales)]
+        self.kv_cache = (laid[0].view(self.cache), laid[1].view(self.cache))
+        self.kv_cache_sf = (laid[2], laid[3]) if scales else None
+        tables = numbers[:, 0] if self.shared else numbers
+        self.block_tables = tables.contiguous().to(self.device)
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+        counts = (self.q_lens,) * batch if isinstance(self.q_lens, int) else self.q_lens
+        self.ends = [0]
+        for count in counts:
+            self.ends.append(self.ends[-1] + count)
+        query = torch.randn(self.ends[-1], self.kv_heads * self.group, d)
+        self.query = query.to(self.q_dtype).to(self.device)
+        self.sinks = torch.randn(self.kv_heads * self.group, device=self.device) if self.with_sinks else None
+        self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device=self.device)
+        self.bmm1, self.bmm2 = d**-0.5, 0.6
+
+    def _lay(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.transpose(1, 2).contiguous() if self.kv_layout == "HND" else tensor
+        size = tensor[0].numel() + self.extra_page_bytes
+        memory = torch.full((self.pages, size), NAN_BYTE, dtype=torch.uint8)
+        view = memory[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
+        view.copy_(tensor)
+        return memory.to(self.device)[:, : tensor[0].numel()].unflatten(1, tensor.shape[1:])
+
+    def run(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """What trtllm_batch_decode_with_kv_cache() gives."""
+        ragged = not isinstance(self.q_lens, int)
+        arguments: dict[str, object] = {
+            "query": self.query,
+            "kv_cache": self.kv_cache,
+            "workspace_buffer": self.workspace,
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "max_seq_len": max(self.lengths),
+            "bmm1_scale": self.bmm1,
+            "bmm2_scale": self.bmm2,
+            "window_left": self.window_left,
+            "out_dtype": self.out_dtype,
+            "sinks": self.sinks,
+            "kv_layout": self.kv_layout,
+            "q_len_per_req": 1 if ragged else self.q_lens,
+            "kv_cache_sf": self.kv_cache_sf,
+            "uses_shared_paged_kv_idx": self.shared,
+            "return_lse": True,
+            "v_scale_layout": self.v_scale_layout,
+        }
+        if ragged:
+            ends = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
+            arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": ends}
+        return jitfp4.trtllm_batch_decode_with_kv_cache(**(arguments | self.options | changes))
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention token by token in float64: out and base-2 logarithms."""
+        out = torch.zeros(self.query.shape, dtype=torch.float64)
+        lse = torch.full(self.query.shape[:2], -torch.inf, dtype=torch.float64)
+        query = self.query.cpu().float().double()
+        for b, length in enumerate(self.lengths):
+            keys, values, at = self._tokens(b, length)
+            count = self.ends[b + 1] - self.ends[b]
+            for i in range(count):
+                row, last = self.ends[b] + i, length - count + i
+                seen = [t for t, position in enumerate(at) if position <= last]
+                if self.window_left >= 0:
+                    seen = [t for t in seen if at[t] >= last - self.window_left]
+                for head in range(self.query.shape[1]):
+                    logits = self.bmm1 * (keys[seen, head // self.group] @ query[row, head])
+                    if self.sinks is not None:
+                        logits = torch.cat((logits, self.sinks[head : head + 1].cpu().double()))
+                    if len(logits):
+                        lse[row, head] = torch.logsumexp(logits, 0) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+                        weights = torch.softmax(logits, 0)[: len(seen)]
+                        out[row, head] = self.bmm2 * weights @ values[seen, head // self.group]
+        return out, lse
+
+    def _tokens(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        at = [t for t in range(length) if all(0 <= n < self.pages for n in self.numbers[b, :, t // self.page].tolist())]
+        sides = []
+        for side in (0, 1):
+            data = self.linear[0][side]
+            rows = [(int(self.numbers[b, side, t // self.page]), t % self.page) for t in at]
+            if self.cache == torch.uint8:
+                picked = [dequantize(data[n, slot], self.linear[1][side][n, slot]) for n, slot in rows]
+            else:
+                picked = [data[n, slot].view(self.cache).float().double() for n, slot in rows]
+            sides.append(torch.stack(picked) if picked else torch.zeros(0, self.kv_heads, self.head_dim).double())
+        return sides[0], sides[1], at
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    values = torch.stack((E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]), -1).flatten(-2)
+    return values * scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, -1)
+
+
+def interleave(scales: torch.Tensor) -> torch.Tensor:
+    """V's scales [pages, page, heads, cols] as out[4 g + a][4 b + t] = in[4 g + t][a cols / 4 + b] for each head."""
+    pages, page, heads, cols = scales.shape
+    groups = scales.view(pages, page // 4, 4, heads, cols)
+    flat = groups.permute(0, 1, 3, 4, 2).reshape(pages, page // 4, heads, 4, cols)
+    return flat.transpose(2, 3).reshape(pages, page, heads, cols).contiguous()
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = got.cpu().float().double() - expected
+    return float(difference.norm() / expected.norm().clamp(min=1e-30))
