@@ -589,10 +589,10 @@ __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint3
     }
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint32 x[kColumns][4];
+      uint4 x[kColumns];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        ptx::ld_matrices(x[n], (pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
+        x[n] = ptx::load_matrices((pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -604,7 +604,7 @@ __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint3
           decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) {
-            ptx::mma<In>(sums[b][n], a, x[n][2 * i], x[n][2 * i + 1]);
+            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
           }
         }
       }
