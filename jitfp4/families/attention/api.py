@@ -61,7 +61,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
             [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or 16-bit
             floats of query's dtype, with d in the last dimension. Any strides that are multiples of 16 bytes, with unit
-            stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads for each KV head.
+            stride in the last dimension, from a multiple of 16 bytes on. Pages of 1 to 128 tokens; 1 to 16 query heads
+            for each KV head.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
             share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
@@ -86,7 +87,7 @@ def trtllm_batch_decode_with_kv_cache(
             request's queries end.
         skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
-            dimension and strides that are multiples of that.
+            dimension and strides that are multiples of that, each side from a multiple of 16 bytes on.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
         bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
