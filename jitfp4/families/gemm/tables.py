@@ -81,7 +81,8 @@ HOPPER: Table[Any] = Table(
         ),
         *rows(
             (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.25}),
-            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5, "k": 8192}),
+            (WideTactic(256, 2, split=2), {"tiles_per_sm": 0.5}),
             (WideTactic(128, 3), {"tiles_per_sm": 0.75}),
             (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
             m=512,
@@ -186,4 +187,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, wide_loads) in product(DTYPES.values(), BlockFormat, _WIDE_LOADS.items()):
         for load in wide_loads:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        yield Problem(dtype, dtype, block_format, m=m, n=8, k=32)
+        for n, k in ((8, 32), (4096, 16384)):  # too few columns for a cluster; many
+            yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)

@@ -500,6 +500,13 @@ template <int N> __device__ __forceinline__ void registers_more() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
+// threadIdx.x, read anew: it need not live in a register where these are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
 // Counts at barrier i of the CTA without waiting.
 __device__ __forceinline__ void barrier_arrive(int i, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
@@ -887,9 +894,9 @@ __device__ __forceinline__ Affine affine_of(int64 row, int64 n, float alpha, con
 
 // Part kPart of a warpgroup's sums to rows of 128 bytes, as a copy with the 128-byte swizzle expects them.
 template <int kPart>
-__device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 warp, uint32 lane, Affine upper, Affine lower) {
+__device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper, Affine lower) {
   constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // 8 x 8, of 8 rows of x each two
-  to += lane / 16 * 1024 + swizzle_128(lane % 8, 2 * warp + lane / 8 % 2);
+  to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
 #pragma unroll
   for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
     const float* d = sums + (kPart * kPartM + i) / 2;
@@ -905,8 +912,8 @@ __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 warp, 
 
 // The same, once what the other sharers have of the part is added. `shared_sums`: this thread's, of sharer 0 of a CTA.
 template <int kPart>
-__device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 warp,
-                                            uint32 lane, Affine upper, Affine lower) {
+__device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 thread,
+                                            Affine upper, Affine lower) {
   if (part == kPart) {
 #pragma unroll
     for (int other = 1; other < kSharers; ++other) {
@@ -918,9 +925,9 @@ __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sum
         if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
       }
     }
-    return stage<kPart>(to, sums, warp, lane, upper, lower);
+    return stage<kPart>(to, sums, thread, upper, lower);
   }
-  if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, warp, lane, upper, lower);
+  if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
 }
 
 // What clusters leave for each other: a word of each warpgroup that says that its sums are there, then the sums. Nobody
@@ -1008,9 +1015,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     ptx::registers_more<kConsumerRegisters>();
     if constexpr (kCluster == 1) ptx::barrier_sync(kStartBarrier, kThreads);
     ptx::griddep_wait();
-    const uint32 thread = threadIdx.x % 128, group = team % kGroups, half = team / kGroups;
+    const uint32 group = team % kGroups, half = team / kGroups;
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
-    const uint32 staged = ptx::shared_address(shared.out[team]);
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
     Consumer consumer{shared, group, half, warp, lane, {}, {}};
@@ -1023,6 +1029,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       const Affine upper = affine_of(row, n, factor, row_scale, bias), lower = affine_of(row + 8, n, factor, row_scale, bias);
       Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
+      const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
       if constexpr (kSharers > 1) {
         float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
         ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
@@ -1031,7 +1038,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
           *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
         if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
         if constexpr (kSplit > 1) ptx::cluster_sync();
-        stage_total<0>(part, shared_sums, staged, sums, warp, lane, upper, lower);
+        stage_total<0>(part, shared_sums, staged, sums, thread, upper, lower);
       } else {
         if constexpr (kDivided) {
           const Exchange exchange(workspace, team, thread);
@@ -1047,13 +1054,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
         }
         if (thread == 0) ptx::tma_store_wait();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        stage<0>(staged, sums, warp, lane, upper, lower);
+        stage<0>(staged, sums, thread, upper, lower);
       }
       ptx::fence_proxy_async();
       ptx::barrier_sync(kTeamBarrier + team, 128);
       if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
     }
-    if (thread == 0) ptx::tma_store_wait();
+    if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
   }
   if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
