@@ -41,7 +41,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that says of as many tensors whether they have the types, dtypes, shapes, strides and devices of
     these.
     """
-    if _guards is not None:
+    if _guards is not None and len({*map(id, tensors)}) == len(tensors):  # they refuse one object in two places
         check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     known = [_facts(tensor) for tensor in tensors]

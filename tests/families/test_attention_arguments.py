@@ -78,6 +78,17 @@ def test_errors_name_the_argument(what: str) -> None:
         case.run(**changes)
 
 
+@pytest.mark.parametrize("which", ["kv_cache", "kv_cache_sf"])
+def test_both_sides_start_aligned(which: str) -> None:
+    case = Case()
+    sides = []
+    for side in getattr(case, which):
+        memory = torch.zeros(side.numel() + 8, dtype=torch.uint8)
+        sides.append(memory[8:].view(side.shape))
+    with pytest.raises(jitfp4.ArgumentError, match="16-byte alignment"):
+        case.run(**{which: tuple(sides)})
+
+
 def test_interleaved_scales_need_whole_groups() -> None:
     with pytest.raises(jitfp4.ArgumentError, match="multiple of 4"):
         Case(page=6).run(v_scale_layout="interleaved4")
@@ -158,7 +169,7 @@ def test_the_wrapper_refuses() -> None:
         "fixed_split_size": 64,
         "disable_split_kv": True,
         "window_right": 1,
-        "kv_data_type": torch.bfloat16,
+        "kv_data_type": torch.int8,
         "q_data_type": "float17",
     }.items():
         options = {"q_data_type": "bfloat16", "kv_data_type": torch.uint8} | {name: value}

@@ -15,7 +15,6 @@ import jitfp4
 from jitfp4 import sim
 from tests.inputs.calls import bad_calls, good_calls, verdict
 
-
 ELSEWHERE = {
     **dict.fromkeys(("mm_bf16_fp4", "prepare_fp4_weight"), "test_gemm.py"),
     **dict.fromkeys(

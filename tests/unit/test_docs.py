@@ -25,6 +25,7 @@ def test_the_public_names_are_these() -> None:
     assert sorted(jitfp4.__all__) == [
         "ArgumentError",
         "ArgumentTypeError",
+        "BatchDecodeWithPagedKVCacheWrapper",
         "BundleError",
         "CacheCorruptError",
         "CacheError",
@@ -68,6 +69,8 @@ def test_the_public_names_are_these() -> None:
         "silu_and_mul_nvfp4_quantize",
         "silu_and_mul_scaled_nvfp4_experts_quantize",
         "sim",
+        "single_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
     ]
 
 

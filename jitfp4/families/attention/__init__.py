@@ -1,4 +1,4 @@
-"""Attention of a few query tokens over a paged NVFP4 cache."""
+"""Attention of a few query tokens over a paged cache."""
 
 from jitfp4.families.attention.api import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.wrapper import BatchDecodeWithPagedKVCacheWrapper

@@ -61,7 +61,8 @@ def trtllm_batch_decode_with_kv_cache(
         kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
             [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or 16-bit
             floats of query's dtype, with d in the last dimension. Any strides that are multiples of 16 bytes, with unit
-            stride in the last dimension. Pages of 1 to 128 tokens; 1 to 16 query heads for each KV head.
+            stride in the last dimension, from a multiple of 16 bytes on. Pages of 1 to 128 tokens; 1 to 16 query heads
+            for each KV head.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
             share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
@@ -73,18 +74,28 @@ def trtllm_batch_decode_with_kv_cache(
         window_left: a query sees that many tokens before its own; -1: all.
         out: [tokens, heads, d] to fill in place, 16-byte aligned; allocated when None, of out_dtype or query's dtype.
         out_dtype: bf16, fp16 or float8_e4m3fn.
-        sinks: float32 [heads], logits that take part in each softmax and have no value.
+        o_sf_scale, o_sf_vec_size: None; as below, anything else belongs to kernels that FlashInfer ships as binaries
+            and is an error.
+        sinks: float32 [heads], logits that take part in each softmax and have no value; or a list of one such tensor.
+        kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        backend: "auto".
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
-        max_q_len, cum_seq_lens_q: instead, int32 [batch + 1], where each request's queries end, and a bound of 1 to 8.
+        o_scale: 1.
+        mask: None.
+        max_q_len, cum_seq_lens_q: instead of q_len_per_req, a bound of 1 to 8, and int32 [batch + 1], where each
+            request's queries end.
+        skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
-            dimension and strides that are multiples of that. ``kv_block_scales`` is its older name.
+            dimension and strides that are multiples of that, each side from a multiple of 16 bytes on.
+        uses_shared_paged_kv_idx: whether K and V have the same page numbers.
+        lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
+        bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
+        enable_block_sparse_attention: False.
+        bf16q_fp8kv_transform_mode: None.
+        kv_block_scales: the older name of kv_cache_sf.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
             tokens), or "linear".
-        lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        o_sf_scale, o_sf_vec_size, o_scale, backend, mask, skip_softmax_threshold_scale_factor, bmm1_scale_log2,
-            multi_ctas_kv_counter_buffer, enable_block_sparse_attention, bf16q_fp8kv_transform_mode: FlashInfer's, for
-            kernels that it ships as binaries; anything but the default is an error.
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
@@ -251,16 +262,21 @@ def single_decode_with_kv_cache(
     *,
     kv_cache_sf: checks.Pair | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token over an NVFP4 cache that is not paged.
+    """Attention of one query token over a cache that is not paged.
 
     Args:
         q: [heads, d], as a row of trtllm_batch_decode_with_kv_cache()'s query.
-        k, v: uint8 [tokens, kv_heads, d/2] for "NHD", [kv_heads, tokens, d/2] for "HND", contiguous.
-        kv_cache_sf: the block scales of k and v, arranged likewise with d/16, linear.
-        q_scale, k_scale, v_scale: factors; None means 1. sm_scale: None means ``d ** -0.5``.
-        window_left: as in trtllm_batch_decode_with_kv_cache().
+        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 with d/2 for NVFP4.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE".
         use_tensor_cores: accepted; every kernel uses them.
-        pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: anything but the default is an error.
+        q_scale, k_scale, v_scale: factors; None means 1.
+        window_left: as in trtllm_batch_decode_with_kv_cache().
+        logits_soft_cap: None or 0.
+        sm_scale: None means ``d ** -0.5``.
+        rope_scale, rope_theta: None.
+        return_lse: give the logarithms too.
+        kv_cache_sf: the block scales of uint8 k and v, arranged likewise with d/16, linear.
     Returns:
         [heads, d] of q's dtype, or with return_lse also the base-2 logarithm of the denominators, float32 [heads].
     Raises:
@@ -269,10 +285,8 @@ def single_decode_with_kv_cache(
     del use_tensor_cores
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
     hnd = checks.check_layout(kv_layout)
-    if kv_cache_sf is None:
-        raise ArgumentError("kv_cache_sf", "None", "the block scales of a uint8 cache")
-    sides = (k, v, *checks.pair("kv_cache_sf", kv_cache_sf))
-    for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=True):
+    sides = (k, v, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
+    for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
             raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
     tokens = k.shape[1 if hnd else 0]
@@ -282,8 +296,8 @@ def single_decode_with_kv_cache(
         q.unsqueeze(0),
         paged[0],
         paged[1],
-        paged[2],
-        paged[3],
+        paged[2] if len(paged) > 2 else None,
+        paged[3] if len(paged) > 2 else None,
         new_workspace(q.device),
         torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
         torch.full((1,), tokens, dtype=torch.int32, device=q.device),

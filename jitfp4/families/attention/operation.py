@@ -247,6 +247,6 @@ DECODE = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out",
-    aligned=("query", "key_cache", "value_cache", "workspace_buffer", "out"),
+    aligned=("query", "key_cache", "value_cache", "key_scales", "value_scales", "workspace_buffer", "out"),
     exclusive=("workspace_buffer", "out", "lse"),
 )

@@ -42,6 +42,15 @@ class Cache(StrEnum):
         """Of an element."""
         return {Cache.NVFP4: 4, Cache.E4M3: 8}.get(self, 16)
 
+    @property
+    def tile(self) -> str:
+        """The namespace of generated source that makes fragments of it."""
+        return {4: "nvfp4_tile", 8: "byte_tile", 16: "half_tile"}[self.bits]
+
+    @property
+    def is_bf16(self) -> bool:
+        return self is Cache.BF16
+
 
 CACHES = {
     torch.uint8: Cache.NVFP4,

@@ -21,7 +21,7 @@ _SHORT = 128  # tiles of a request
 TABLE = Table(
     (
         *rows(
-            (Tactic(6, 3, 1), {"cache": Cache.E4M3, "wide": False}),
+            (Tactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
             (Tactic(4, 3, 1), {"cache": Cache.E4M3}),
             (Tactic(4, 3, 1), {"cache": Cache.BF16}),
             (Tactic(4, 3, 1), {"cache": Cache.F16}),

@@ -10,6 +10,7 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, check_plain
+from jitfp4.families.attention.problem import CACHES
 from jitfp4.tensors import check_dtype
 
 _COUNTER_BYTES = 1 << 16  # at the start of the workspace
@@ -25,13 +26,14 @@ class _Plan:
     page_size: int
     window_left: int
     q_dtype: torch.dtype
+    cache_dtype: torch.dtype
     out_dtype: torch.dtype
     sm_scale: float
     q_len: int
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
-    """Attention over a paged NVFP4 cache whose page numbers come as one list.
+    """Attention over a paged cache whose page numbers come as one list.
 
     Args:
         float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), of any content; its first
@@ -104,7 +106,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
             indices: int32, page numbers.
             last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
-            kv_data_type: torch.uint8, packed E2M1; data_type is its older name.
+            kv_data_type: torch.uint8 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is its older name,
+                and None means q_data_type.
             q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
             sm_scale: None means ``head_dim ** -0.5``.
             seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
@@ -123,9 +126,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         ):
             checks.unused(name, value, default)
         q_dtype = _dtype("q_data_type", q_data_type)
-        cache_dtype = _dtype("kv_data_type", kv_data_type if kv_data_type is not None else data_type)
-        if cache_dtype != torch.uint8:
-            raise ArgumentError("kv_data_type", cache_dtype, "torch.uint8, packed E2M1")
+        cache_dtype = q_dtype
+        if (given := kv_data_type if kv_data_type is not None else data_type) is not None:
+            cache_dtype = _dtype("kv_data_type", given)
+        if cache_dtype not in CACHES:
+            raise ArgumentError("kv_data_type", cache_dtype, " or ".join(map(str, CACHES)))
         batch = last_page_len.shape[0]
         move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
         moved = [move(tensor) for tensor in (indptr, indices, last_page_len)]
@@ -155,6 +160,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             page_size=page_size,
             window_left=window_left,
             q_dtype=q_dtype,
+            cache_dtype=cache_dtype,
             out_dtype=q_dtype if o_data_type is None else _dtype("o_data_type", o_data_type),
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
             q_len=q_len_per_req,
@@ -184,7 +190,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Args:
             q: [batch * q_len_per_req, heads, d].
             paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
-            kv_cache_sf: its block scales, V's linear; two tensors, or one with both along dimension 1.
+            kv_cache_sf: the block scales of a uint8 cache, V's linear; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
             out, lse, return_lse, enable_pdl, sinks: as there.
             window_left, q_len_per_req: None means what plan() got.
@@ -199,6 +205,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
         check_dtype("q", q, (plan.q_dtype,))
         key, value = checks.pair("paged_kv_cache", paged_kv_cache)
+        check_dtype("paged_kv_cache", key, (plan.cache_dtype,))
         page_at, heads_at = (2, 1) if self._kv_layout == "HND" else (1, 2)
         if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
             wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"

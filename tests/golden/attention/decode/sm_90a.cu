@@ -293,37 +293,47 @@ __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
 }
 
 // ---- partials/mma_half -----------------------------------------------------
-// Matrices of 16-bit floats in a warp's registers, two neighbours of a row in each. With g = lane / 4 and c = lane % 4,
-// an 8 x 8 matrix is [g][2 c], [g][2 c + 1].
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
-// d += a b of a 16 x 16 by a 16 x 8 matrix in float32. a is a[g][2 c..], a[g + 8][2 c..], a[g][2 c + 8..],
-// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c], d[g + 8][2 c + 1].
-template <typename T> __device__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
+// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
-__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- attention/matrices ----------------------------------------------------
+// 8 x 8 matrices of 16-bit floats, whose lanes hold pairs as in partials/mma_half, the other way round.
+namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
   uint32 d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
-// Four matrices from shared memory: lane 8 i + r brings the address of row r of matrix i.
-__device__ __forceinline__ void ld_matrices(uint32 (&d)[4], uint32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
-}
-__device__ __forceinline__ void ld_matrices_transposed(uint32 (&d)[4], uint32 row) {
+// As load_matrices: of matrix i, a lane gets what stands at rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
 }
 }  // namespace ptx
 
@@ -399,7 +409,8 @@ template <bool kFirst, typename A, typename B> using Select = typename Choice<kF
 
 enum class Pages { kWhole, kHalves, kMany };  // of a tile: it lies in one, each half in one, or in any number
 
-constexpr int kCacheBits = 4;  // of an element of K and V
+constexpr int  kCacheBits   = 4;  // of an element of K and V
+constexpr bool kIsBf16Cache = false;
 
 using Query = bf16;
 using Out   = bf16;
@@ -543,6 +554,15 @@ struct Shares {
   int b, before;      // where this CTA's share begins, and the units of all requests ahead
 };
 
+// A share of `size` units or a little more, so that shares end where items of `tiles` do: whole items need no sum over
+// CTAs. Up to kRounding units of memory traffic cost less than such a sum.
+__device__ __forceinline__ int rounded(int size, int tiles) {
+  constexpr int kRounding = 32;
+  const int parts = max(1, tiles / size);
+  const int next  = size <= tiles ? (tiles + parts - 1) / parts : (size + tiles - 1) / tiles * tiles;
+  return next - size <= min(kRounding, size / 16) ? next : size;
+}
+
 struct Share {
   int size;   // of every CTA but the last
   int begin;  // of this CTA's
@@ -574,6 +594,9 @@ __device__ __forceinline__ bool find_share(
     total += s.units[w];
   }
   share.size  = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
+  Request any;
+  any.load(p, 0);
+  if (total % any.tiles == 0) share.size = rounded(share.size, any.tiles);
   share.begin = blockIdx.x * share.size;
   if (share.begin >= total) return false;
   int before = upto - units;
@@ -825,6 +848,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
+namespace nvfp4_tile {
 using Mma = f16;
 constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-7f;  // of K as it enters the product
 constexpr float kValueUnit = kKeyUnit;
@@ -933,7 +957,7 @@ __device__ __forceinline__ void scores(
           ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        ptx::mma<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+        ptx::mma_half<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
       }
     }
   }
@@ -1002,11 +1026,150 @@ struct Values {
         const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
                              ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
 #pragma unroll
-        for (int n = 0; n < kBlocks; ++n) ptx::mma<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
+        for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
       }
     }
   }
 };
+}  // namespace nvfp4_tile
+
+// ---- attention/byte_tile ---------------------------------------------------
+// Fragments of an E4M3 tile, which float16 holds exactly. As in an NVFP4 tile, lane c of K's row takes kHeadDim / 4
+// neighbours, lane g of V takes kHeadDim / 8, and q and the outputs follow.
+namespace byte_tile {
+using Mma = f16;
+constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
+constexpr int   kKeyWords   = kHeadDim / 16;  // of a row of K in a lane
+constexpr int   kValueWords = kHeadDim / 32;  // of a row of V
+
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
+// What a lane needs of a query row for steps 2 w and 2 w + 1
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+
+// Where a lane finds its own in a stage.
+struct Lane {
+  int key;       // of row g; row g + 8 is 8 rows on
+  int value[2];  // of tokens 2 c and 2 c + 1, likewise
+
+  __device__ __forceinline__ Lane() {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, k = c * (kHeadDim / 4), v = g * (kHeadDim / 8);
+    key = keep(place(g, k / 16) + k % 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  uint32 bytes[2][kKeyWords];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, bytes[i]);
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kKeyWords; ++w) {
+    const uint32 a[4] = {decode_e4m3x2(uint16(bytes[0][w])), decode_e4m3x2(uint16(bytes[1][w])),
+                         decode_e4m3x2(uint16(bytes[0][w] >> 16)), decode_e4m3x2(uint16(bytes[1][w] >> 16))};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(s[n], a, q.words[n][w][0], q.words[n][w][1]);
+  }
+}
+
+// V of 16 tokens as it is stored. What has no page was copied as 0.
+struct Values {
+  uint32 bytes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], bytes[i]);
+  }
+  __device__ __forceinline__ void keep(uint32) {}
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      const int w = m / 2;
+      const uint32 order = m % 2 ? 0x7362 : 0x5140;  // two dimensions of two tokens
+      const uint32 first = __byte_perm(bytes[0][w], bytes[1][w], order);
+      const uint32 second = __byte_perm(bytes[2][w], bytes[3][w], order);
+      const uint32 a[4] = {decode_e4m3x2(uint16(first)), decode_e4m3x2(uint16(first >> 16)),
+                           decode_e4m3x2(uint16(second)), decode_e4m3x2(uint16(second >> 16))};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][m], a, p[n][0], p[n][1]);
+    }
+  }
+};
+}  // namespace byte_tile
+
+// ---- attention/half_tile ---------------------------------------------------
+// Fragments of a tile of 16-bit floats, as ldmatrix makes them: dimensions and tokens stay in order.
+namespace half_tile {
+using Mma = Select<kIsBf16Cache, bf16, f16>;
+constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
+
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
+// What a lane needs of a query row for steps 2 w and 2 w + 1: the pairs that ldmatrix gives it of K
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i) x[i] = ptx::ld<uint32>(row + 8 * (4 * w + i) + 2 * c);
+}
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return 16 * m + 8 * upper + g; }
+
+// The rows whose addresses a lane brings; two chunks on, an address differs in the bits of 32 * step.
+struct Lane {
+  int key, value;
+
+  __device__ __forceinline__ Lane() {
+    const int lane = threadIdx.x % kWarp;
+    key   = keep(place(lane % 16, lane / 16));
+    value = keep(kValuesAt + place(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  const uint32 rows = ptx::shared_address(stage) + first * kRowBytes;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint4  k    = ptx::load_matrices(rows + (lane.key ^ 32 * i));
+    const uint32 a[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(s[n], a, q.words[n][i][0], q.words[n][i][1]);
+  }
+}
+
+// V of 16 tokens. What has no page was copied as 0.
+struct Values {
+  const uint32 rows, at;
+
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane)
+      : rows(ptx::shared_address(stage) + first * kRowBytes), at(lane.value) {}
+  __device__ __forceinline__ void keep(uint32) {}
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      const uint4  v    = ptx::load_matrices_transposed(rows + (at ^ 32 * m));
+      const uint32 a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][m], a, p[n][0], p[n][1]);
+    }
+  }
+};
+}  // namespace half_tile
+
+using namespace nvfp4_tile;
 
 // ---- attention/queries -----------------------------------------------------
 // kRows query rows as the factor with eight columns, once for a segment. As float16, a row is brought near 2^14 by a

@@ -371,37 +371,30 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }  // namespace ptx
 
 // ---- partials/mma_half -----------------------------------------------------
-// Matrices of 16-bit floats in a warp's registers, two neighbours of a row in each. With g = lane / 4 and c = lane % 4,
-// an 8 x 8 matrix is [g][2 c], [g][2 c + 1].
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
-// d += a b of a 16 x 16 by a 16 x 8 matrix in float32. a is a[g][2 c..], a[g + 8][2 c..], a[g][2 c + 8..],
-// a[g + 8][2 c + 8..]; b is b[2 c..][g], b[2 c + 8..][g]; d is d[g][2 c], d[g][2 c + 1], d[g + 8][2 c], d[g + 8][2 c + 1].
-template <typename T> __device__ void mma(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
+// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
-__device__ __forceinline__ void mma<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
       " {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ uint32 transpose(uint32 a) {
-  uint32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Four matrices from shared memory: lane 8 i + r brings the address of row r of matrix i.
-__device__ __forceinline__ void ld_matrices(uint32 (&d)[4], uint32 row) {
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
-}
-__device__ __forceinline__ void ld_matrices_transposed(uint32 (&d)[4], uint32 row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(row) : "memory");
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
 }
 }  // namespace ptx
 
@@ -596,10 +589,10 @@ __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint3
     }
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint32 x[kColumns][4];
+      uint4 x[kColumns];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        ptx::ld_matrices(x[n], (pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
+        x[n] = ptx::load_matrices((pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -611,7 +604,7 @@ __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint3
           decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
 #pragma unroll
           for (int n = 0; n < kColumns; ++n) {
-            ptx::mma<In>(sums[b][n], a, x[n][2 * i], x[n][2 * i + 1]);
+            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
           }
         }
       }
