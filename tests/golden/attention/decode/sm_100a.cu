@@ -2,8 +2,8 @@
 // spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
 //
 // Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
-// own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax against a reference of its own
-// and multiplies V with the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
+// own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax of its own, and
+// multiplies V with the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -439,8 +439,8 @@ struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
 // ---- attention/work --------------------------------------------------------
 // The work of a call in units of kTile tokens for kHeadWarps KV heads and one block of kRows query rows, in the order
-// request, heads, rows, tokens. Every CTA takes the same number of units, one piece; where it begins is found from the lengths on
-// the device. A request without tokens counts one unit, in which nothing is present.
+// request, heads, rows, tokens. Every CTA takes the same number of units, in one piece; where it begins is found from
+// the lengths on the device. A request without tokens counts one unit, in which nothing is present.
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -539,7 +539,7 @@ struct Segment {
   }
 };
 
-// The next segment in place of a warp's own, which lies in shared memory: registers are short. False where none is left.
+// The next segment in place of a warp's own, which lies in shared memory to save registers. False where none is left.
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
@@ -796,14 +796,17 @@ class Producer {
       const bool k_copied = kAll || (page.there && lane < rows);
       const bool v_copied = kAll || (page.there && (kInterleaved ? lane & ~3 : lane) < rows);
       ptx::copy_or_clear<kScaleBytes, kAll>(
-          scales_to_ + stage, at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
+          scales_to_ + stage,
+          at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
       ptx::copy_or_clear<kScaleBytes, kAll>(
           scales_to_ + stage + kVScalesAt - kScalesAt,
           at(v_scales_, page.v, p_.v_scales_page_stride, page.slot, v_scales_token_stride()), v_copied);
     }
   }
 
-  __device__ __forceinline__ static constexpr int row_of_lookup(int row) { return row / (kTile / kLookups) * (kTile / kLookups); }
+  __device__ __forceinline__ static constexpr int row_of_lookup(int row) {
+    return row / (kTile / kLookups) * (kTile / kLookups);
+  }
   __device__ __forceinline__ static const uint8* at(
       const uint8* base, int page, int page_stride, int slot, int token_stride) {
     return ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base));
@@ -813,8 +816,12 @@ class Producer {
   }
   __device__ __forceinline__ int k_token_stride() const { return kPacked ? kRowBytes : p_.k_token_stride; }
   __device__ __forceinline__ int v_token_stride() const { return kPacked ? kRowBytes : p_.v_token_stride; }
-  __device__ __forceinline__ int k_scales_token_stride() const { return kPacked ? kScaleBytes : p_.k_scales_token_stride; }
-  __device__ __forceinline__ int v_scales_token_stride() const { return kPacked ? kScaleBytes : p_.v_scales_token_stride; }
+  __device__ __forceinline__ int k_scales_token_stride() const {
+    return kPacked ? kScaleBytes : p_.k_scales_token_stride;
+  }
+  __device__ __forceinline__ int v_scales_token_stride() const {
+    return kPacked ? kScaleBytes : p_.v_scales_token_stride;
+  }
 
   const Operands& p_;
   Segment& segment_;
@@ -1251,7 +1258,8 @@ struct RawQueries {
 
 // ---- attention/softmax -----------------------------------------------------
 // Online softmax of a warp's tiles in powers of two. `reference` is what the exponents are taken against, near the
-// maximum so far: a weight is 2^kHeadroom at the maximum that set it, and only weights that float16 may not hold move it.
+// maximum so far: a weight is 2^kHeadroom at the maximum that set it, and it moves only when float16 might not hold a
+// weight.
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 
@@ -1296,7 +1304,9 @@ struct State {
       for (int i = 0; i < 2; ++i) {
         float next = top[n][i];
 #pragma unroll
-        for (int distance = 4; distance < kWarp; distance *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
+        for (int distance = 4; distance < kWarp; distance *= 2) {
+          next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
+        }
         next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
         const float factor = ptx::ex2_approx(reference[n][i] - next);
         reference[n][i] = next;
@@ -1360,7 +1370,8 @@ struct Part {
   float reference[kRows], sum[kRows];
 };
 
-// The workspace: a counter for each CTA, then the parts. Of every CTA there are two: of an item that began before, and of one that goes on.
+// The workspace: a counter for each CTA, then the parts. Every CTA has two: of an item that began before it, and of one
+// that goes on after it.
 struct Slot {
   float* p;
   __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
@@ -1551,7 +1562,8 @@ static_assert(sizeof(Shared) == 146096, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
-                                       const uint8* stage, int start, const Queries& q, const Scales& scales, State& state) {
+                                       const uint8* stage, int start, const Queries& q, const Scales& scales,
+                                       State& state) {
   Logits x;
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) {
