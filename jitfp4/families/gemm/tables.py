@@ -9,7 +9,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
 from jitfp4.families.gemm.weight import TILE_ROWS
-from jitfp4.families.gemm.wide import WIDE_TILE_MS, WideTactic
+from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
@@ -89,8 +89,6 @@ HOPPER: Table[Any] = Table(
         ),
         Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
-        # where a cluster has more CTAs than the columns have steps
-        *(Row(WideTactic(tile_m, 1, 2), {"m": tile_m}) for tile_m in WIDE_TILE_MS),
     ),
     measured="h200/gemm_wide_search.csv",
     archs=("sm_90a",),
@@ -173,6 +171,7 @@ _WIDE_LOADS = {
     128: (0.5, 1.0, 1.3, 2.0),
     256: (0.25, 0.5, 0.8, 1.0, 2.0),
     512: (0.25, 0.5, 0.75, 1.0, 2.0),
+    1024: (0.25,),
 }
 
 
