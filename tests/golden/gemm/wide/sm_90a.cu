@@ -6,14 +6,14 @@
 // weight, and the epilogue transposes.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
-// kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the weight,
-// of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two warpgroups
+// kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
+// weight, of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two warpgroups
 // have the same rows, each with one half of every step.
 //
 // A cluster is one of two things.
 // - Of kCluster CTAs, each has rows of the weight of its own and copies a part of x for all. Such clusters are
-//   persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, each cluster getting
-//   as many: all clusters of a tile but the last leave partial sums in memory, which the last one adds in a fixed order.
+//   persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, as many to each
+//   cluster: all clusters of a tile but the last leave partial sums in memory, and the last adds them in a fixed order.
 //   It waits only for clusters before it, and those leave their sums before they wait themselves, because a cluster
 //   walks its share backwards.
 // - Of kSplit CTAs, each has a part of the columns of one tile. They, and warpgroups with the same rows, add up their
@@ -460,13 +460,13 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 // ---- gemm/warpgroup --------------------------------------------------------
 // Warpgroups: their matrix product, their registers, their barriers, and the copies around them.
 namespace ptx {
-// A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on of it lie 32 bytes on: 2
-// in the unit of this descriptor.
+// A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on lie 32 bytes on, which
+// is 2 in the unit of this descriptor.
 __device__ __forceinline__ uint64 wgmma_tile(uint32 address) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(1) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
-// d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix. With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in
-// a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column
+// d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column
 // 8 (i / 4) + 2 t + i % 2. Both belong to the tensor cores until a wait.
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint64 b, bool add) {
   asm volatile("{\n"
@@ -542,14 +542,15 @@ __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.w
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c says
-// where column c of matrix i goes, 16 bytes.
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
+// has the address of column c of matrix i, 16 bytes.
 __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
 }
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
@@ -671,7 +672,8 @@ constexpr int kConsumers = kTeams * 128;      // threads
 constexpr int kThreads   = kConsumers + 128;
 // A thread starts with 65536 / kThreads registers, in eights. Producers need few.
 constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
-constexpr int kConsumerRegisters = (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
 constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
@@ -692,7 +694,8 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
 static_assert(sizeof(Shared) == 227328, "the launch counts on it");
-static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)), "room for sums");
+static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
+              "room for sums");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
 
@@ -791,7 +794,8 @@ using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a wa
 // Columns kHalf * half and on of a tile, 16 rows of it in each warp.
 __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, uint32 warp, uint32 lane) {
   const uint4  codes = ptx::ld_shared(tile + (2 * warp + half) * (kCodeBytes / 8) + lane * 16);
-  const uint32 from  = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
+  const uint32 from  = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8)
+                       + half * (kBlockScales / 16);
   if constexpr (kFormat == Format::kNvfp4) {
     const uint2 scales = ptx::ld_shared_8(from);
     decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
@@ -1026,7 +1030,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       const uint2  at  = schedule.place(work.tile);
       const uint32 col = at.y + group * kTileRows;  // of out
       const int64  row = col + warp * 16 + lane / 4;
-      const Affine upper = affine_of(row, n, factor, row_scale, bias), lower = affine_of(row + 8, n, factor, row_scale, bias);
+      const Affine upper = affine_of(row, n, factor, row_scale, bias);
+      const Affine lower = affine_of(row + 8, n, factor, row_scale, bias);
       Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
       const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
