@@ -206,7 +206,7 @@ class Races:
             bad &= wrote & STRONG == 0
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            pc = int(place.cells.wrote_at[place.cell[at]])
+            pc = self._site(place, at, wrote, place.cells.wrote_at)
             self._fail(place, at, f"a {verb} follows an unordered write by {self._whose(place, at, wrote)}", pc)
         if place.how & READ_ONLY and (wrote >> 32 > PREVIOUS_GRID).any():
             at = int(np.flatnonzero(wrote >> 32 > PREVIOUS_GRID)[0])
@@ -227,7 +227,7 @@ class Races:
                 text = f"a {verb} follows an unordered read by {whose}"
                 if whose.startswith("another lane"):
                     text = "a write follows a read by another lane without a warp sync"
-                self._fail(place, at, text, int(place.cells.read_at[place.cell[at]]))
+                self._fail(place, at, text, self._site(place, at, reads, place.cells.read_at))
             if (reads & READ_ONLY != 0).any():
                 at = int(np.flatnonzero(reads & READ_ONLY)[0])
                 pc = int(place.cells.read_at[place.cell[at]])
@@ -253,6 +253,10 @@ class Races:
         if m.warp[who] == m.warp[thread]:
             return "another lane without a warp sync"
         return "another warp" if m.cta[who] // m.cluster_size == m.cta[thread] // m.cluster_size else "another CTA"
+
+    def _site(self, place: _Place, at: int, records: Array, sites: Array) -> int | None:
+        """Where the recorded access happened, unless that was in another launch."""
+        return None if int(records[at]) >> 32 == PREVIOUS_GRID and place.base else int(sites[place.cell[at]])
 
     def _fail(self, place: _Place, at: int, text: str, pc: int | None) -> NoReturn:
         m = self.machine

@@ -19,6 +19,8 @@ from jitfp4.arch import Arch
 from jitfp4.families.norm import kernel
 from jitfp4.spec import Geometry, TileMap
 from tests.families.test_fp4_quantize import run_tma
+from tests.sim import gemm_kernels as gemm
+from tests.sim.cuda import compiled
 from tests.support import gdn
 from tests.support.compare import poisoned
 from tests.support.inputs import random_matrix
@@ -123,6 +125,21 @@ def _experts(a: torch.Tensor, _: torch.Tensor) -> None:
     jitfp4.silu_and_mul_scaled_nvfp4_experts_quantize(batch, torch.tensor([7, 2], dtype=torch.int32), scales)
 
 
+def _tile(arch: str) -> None:
+    """The tile of a GEMM in tests/sim/gemm_kernels.py, on the architecture that has its instructions."""
+    device = sim.active_device()
+    if device is None or device.arch.name != arch:
+        return
+    if arch == "sm_90a":
+        source, pieces, (args, _), threads, stage = gemm.WGMMA, gemm.WGMMA_PIECES, gemm.wgmma_problem(320), 160, 24576
+    else:
+        source, pieces = gemm.TCGEN05, gemm.TCGEN05_PIECES
+        (args, _), threads, stage = gemm.tcgen05_problem(1280), 128, 55296
+    tensors = [torch.from_numpy(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    geometry = Geometry((1, 1, 1), (threads, 1, 1), shared_bytes=gemm.STAGES * stage)
+    sim.run(compiled(gemm.with_pieces(source, pieces), arch), tensors, geometry, arch)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     "norm, one warp": lambda: _norm(3, 1, False, False, 1104),
     "norm, eight warps": lambda: _norm(2, 8, False, False, 3088),
@@ -141,6 +158,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(Shape(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(Shape(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkShape(2), 5, 64),
+    "wgmma tile": lambda: _tile("sm_90a"),
+    "tcgen05 tile": lambda: _tile("sm_100a"),
     "gdn, chunk ahead": lambda: _gdn(ChunkShape(4, ahead=4), 16, 64),
 }
 

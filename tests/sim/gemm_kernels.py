@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(160) kernel(const char* a, const ch
     for (int s = 0; s < 3; s++) { init(full + s, 1); init(empty + s, EMPTY_COUNT); }
   }
   __syncthreads();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   if (t >= 128) {
     if (t == 128)
       for (int i = 0; i < tiles; i++) {
@@ -104,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(128) kernel(const char* a, const ch
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
   __syncthreads();
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   const uint32 at = column;
   if (warp == 0 && elect()) {
     for (int i = 0; i < tiles; i++) {

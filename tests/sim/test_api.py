@@ -111,7 +111,7 @@ def test_the_device_is_a_property_of_the_context() -> None:
         thread = threading.Thread(target=lambda: seen.append(sim.active_device()))
         thread.start()
         thread.join()
-        assert sim.active_device() == (ARCHS["sm_100a"], False) and outer.name == "sm_90a"
+        assert sim.active_device() == (ARCHS["sm_100a"], False, None, None) and outer.name == "sm_90a"
     assert sim.active_device() is None and seen == [None]
     with pytest.raises(ArgumentError, match="sm_1"), sim.device("sm_1"):
         pass

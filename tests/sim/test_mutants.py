@@ -20,7 +20,10 @@ SAMPLE = 2
 def test_a_missing_synchronisation_is_noticed(name: str) -> None:
     number = zlib.crc32(name.encode())
     known = known_survivors()
-    for one in record(name, ARCHS[number % len(ARCHS)]):
+    first = number % len(ARCHS)
+    launches = record(name, ARCHS[first]) or record(name, ARCHS[1 - first])  # the tiles belong to one architecture
+    assert launches
+    for one in launches:
         found, want = candidates(one)
         assert found, "no instruction synchronises"
         for at in np.random.default_rng(number).permutation(len(found))[:SAMPLE]:
