@@ -221,14 +221,14 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
     yield "on meta", good.to("meta")
     yield "sparse", good.float().to_sparse() if good.dim() else good.float().reshape(1).to_sparse()
     yield "of another rank", good.unsqueeze(0).unsqueeze(0).unsqueeze(0)
-    yield "a number of int16", torch.tensor(3, dtype=torch.int16)
+    yield "a number of int16", torch.tensor(3, dtype=torch.int16, device=good.device)
     if good.dim() and good.numel() > 1:
         yield "one element too many", torch.cat([good, good], -1)[..., : good.shape[-1] + 1].contiguous()
         yield "one element too few", good[..., :-1].contiguous()
         yield "broadcast", good[..., :1].expand(good.shape)
     if good.dim() > 1:
         yield "one row too many", torch.cat([good, good], -2)[..., : good.shape[-2] + 1, :].contiguous()
-        wide = torch.zeros(*good.shape[:-1], 2 * good.shape[-1], dtype=good.dtype)
+        wide = good.new_zeros(*good.shape[:-1], 2 * good.shape[-1])
         yield "every other element", wide[..., ::2]
 
 

@@ -64,6 +64,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, page, *loads[2], head_dim=256)
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
+    yield _problem(arch, Pages.HALVES, 4096, _MANY_UNITS, packed=False)
+    yield _problem(arch, Pages.HALVES, *loads[2], two_tables=True)
+    yield _problem(arch, Pages.HALVES, *loads[2], cache=Cache.E4M3, rows=16)
     yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
         yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
@@ -82,6 +85,7 @@ def _problem(
     head_dim: int = 128,
     heads: int = 8,
     cache: Cache = Cache.NVFP4,
+    two_tables: bool = False,
 ) -> Problem:
     dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
@@ -94,7 +98,7 @@ def _problem(
         interleaved=interleaved,
         pages=pages,
         packed=packed,
-        two_tables=False,
+        two_tables=two_tables,
         tiles=tiles,
         units=units * arch.num_sms,
     )

@@ -564,14 +564,16 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes); -1 for one that the pool
-// does not have.
-__device__ __forceinline__ int64 slot_at(const Operands& p, const void* slots, int bytes, int64 n) {
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes). Whether it exists is asked
+// where it is used: a comparison here would wait for the load before later loads are issued.
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
-  const int64 slot = bytes == 8 ? int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n))
-                                : int64(int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n)));
-  return uint64(slot) < uint64(p.pool) ? slot : -1;
+  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
+  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
 }
+
+// Whether the pool has a slot; a negative one never exists.
+__device__ __forceinline__ bool exists(const Operands& p, int64 slot) { return uint64(slot) < uint64(p.pool); }
 
 // Writes zero for every token of an item that has no state; `out` points to the item's first row.
 __device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
@@ -600,8 +602,8 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
     const uint32 place = head % kAhead;
     const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int64 slot = slot_at(p, p.slots, p.slot_bytes, wanted / value_heads);
-    if (slot < 0) return;
+    const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
+    if (!exists(p, slot)) return;
     const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
   }
@@ -652,7 +654,7 @@ struct Inputs {
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
     if constexpr (kStoreSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p, p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
 
@@ -680,7 +682,7 @@ struct Inputs {
     token.beta  = 1.0f / (1.0f + expf(-b));
     if constexpr (kStoreSteps) {
       const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
-      set_step(token, p.step_slot_bytes == 0 ? in_buffer : step < 0 ? -1 : step * p.steps_token_stride);
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
     }
     return token;
   }
@@ -696,9 +698,9 @@ __device__ __forceinline__ Item this_item() {
 // there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
 __device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
   if constexpr (kHasPdl) ptx::griddep_wait();
-  const int64 slot = slot_at(p, p.slots, p.slot_bytes, item.n);
+  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
   inputs.load(p, item);
-  if (slot < 0) clear_outputs(p, out);
+  if (!exists(p, slot)) clear_outputs(p, out);
   return slot;
 }
 
@@ -978,7 +980,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   out += item.outputs(p);
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
-  if (slot < 0) return;
+  if (!exists(p, slot)) return;
   const int g = threadIdx.x % kWarp / kLanes, t = lane;
   const int64 offset = item.rows(first_row, t);
   Rows h;
@@ -989,7 +991,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   bring_next_group(p, item);
   stage(s, p, item, inputs);
   // Loaded only now: ptxas may wait for a load where it stands, and nothing above should wait for this one.
-  const int64 write_slot = p.update_state ? slot_at(p, write_slots, p.write_slot_bytes, item.n) : -1;
+  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 
   stage_mix(s);
@@ -998,7 +1000,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   __syncthreads();
   solve(sums, s, values, p.tokens, t);
   store_outputs(sums, out + first_row, value_heads * kHeadDim, p.tokens, t);
-  if (write_slot < 0) return;
+  if (!exists(p, write_slot)) return;
   update(h, sums, s, p.tokens, g, t);
   store_rows<To::kMemory>(h, state + write_slot * state_stride + offset);
 }
