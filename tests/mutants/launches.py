@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
-from jitfp4.families.gdn.selection import ChunkShape, Shape
 
 import jitfp4
-from jitfp4 import SfLayout, sim
-from jitfp4.arch import Arch
-from jitfp4.families.norm import kernel
+from jitfp4 import sim
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.families.norm.problem import Tactic
+from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.tables import TMA_TACTICS
 from jitfp4.spec import Geometry, TileMap
-from tests.families.test_fp4_quantize import run_tma
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
-from tests.support import gdn
 from tests.support.compare import poisoned
+from tests.support.gdn import case
 from tests.support.inputs import random_matrix
 from tests.support.norm import check, rows_of_all_kinds
 
@@ -80,35 +81,31 @@ def recording(name: str, arch: str, into: list[Recorded]) -> Iterator[None]:
         yield
 
 
-def _norm(units: int, warps: int, clustered: bool, stream: bool, h: int) -> None:
-    def select(**problem: Any) -> kernel.Spec:
-        form = {name: problem[name] for name in ("in_dtype", "block", "scale", "add")}
-        return kernel.Spec(**form, units=units, warps=warps, clustered=clustered, stream=stream)
+@contextmanager
+def _few_sms() -> Iterator[None]:
+    """The simulated GPU has two SMs, so that a persistent CTA meets several rows or tiles."""
+    device = sim.active_device()
+    assert device is not None
+    with sim.device(replace(device.arch, num_sms=2)):
+        yield
 
-    def few_ctas(spec: kernel.Spec, *, arch: Arch, **problem: Any) -> tuple[Geometry, int]:
-        return geometry(spec, arch=replace(arch, num_sms=2), **problem)  # so that each meets several rows
 
-    geometry = kernel.geometry
+def _norm(tactic: Tactic, h: int) -> None:
     x = rows_of_all_kinds(20 if h < 9000 else 6, h, torch.float16)
-    with mock.patch.multiple(kernel, select=select, geometry=few_ctas):
-        kernel.plan.cache_clear()
+    with _few_sms(), RMSNORM.forced(tactic):
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")
-    kernel.plan.cache_clear()
 
 
 def _tma() -> None:
-    m, k, layout = 300, 1040, SfLayout.layout_128x4
-    q, sf = poisoned((m, k // 2), torch.uint8, "cpu"), poisoned(layout.shape(m, k // 16), torch.uint8, "cpu")
-    run_tma(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]), q, sf, layout)
+    with _few_sms(), QUANTIZE.forced(TMA_TACTICS[0]):
+        jitfp4.nvfp4_quantize(random_matrix(300, 1040, torch.bfloat16), torch.tensor([3.0]))
 
 
-def _gdn(shape: Shape | ChunkShape | None, tokens: int, head_dim: int, *, steps: bool = False) -> None:
-    arguments = gdn.case(2, tokens, 1, 2, head_dim, exact_gates=True)
+def _gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *, steps: bool = False) -> None:
+    arguments = case(2, tokens, 1, 2, head_dim, exact_gates=True)
     if steps:
         arguments["intermediate_states_buffer"] = poisoned((2, tokens, 2, head_dim, head_dim), torch.float32, "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        if shape is not None:
-            gdn.force(patch, shape)
+    with GATED_DELTA_RULE.forced(tactic) if tactic else nullcontext():
         jitfp4.gated_delta_rule_mtp(**arguments)
 
 
@@ -141,10 +138,10 @@ def _tile(arch: str) -> None:
 
 
 KERNELS: dict[str, Callable[[], None]] = {
-    "norm, one warp": lambda: _norm(3, 1, False, False, 1104),
-    "norm, eight warps": lambda: _norm(2, 8, False, False, 3088),
-    "norm, cluster": lambda: _norm(2, 16, True, False, 16400),
-    "norm, stream": lambda: _norm(8, 16, False, True, 9232),
+    "norm, one warp": lambda: _norm(Tactic(3, 1), 1104),
+    "norm, eight warps": lambda: _norm(Tactic(2, 8), 3088),
+    "norm, cluster": lambda: _norm(Tactic(2, 16, clustered=True), 16400),
+    "norm, stream": lambda: _norm(Tactic(8, 16, stream=True), 9232),
     "quantize, vector": lambda: _quantize(jitfp4.nvfp4_quantize),
     "quantize, mxfp4": lambda: _quantize(lambda a, _: jitfp4.mxfp4_quantize(a)),
     "quantize, float8": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a.to(torch.float8_e4m3fn), g)),
@@ -155,12 +152,12 @@ KERNELS: dict[str, Callable[[], None]] = {
     "dequantize": lambda: _quantize(_dequantize),
     "gdn, one token": lambda: _gdn(None, 1, 64),
     "gdn, four tokens": lambda: _gdn(None, 4, 128),
-    "gdn, bulk stores": lambda: _gdn(Shape(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
-    "gdn, v in shared memory": lambda: _gdn(Shape(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
-    "gdn, chunk": lambda: _gdn(ChunkShape(2), 5, 64),
+    "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
+    "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
+    "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
-    "gdn, chunk ahead": lambda: _gdn(ChunkShape(4, ahead=4), 16, 64),
+    "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 
 
