@@ -210,7 +210,8 @@ def silu_and_mul_nvfp4_quantize(
     Numerics:
         ``silu(v) = v / (1 + exp(-v))`` and the product in float32, rounded to the input's dtype, then as
         nvfp4_quantize(). The GPU's exp is ``ex2.approx``, with a relative error of up to 2^-22 + |v| 2^-23: the only
-        step in which the CPU and the GPU may differ.
+        step in which the CPU and the GPU may differ. It flushes subnormals: there silu(v) is 0 below about -87.3, and
+        silu(-0.0) may lose its sign.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
