@@ -98,10 +98,10 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
         "output",
         mtp(output=torch.zeros(2, 2, 2, 128, dtype=torch.bfloat16)[..., :64]),
     ),
-    "no state": (ArgumentError, "state", decode(gated_delta_rule_decode_pretranspose, state=None)),
+    "no state": (ArgumentError, "state, initial_state", decode(gated_delta_rule_decode_pretranspose, state=None)),
     "two states": (
         ArgumentError,
-        "state",
+        "state, initial_state",
         decode(gated_delta_rule_decode_pretranspose, state=STATE, initial_state=STATE),
     ),
     "pool without indices": (

@@ -49,7 +49,7 @@ def test_bad_arguments_are_named() -> None:
         block_scale_interleave(torch.zeros(4, 4))
     with pytest.raises(ArgumentError, match="unswizzled_sf"):
         block_scale_interleave(torch.zeros(4, dtype=torch.uint8))
-    with pytest.raises(ArgumentError, match="m: got 33"):
+    with pytest.raises(ArgumentError, match="input_tensor: got 33 rows"):
         shuffle_matrix_a(torch.zeros(33, 4), 128)
     with pytest.raises(ArgumentError, match="input_tensor"):
         shuffle_matrix_a(torch.zeros(32), 128)

@@ -11,8 +11,8 @@ from tests.support.ledger import NVRTC, builds, measure, read
 
 # Loads and stores of local memory in a build at most, by parts of its name; the first that fits counts.
 _SPILLED = {
-    # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; other builds keep
-    # a few registers there, once for a segment of work.
+    # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; other builds
+    # keep a few registers there, once for a segment of work.
     ("cache=", "head_dim=256,rows=16"): 1400,
     ("cache=",): 20,
     # The chunkwise delta rule keeps two registers there before its products.

@@ -33,7 +33,10 @@ def test_generated_files_stand_alone_and_name_nothing_of_this_machine(kernel: An
             text = kernel.render(spec, arch)
             assert "#include" not in text
             assert f" {kernel.symbol}(" in text
-            assert not re.search(r"\$\{|//%|\b(None|True|False)\b|/work|/home|/root|20\d\d-", text), (kernel.name, spec)
+            assert not re.search(r"\$\{|//%|\b(None|True|False)\b|/work/|/home/|/root/|20\d\d-", text), (
+                kernel.name,
+                spec,
+            )
             assert text.endswith("\n") and "\n\n\n" not in text
             assert max(len(line) for line in text.splitlines() if not line.startswith("// spec:")) <= 120
 

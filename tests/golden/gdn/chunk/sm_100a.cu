@@ -564,8 +564,8 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes). Whether it exists is asked
-// where it is used: a comparison here would wait for the load before later loads are issued.
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes). Whether it exists is
+// asked where it is used: a comparison here would wait for the load before later loads are issued.
 __device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
   if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));

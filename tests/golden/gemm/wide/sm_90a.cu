@@ -466,8 +466,9 @@ __device__ __forceinline__ uint64 wgmma_tile(uint32 address) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(1) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
 // d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix.
-// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column
-// 8 (i / 4) + 2 t + i % 2. Both belong to the tensor cores until a wait.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
+// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Both belong to the
+// tensor cores until a wait.
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint64 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
