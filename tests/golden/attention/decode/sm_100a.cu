@@ -539,7 +539,7 @@ struct Segment {
   }
 };
 
-// The next segment in place of a warp's own, which lies in shared memory to save registers. False where none is left.
+// The next segment in place of a warp's own, which lies in shared memory to save registers. Returns whether one is left.
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
