@@ -539,7 +539,7 @@ struct Segment {
   }
 };
 
-// The next segment in place of a warp's own, which lies in shared memory to save registers. Returns whether one is left.
+// The next segment in place of a warp's own, which lies in shared memory to save registers. Returns whether one is.
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
@@ -568,7 +568,7 @@ struct Share {
   int begin;  // of this CTA's
 };
 
-// False where nothing is left for this CTA. Every thread counts a piece of the requests.
+// Returns whether anything is left for this CTA. Every thread counts a piece of the requests.
 __device__ __forceinline__ bool find_share(
     const Operands& p, Shares& s, Share& share, Segment& now, Segment& ahead) {
   const int each = (p.batch + kThreads - 1) / kThreads, b0 = threadIdx.x * each, b1 = min(b0 + each, p.batch);

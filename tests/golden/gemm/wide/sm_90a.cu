@@ -7,7 +7,8 @@
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight, of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two warpgroups
+// weight, of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two
+// warpgroups
 // have the same rows, each with one half of every step.
 //
 // A cluster is one of two things.
