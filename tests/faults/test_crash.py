@@ -46,16 +46,16 @@ def test_readers_against_writers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_million_reads_against_writers(tmp_path: Path) -> None:
+def test_reads_against_writers(tmp_path: Path) -> None:
     root = str(tmp_path / "cache")
-    seen = sandboxed(f"{CRASHES}:read_against_writers", store="cache", root=root, seconds=60, reads=1_000_000)
-    assert seen["hits"] > 10_000
+    seen = sandboxed(f"{CRASHES}:read_against_writers", store="cache", root=root, reads=60_000)
+    assert seen["hits"] > 1000
     assert (seen["torn"], seen["bad"], seen["writers that failed"]) == (0, 0, 0)
 
 
 def test_readers_of_the_naive_store_see_torn_files(tmp_path: Path) -> None:
     root = str(tmp_path / "cache")
-    seen = sandboxed(f"{CRASHES}:read_against_writers", store="naive", root=root, seconds=3, reads=1000)
+    seen = sandboxed(f"{CRASHES}:read_against_writers", store="naive", root=root, reads=30_000)
     assert seen["torn"] > 0
 
 
