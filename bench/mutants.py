@@ -1,64 +1,111 @@
-"""The whole mutation campaign: ``python bench/mutants.py [--kernel NAME] [--arch ARCH] [--out FILE.csv]``.
+"""The whole mutation campaign: ``python bench/mutants.py [--kind KIND] [--kernel NAME] [--arch ARCH] [--out DIR]``.
 
-Prints how many mutants of each kernel and instruction are noticed, and every survivor that has no reason on file.
-Exits 1 when there is one.
+Prints how many mutants of each kernel are noticed, and every survivor that has no reason on file; with ``--out`` writes
+a table by kernel and instruction, mutants.csv, and where it comes from, mutants.json; what of the table is not run again
+stays. Exits 1 where there is a survivor without a reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.mutants.campaign import Verdict, candidates, judge, known_survivors, reason
+from bench.stamp import stamp
+from tests.mutants import campaign, trial
+from tests.mutants.checks import CHECKS
 from tests.mutants.launches import ARCHS, KERNELS, record
 
+ARITHMETIC = 14
+"""Mutants of the arithmetic of each kernel on each architecture."""
+Row = dict[str, str]
 
-def kind(verdict: Verdict) -> str:
-    return f"{verdict.instruction} {verdict.change}"
 
-
-def campaign(name: str, arch: str) -> list[Verdict]:
+def synchronisation(name: str, arch: str) -> Iterator[Row]:
     """Every mutant of the launches of one entry of KERNELS."""
-    verdicts = []
+    known = campaign.known_survivors()
     for one in record(name, arch):
-        found, want = candidates(one)
-        verdicts += [judge(one, mutant, want) for mutant in found]
-    return verdicts
+        found, unchanged = campaign.candidates(one)
+        for mutant in found:
+            v = campaign.judge(one, mutant, unchanged)
+            why = "" if v.how else campaign.reason(v, known) or ""
+            yield _row("synchronisation", v, f"number {v.nth}, {v.source}", why)
+
+
+def arithmetic(name: str, arch: str) -> Iterator[Row]:
+    """A sample of the mutants of one entry of CHECKS, shared out among its modules."""
+    known = trial.known_survivors()
+    modules = trial.modules(name, arch)
+    for one in modules:
+        print(f"{name}, {arch}: {one.coverage} instructions that compute are executed", flush=True)
+        for mutant in one.sample(-(-ARITHMETIC // len(modules))):
+            v = trial.judge(one, mutant)
+            yield _row("arithmetic", v, v.line, "" if v.how else trial.reason(v, known) or "")
+
+
+def _row(kind: str, verdict: campaign.Verdict | trial.Verdict, where: str, why: str) -> Row:
+    v = verdict
+    row = {"kind": kind, "kernel": v.kernel, "arch": v.arch, "instruction": v.instruction, "change": v.change}
+    if not v.how:
+        print(f"{'SURVIVES' if why else 'SURVIVES WITHOUT A REASON'}: {[*row.values(), where, why]}", flush=True)
+    return {**row, "where": where, "how": v.how, "reason": why}
+
+
+def table(rows: list[Row]) -> list[dict[str, object]]:
+    """Counts by kernel, architecture, instruction and, of synchronisation, change."""
+    total, noticed, reasons = Counter[tuple[str, ...]](), Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
+    for row in rows:
+        change = row["change"] if row["kind"] == "synchronisation" else "computes something else"
+        key = row["kind"], row["kernel"], row["arch"], row["instruction"], change
+        total[key] += 1
+        noticed[key] += bool(row["how"])
+        reasons[key] += bool(row["reason"])
+    names = "kind", "kernel", "arch", "instruction", "change"
+    return [
+        {**dict(zip(names, key, strict=True)), "mutants": n, "noticed": noticed[key], "with a reason": reasons[key]}
+        for key, n in total.items()
+    ]
+
+
+def store(folder: Path, rows: list[Row]) -> None:
+    path, counts = folder / "mutants.csv", table(rows)
+    ran = {(row["kind"], row["kernel"], row["arch"]) for row in rows}
+    kept: list[dict[str, object]] = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept += [row for row in csv.DictReader(file) if (row["kind"], row["kernel"], row["arch"]) not in ran]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(counts[0]))
+        writer.writeheader()
+        writer.writerows(kept + counts)
+    (folder / "mutants.json").write_text(json.dumps(stamp(), indent=2) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", action="append", choices=KERNELS, help="only these; default: every kernel")
+    parser.add_argument("--kind", choices=("synchronisation", "arithmetic"), help="default: both")
+    parser.add_argument("--kernel", action="append", choices=sorted({*KERNELS, *CHECKS}), help="only these")
     parser.add_argument("--arch", action="append", choices=ARCHS)
-    parser.add_argument("--out", type=Path, help="where to write every verdict as CSV")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write mutants.csv and mutants.json")
     arguments = parser.parse_args()
-    verdicts: list[Verdict] = []
-    known = known_survivors()
-    for arch in arguments.arch or ARCHS:
-        for name in arguments.kernel or KERNELS:
-            mine = campaign(name, arch)
-            verdicts += mine
-            total, noticed = Counter(map(kind, mine)), Counter(kind(v) for v in mine if v.how)
-            for which, count in total.items():
-                print(f"{name:24} {arch:8} {which:70} {noticed[which]:3} of {count:3}", flush=True)
-            for v in mine:
-                if not v.how and not reason(v, known):
-                    print(
-                        f"SURVIVES without a reason: number {v.nth} of {v.instruction} {v.change}, {v.source}",
-                        flush=True,
-                    )
-    survivors = [v for v in verdicts if not v.how]
-    new = [v for v in survivors if not reason(v, known)]
-    print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} noticed, {len(new)} survive without a reason")
-    if arguments.out:
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(Verdict.__dataclass_fields__))
-            writer.writeheader()
-            writer.writerows(asdict(v) for v in verdicts)
+    rows: list[Row] = []
+    for run, entries in ((synchronisation, KERNELS), (arithmetic, CHECKS)):
+        for name in entries if arguments.kind in (None, run.__name__) else ():
+            for arch in arguments.arch or ARCHS if not arguments.kernel or name in arguments.kernel else ():
+                mine = list(run(name, arch))
+                rows += mine
+                if mine:
+                    if arguments.out:
+                        store(arguments.out, rows)
+                    noticed = sum(bool(row["how"]) for row in mine)
+                    print(f"{run.__name__:16} {name:24} {arch:8} {noticed:3} of {len(mine):3} noticed", flush=True)
+    survivors = [row for row in rows if not row["how"]]
+    new = [row for row in survivors if not row["reason"]]
+    print(f"{len(rows) - len(survivors)} of {len(rows)} noticed, {len(new)} survive without a reason")
     return 1 if new else 0
 
 

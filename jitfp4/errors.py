@@ -17,7 +17,8 @@ Jitfp4Error
     ├── SimParseError                 PTX text that the parser does not know
     ├── SimMemoryError                out of bounds, misaligned or uninitialised access
     ├── SimRaceError                  two unordered accesses to one shared-memory byte
-    └── SimDeadlockError              every thread waits
+    ├── SimDeadlockError              every thread waits
+    └── SimLimitError                 a program that does not end
 """
 
 from __future__ import annotations
@@ -120,3 +121,7 @@ class SimRaceError(SimError):
 
 class SimDeadlockError(SimError):
     """Every thread waits; the message says who waits where."""
+
+
+class SimLimitError(SimError):
+    """The program did not end within the number of instructions that its caller allowed."""

@@ -31,10 +31,11 @@ BATCH_THREADS = 8192
 @dataclass(slots=True)
 class Stats:
     """What a run cost. ``instructions`` counts thread-instructions, ``opcodes`` the same by opcode, ``executed`` by
-    position in the module's code.
+    position in the module's code; ``issued`` counts an instruction once for all threads that execute it together.
     """
 
     instructions: int = 0
+    issued: int = 0
     seconds: float = 0.0
     opcodes: Counter[str] = field(default_factory=Counter)
     executed: Counter[int] = field(default_factory=Counter)
@@ -57,6 +58,7 @@ def run(
     batch: int = BATCH_THREADS,
     seed: int | None = None,
     chain: Chain | None = None,
+    limit: int | None = None,
 ) -> Stats:
     """Execute ``entry`` of a PTX module over a grid.
 
@@ -74,6 +76,8 @@ def run(
         seed: run CTAs, warps and the lanes of atomics in an order drawn from it; None is one fixed order.
         chain: the launches that this one may overlap (only with ``races``). ``seed`` and ``chain`` default to those of
             the innermost ``sim.device``.
+        limit: about how many instructions each batch may issue, so that a program that never ends is an error
+            (SimLimitError); None is no limit. ``Stats.issued`` tells what a run needed.
     Raises:
         SimError: a fault of the program, or something that is not modelled.
     """
@@ -100,6 +104,7 @@ def run(
         history=history,
         order=order,
         clusters=clusters,
+        limit=np.inf if limit is None else limit,
     )
     stats = Stats()
     ctas = max(batch // (linear(geometry.block) * size), 1) * size
@@ -110,6 +115,7 @@ def run(
             if history is not None and machine.races is not None:
                 history.finish_batch(machine.races.clocks)
             stats.executed += program.executed(machine.block_runs)
+            stats.issued += machine.issued
     for pc, count in stats.executed.items():
         stats.opcodes[program.opcode(pc)] += count
     stats.instructions = stats.opcodes.total()

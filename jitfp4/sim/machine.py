@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from jitfp4.arch import Arch
-from jitfp4.errors import SimDeadlockError, SimError, SimMemoryError
+from jitfp4.errors import SimDeadlockError, SimError, SimLimitError, SimMemoryError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import WINDOWS, GlobalMemory, Memory
 from jitfp4.sim.ptx import Array
@@ -59,6 +59,7 @@ class Launch:
     history: History | None = None  # with it accesses are checked for races
     order: np.random.Generator | None = None  # with it warps and lanes of atomics run in random order
     clusters: Array | None = None  # the order in which clusters run; None is that of their numbers
+    limit: float = np.inf  # of instructions that one batch may issue
 
 
 def linear(dim: Dim3) -> int:
@@ -95,6 +96,7 @@ class Machine:
         self.units: dict[type[Any], Any] = {}
         self.special: dict[str, Any] = {}  # values of special registers that do not change
         self.block_runs = np.zeros(len(program.blocks), np.int64)
+        self.issued = 0  # instructions, each counted once for all threads that execute it together
         if launch.history is not None:
             from jitfp4.sim.races import Races
 
@@ -134,6 +136,7 @@ class Machine:
             number = block_at[pc]
             block = blocks[number]
             self.block_runs[number] += lanes.n
+            self.issued += len(block.steps) + 1
             for at, step in block.steps:
                 self.pc = at  # where an error happened
                 step(self, lanes)
@@ -144,6 +147,8 @@ class Machine:
                 block.control(self, lanes, block.end)
             if ready.turn % FAIR_TURN == 0:
                 self.advance()
+                if self.issued > self.launch.limit:
+                    raise self.error(SimLimitError, f"still runs after {self.issued} instructions", lanes.ids)
 
     def advance(self) -> bool:
         """Let one asynchronous engine complete one piece of work."""

@@ -226,6 +226,8 @@ def test_simulated_kernel(arch: str, layout: SfLayout, dtype: torch.dtype) -> No
         for m, k in ((1, 16), (9, 80), (131, 144)):
             a = random_matrix(m, k, dtype)
             check_quantize(a, encode_scale(a), layout, "cpu")
+        apart = random_matrix(10, 80, dtype).flatten()[8:728].view(9, 80)  # aligned to 16 bytes, but not to 32
+        check_quantize(apart, encode_scale(apart), layout, "cpu")
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import csv
-import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jitfp4 import sim
 from jitfp4.errors import Jitfp4Error
@@ -19,12 +15,20 @@ from tests.mutants.launches import Recorded, contents
 from tests.mutants.synchronisation import Mutant, mutants
 
 SURVIVORS = Path(__file__).with_name("survivors.csv")
-HANGS_S = 60
-"""A run that takes longer than this loops forever: runs of the campaign take a second or two."""
+ENDLESS = 20
+"""A mutant that issues so many times the instructions of the kernel, and some, loops forever."""
 
 
-class Hangs(Exception):  # noqa: N818 - not an error of the program that runs
-    """A mutant does not end."""
+@dataclass(frozen=True)
+class Unchanged:
+    """What a kernel leaves in memory, and the instructions within which its mutants have to end."""
+
+    memory: list[bytes]
+    limit: int
+
+    @staticmethod
+    def of(stats: sim.Stats, memory: list[bytes]) -> Unchanged:
+        return Unchanged(memory, ENDLESS * (stats.issued + 10_000))
 
 
 @dataclass(frozen=True)
@@ -42,53 +46,35 @@ class Verdict:
     how: str
 
 
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise Hangs
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def sanitised(one: Recorded, program: Program | str) -> tuple[sim.Stats, list[bytes]]:
-    """A run that may follow an unfinished grid, which reads and writes every argument."""
+def sanitised(one: Recorded, program: Program | str, limit: int | None = None) -> tuple[sim.Stats, list[bytes]]:
+    """A run that may follow an unfinished grid, which reads and writes every argument that is not constant."""
     args = one.fresh()
-    chain = sim.Chain(after_unknown=True)
-    stats = sim.run(program, args, one.geometry, one.arch, entry=one.entry, races=True, chain=chain)
+    chain = sim.Chain(constant=[args[number] for number in one.constant], after_unknown=True)
+    stats = sim.run(program, args, one.geometry, one.arch, entry=one.entry, races=True, chain=chain, limit=limit)
     return stats, contents(args)
 
 
-def candidates(one: Recorded) -> tuple[list[Mutant], list[bytes]]:
-    """The mutants of the instructions that a launch executes, and what it leaves in memory unchanged."""
-    stats, want = sanitised(one, one.ptx)
+def candidates(one: Recorded) -> tuple[list[Mutant], Unchanged]:
+    """The mutants of the instructions that a launch executes, and what it does unchanged."""
+    stats, memory = sanitised(one, one.ptx)
     program, count, found = load(one.ptx, one.entry), Counter[str](), []
     for pc in sorted(stats.executed):
         count[program.opcode(pc)] += 1
         found += [replace(m, nth=count[program.opcode(pc)]) for m in mutants(pc, program.module.code[pc])]
-    return found, want
+    return found, Unchanged.of(stats, memory)
 
 
-def judge(one: Recorded, mutant: Mutant, want: list[bytes]) -> Verdict:
+def judge(one: Recorded, mutant: Mutant, want: Unchanged) -> Verdict:
     program = load(one.ptx, one.entry)
     instr = program.module.code[mutant.pc]
     code = list(program.module.code)
     code[mutant.pc] = replace(mutant.instead, guard=instr.guard, negated=instr.negated)
     source = program.place_of(instr).splitlines()[-1].strip().rpartition("/")[2]
-    how = ""
     try:
-        with at_most(HANGS_S):
-            _, got = sanitised(one, Program(replace(program.module, code=code), one.entry))
-        how = "" if got == want else "other bytes"
+        _, got = sanitised(one, Program(replace(program.module, code=code), one.entry), want.limit)
+        how = "" if got == want.memory else "other bytes"
     except Jitfp4Error as error:
         how = type(error).__name__
-    except Hangs:
-        how = "hangs"
     return Verdict(one.kernel, one.arch, program.opcode(mutant.pc), mutant.nth, source, mutant.change, how)
 
 

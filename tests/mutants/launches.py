@@ -13,8 +13,15 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
+from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic
+from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.kv.operation import dequantize, quantize
+from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Tactic
 from jitfp4.families.quantize.operation import QUANTIZE
@@ -22,12 +29,17 @@ from jitfp4.families.quantize.tables import TMA_TACTICS
 from jitfp4.spec import Geometry, TileMap
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
+from tests.support.attention import Case
 from tests.support.compare import poisoned
 from tests.support.gdn import case
+from tests.support.gemm import assert_product
 from tests.support.inputs import random_matrix
+from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
 
 ARCHS = ("sm_90a", "sm_100a")
+CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,)}
+"""Parameters by entry that callers write before, not in, the stream: weights. They may be read ahead of a wait."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,11 @@ class Recorded:
     entry: str | None
     args: tuple[Any, ...]
     geometry: Geometry
+
+    @property
+    def constant(self) -> tuple[int, ...]:
+        """Which arguments no earlier launch writes."""
+        return CONSTANT.get(self.entry or "", ())
 
     def fresh(self) -> list[Any]:
         """Arguments to run with: copies, equal where the same memory was passed twice."""
@@ -122,6 +139,47 @@ def _experts(a: torch.Tensor, _: torch.Tensor) -> None:
     jitfp4.silu_and_mul_scaled_nvfp4_experts_quantize(batch, torch.tensor([7, 2], dtype=torch.int32), scales)
 
 
+def _kv_append(tactic: QuantizeTactic) -> None:
+    """Three tokens of one request, whose second page is found through the list."""
+    k, v = (random_matrix(3 * 2, 64, torch.bfloat16, seed).view(3, 2, 64) for seed in (0, 1))
+    cache = paged_cache(3, 4, 2, (64, 64), "NHD", "pair", "cpu")
+    request, position, pages, ends, last = (torch.tensor(x) for x in ([0] * 3, [2, 3, 4], [2, 0], [0, 2], [1]))
+    with quantize.forced(tactic):
+        jitfp4.nvfp4_quantize_append_paged_kv_cache(
+            k, v, request, position, cache.codes, cache.sf, pages, ends, last, 0.01, 0.4
+        )
+
+
+def _kv_read(tactic: DequantizeTactic) -> None:
+    cache = paged_cache(3, 8, 2, (64, 64), "HND", "pair", "cpu")
+    outs = [poisoned((1, 16, 2, 64), torch.bfloat16, "cpu") for _ in "kv"]
+    table, length, scale = torch.tensor([[2, 0]]), torch.tensor([13]), torch.tensor([0.4])
+    with dequantize.forced(tactic):
+        jitfp4.nvfp4_kv_dequantize_paged(cache.codes, cache.sf, table, length, scale, scale, *outs, "HND")
+
+
+def attention_case(**options: Any) -> Case:
+    """A case with no more workspace than two SMs need."""
+    made = Case(**options)
+    made.workspace = torch.zeros(1 << 17, dtype=torch.uint8)
+    return made
+
+
+def _attention(tactic: DecodeTactic, **options: Any) -> None:
+    """Seven tiles of two requests, which end within the share of a CTA and of a warp."""
+    made = attention_case(**({"lengths": (70, 33), "kv_heads": 2, "group": 8} | options))
+    with _few_sms(), DECODE.forced(tactic):
+        made.run()
+
+
+def _gemm(tactic: NarrowTactic | WideTactic, m: int, n: int, k: int) -> None:
+    device = sim.active_device()
+    if isinstance(tactic, WideTactic) and (device is None or device.arch.name != "sm_90a"):
+        return  # its instructions are those of sm_90a
+    with MM_BF16_FP4.forced(tactic):
+        assert_product(m, n, k, plain=True)
+
+
 def _tile(arch: str) -> None:
     """The tile of a GEMM in tests/sim/gemm_kernels.py, on the architecture that has its instructions."""
     device = sim.active_device()
@@ -155,6 +213,18 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
+    "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
+    "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
+    "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),
+    "attention, nvfp4": lambda: _attention(DecodeTactic(2, 2, 1)),
+    "attention, heads": lambda: _attention(DecodeTactic(2, 2, 1, head_warps=2), kv_layout="NHD"),
+    "attention, e4m3": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.float8_e4m3fn),
+    "attention, bf16": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.bfloat16),
+    "gemm, narrow": lambda: _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), 5, 72, 672),
+    "gemm, narrow split": lambda: _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), 13, 72, 1056),
+    "gemm, wide split": lambda: _gemm(WideTactic(64, 1, 2, 2), 70, 72, 416),
+    "gemm, wide divided": lambda: _gemm(WideTactic(64, 2, divided=True), 70, 136, 416),
+    "gemm, wide cluster": lambda: _gemm(WideTactic(64, 2, cluster=2), 70, 136, 416),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),

@@ -18,10 +18,13 @@ PRED, B32, U32 = TYPES["pred"], TYPES["b32"], TYPES["u32"]
 POISON = np.uint32(0xCDCDCDCD)
 
 
-def collective(body: Step, mask: Source | None = None, group: int = 1, *, forward: bool = True) -> Control:
+def collective(
+    body: Step, mask: Source | None = None, group: int = 1, *, forward: bool = True, orders: bool = False
+) -> Control:
     """Run ``body`` for threads whose warp (or ``group`` of warps, or member mask) has arrived; the others wait.
 
-    They go on at the next instruction, unless ``forward`` leaves that to the body.
+    They go on at the next instruction, unless ``forward`` leaves that to the body. Only where it ``orders`` memory do
+    lanes see what others wrote: the manual says so of bar.warp.sync, not of exchanges of registers.
     """
 
     def run(m: Machine, lanes: Lanes, following: int) -> None:
@@ -32,7 +35,7 @@ def collective(body: Step, mask: Source | None = None, group: int = 1, *, forwar
         if ready is None:
             return
         body(m, ready)
-        if m.races is not None:
+        if orders and m.races is not None:
             m.races.warp_sync(ready)
         if forward:
             m.ready.push(following, ready)
@@ -194,7 +197,7 @@ def _elect(d: Decode) -> Control:
 
 @control("bar.warp.sync")
 def _bar_warp(d: Decode) -> Control:
-    return collective(lambda _m, _lanes: None, d.src(U32))
+    return collective(lambda _m, _lanes: None, d.src(U32), orders=True)
 
 
 @step("activemask")

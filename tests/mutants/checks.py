@@ -1,0 +1,224 @@
+"""What judges the arithmetic of each kernel: its family's own simulated tests, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from jitfp4 import SfLayout, sim
+from jitfp4.arch import Arch
+from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.problem import Tactic as DecodeTactic
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import NarrowTactic
+from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.families.norm.problem import Tactic
+from jitfp4.families.quantize.tables import TABLE_TACTICS
+from jitfp4.formats import MXFP4, NVFP4
+from tests.families import test_attention as attention
+from tests.families import test_dequantize as dequantize
+from tests.families import test_fp4_quantize as fp4
+from tests.families import test_gdn_chunk as chunk
+from tests.families import test_gdn_kernel as gdn
+from tests.families import test_grouped as grouped
+from tests.families import test_kv_append as append
+from tests.families import test_kv_dequantize as kv_read
+from tests.families import test_kv_quantize as kv_quantize
+from tests.families import test_norm_kernel as norm
+from tests.families import test_quantize as quantize
+from tests.mutants.launches import attention_case
+from tests.support.gdn import case
+from tests.support.gemm import assert_product
+from tests.support.norm import check, rows_of_all_kinds
+
+Check = Callable[[str], None]
+"""Takes the name of an architecture, and raises where a result is wrong."""
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+TILED, LINEAR = SfLayout.layout_128x4, SfLayout.layout_linear
+
+
+class Subject(NamedTuple):
+    """A kernel, by the name of its entry: that of every module that the first check runs."""
+
+    entry: str
+    checks: tuple[Check, ...]
+    archs: tuple[str, ...] = ("sm_90a", "sm_100a")
+
+
+def on(test: Callable[..., None], *args: Any) -> Check:
+    """A test that takes a device, last, on which its tensors are."""
+
+    def run(arch: str) -> None:
+        with sim.device(arch):
+            test(*args, "cpu")
+
+    return run
+
+
+def _norm(tactic: Tactic, h: int) -> tuple[Check, ...]:
+    def one(m: int, h: int, layout: str, scale: float | None = 3.0) -> Check:
+        def run(arch: str) -> None:
+            x = rows_of_all_kinds(m, h, F16)
+            with sim.device(replace(Arch.of(arch), num_sms=2)), RMSNORM.forced(tactic):
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu", scale=scale)
+
+        return run
+
+    return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
+
+
+def _full_rows(arch: str) -> None:
+    """Rows that fill their threads."""
+    x = rows_of_all_kinds(3, 1536, F16)
+    with sim.device(arch), RMSNORM.forced(Tactic(3, 1)):
+        check(x, x.flip(0), "both", 16, "e4m3", "cpu")
+
+
+def _short_rows(arch: str) -> None:
+    norm.test_simulated_kernel(arch, F16, 16, "e4m3")
+
+
+def _gdn(tactic: WalkTactic, head_dim: int, tokens: int, *, update: bool = True) -> Check:
+    def run(arch: str) -> None:
+        for number in (0, 1):
+            arguments = case(2, tokens, 1, 2, head_dim, exact_gates=True, seed=number)
+            arguments["initial_state_indices"] = torch.tensor([1, -1] if number else [1, 0])
+            with GATED_DELTA_RULE.forced(tactic):
+                gdn.check_kernel(arguments, "cpu", arch, l2norm=not number, update=update)
+
+    return run
+
+
+def _forced(operation: Any, tactic: object, test: Callable[..., None], *args: Any) -> Check:
+    def run(arch: str) -> None:
+        with operation.forced(tactic):
+            test(arch, *args)
+
+    return run
+
+
+def _chunk(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
+    return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
+
+
+def _attention(tactic: DecodeTactic, **options: Any) -> Check:
+    def run(arch: str) -> None:
+        one = attention_case(**options)
+        with sim.device(replace(Arch.of(arch), num_sms=2)), DECODE.forced(tactic):
+            attention.check(one, one.run(), attention._BOUND)
+
+    return run
+
+
+def _decode(**cache: Any) -> tuple[Check, ...]:
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests."""
+    tactic = DecodeTactic(2, 2, 1)
+    return (
+        _attention(tactic, lengths=(70, 33), **cache),
+        _attention(tactic, lengths=(45, 0, 33), window_left=30, with_sinks=True, missing=((0, 0, 1, -1),), **cache),
+        _attention(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
+        _attention(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
+    )
+
+
+def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+    def one(m: int, n: int, k: int) -> Check:
+        def run(arch: str) -> None:
+            with sim.device(arch), MM_BF16_FP4.forced(tactic):
+                assert_product(m, n, k, **options)
+
+        return run
+
+    return tuple(one(*size) for size in sizes)
+
+
+_INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
+_CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
+CHECKS: dict[str, Subject] = {
+    "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows)),
+    "norm, eight warps": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 8), 3088)),
+    "norm, cluster": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 16, clustered=True), 16400)),
+    "norm, stream": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(8, 16, stream=True), 9232)),
+    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows,)),
+    "quantize, vector": Subject(
+        "quantize_vector",
+        (
+            lambda arch: quantize.test_simulated_kernel(arch, TILED, F16),
+            *(on(quantize.test_no_global_scale_tells_kernels_and_reference_apart, x) for x in (0.0, torch.nan, 1e38)),
+        ),
+    ),
+    "quantize, mxfp4": Subject("quantize_vector", (on(fp4.test_mxfp4_is_the_reference, BF16, TILED),)),
+    "quantize, float8": Subject("quantize_vector", (on(fp4.test_float8_input_is_the_reference, TILED),)),
+    "quantize, table": Subject(
+        "quantize_e4m3",
+        (on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),),
+        ("sm_90a",),
+    ),
+    "quantize, per token": Subject(
+        "quantize_row_scale",
+        (on(fp4.test_per_token_is_the_reference, BF16),),
+    ),
+    "quantize, silu": Subject("quantize_vector", (on(fp4.test_silu_and_mul_is_the_reference_but_for_exp, F16),)),
+    "quantize, tensor maps": Subject(
+        "quantize_tma", (lambda arch: fp4.test_tma_kernel_is_the_reference(arch, BF16, TILED),)
+    ),
+    "quantize, batches": Subject("quantize_grouped", (on(grouped.test_batched_is_one_matrix_at_a_time, BF16),)),
+    "quantize, masked": Subject(
+        "quantize_grouped", (on(grouped.test_masked_rows_are_quantized_and_no_others_touched),)
+    ),
+    "quantize, experts": Subject("quantize_grouped", (on(grouped.test_experts_apply_swiglu_first),)),
+    "dequantize": Subject(
+        "quantize_dequantize", (lambda arch: dequantize.test_simulated_kernel(arch, TILED, BF16),)
+    ),
+    "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16),)),
+    "kv, slots": Subject("kv_quantize", (on(append.test_slots, "NHD", "pair"), on(append.check_wild))),
+    "kv, positions": Subject(
+        "kv_quantize", (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild))
+    ),
+    "kv, read": Subject("kv_dequantize", (on(kv_read.test_paged, "HND", "pair", BF16),)),
+    "kv, read rows": Subject("kv_dequantize", (on(kv_read.test_flat, F16),)),
+    "gdn, one token": Subject("gdn_delta_rule", (_gdn(WalkTactic(16, 2, 2), 64, 1),)),
+    "gdn, bulk stores": Subject("gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 3, update=False))),
+    "gdn, v in shared memory": Subject(
+        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 3, update=False))
+    ),
+    "gdn, pools": Subject("gdn_delta_rule", (gdn.test_simulated_pools_strides_and_orders,)),
+    "gdn, chunk": Subject(
+        "gdn_chunk",
+        (
+            _chunk(5, ChunkTactic(4)),
+            _chunk(8, ChunkTactic(4), use_qk_l2norm=False, scale=0.75),
+            lambda arch: chunk.TestSimulated().test_strides(arch),
+        ),
+    ),
+    "gdn, chunk ahead": Subject(
+        "gdn_chunk",
+        (
+            _chunk(16, ChunkTactic(4, ahead=4)),
+            _chunk(13, ChunkTactic(4, ahead=4), disable_state_update=True, use_qk_l2norm=False),
+        ),
+    ),
+    "attention, nvfp4": Subject("attention_decode", _decode()),
+    "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
+    "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
+    "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
+    "gemm, narrow split": Subject(
+        "gemm_narrow",
+        _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4, dtype=F16),
+    ),
+    "gemm, wide split": Subject(
+        "gemm_wide", _gemm(WideTactic(64, 1, 2, 2), (70, 72, 416), block_format=NVFP4), ("sm_90a",)
+    ),
+    "gemm, wide divided": Subject(
+        "gemm_wide", _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), block_format=MXFP4), ("sm_90a",)
+    ),
+    "gemm, wide cluster": Subject(
+        "gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160)), ("sm_90a",)
+    ),
+}
