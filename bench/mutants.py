@@ -20,12 +20,10 @@ from tests.mutants import campaign, trial
 from tests.mutants.checks import CHECKS
 from tests.mutants.launches import ARCHS, KERNELS, record
 
-ARITHMETIC = 14
-"""Mutants of the arithmetic of each kernel on each architecture."""
 Row = dict[str, str]
 
 
-def synchronisation(name: str, arch: str) -> Iterator[Row]:
+def synchronisation(name: str, arch: str, _: int) -> Iterator[Row]:
     """Every mutant of the launches of one entry of KERNELS."""
     known = campaign.known_survivors()
     for one in record(name, arch):
@@ -36,13 +34,13 @@ def synchronisation(name: str, arch: str) -> Iterator[Row]:
             yield _row("synchronisation", v, f"number {v.nth}, {v.source}", why)
 
 
-def arithmetic(name: str, arch: str) -> Iterator[Row]:
+def arithmetic(name: str, arch: str, count: int) -> Iterator[Row]:
     """A sample of the mutants of one entry of CHECKS, shared out among its modules."""
     known = trial.known_survivors()
     modules = trial.modules(name, arch)
     for one in modules:
         print(f"{name}, {arch}: {one.coverage} instructions that compute are executed", flush=True)
-        for mutant in one.sample(-(-ARITHMETIC // len(modules))):
+        for mutant in one.sample(-(-count // len(modules))):
             v = trial.judge(one, mutant)
             yield _row("arithmetic", v, v.line, "" if v.how else trial.reason(v, known) or "")
 
@@ -90,13 +88,14 @@ def main() -> int:
     parser.add_argument("--kind", choices=("synchronisation", "arithmetic"), help="default: both")
     parser.add_argument("--kernel", action="append", choices=sorted({*KERNELS, *CHECKS}), help="only these")
     parser.add_argument("--arch", action="append", choices=ARCHS)
+    parser.add_argument("--count", type=int, default=14, help="mutants of the arithmetic of each kernel (default 14)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write mutants.csv and mutants.json")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for run, entries in ((synchronisation, KERNELS), (arithmetic, CHECKS)):
         for name in entries if arguments.kind in (None, run.__name__) else ():
             for arch in arguments.arch or ARCHS if not arguments.kernel or name in arguments.kernel else ():
-                mine = list(run(name, arch))
+                mine = list(run(name, arch, arguments.count))
                 rows += mine
                 if mine:
                     if arguments.out:

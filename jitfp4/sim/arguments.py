@@ -10,12 +10,9 @@ import numpy as np
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.sim.memory import PARAM_START, GlobalMemory
 from jitfp4.sim.ptx import Array, Variable
-from jitfp4.sim.tensormap import TensorMap
+from jitfp4.sim.tensormap import TENSOR_MAP_BYTES, TensorMap, tensor_map_bytes
 from jitfp4.sim.tiles import tensor_map
 from jitfp4.spec import TileMap
-
-TENSOR_MAP_BYTES = 128
-
 
 def pack(params: Sequence[Variable], args: Sequence[Any], memory: GlobalMemory) -> tuple[Array, dict[int, Any]]:
     """The parameter bank and the tensor maps in it, by parameter address."""
@@ -30,6 +27,7 @@ def pack(params: Sequence[Variable], args: Sequence[Any], memory: GlobalMemory) 
             maps[PARAM_START + param.offset] = arg
             if param.size != TENSOR_MAP_BYTES:
                 raise ArgumentTypeError(f"args[{number}]", "TensorMap", f"a {param.size}-byte parameter")
+            bank[param.offset : param.offset + param.size] = tensor_map_bytes(PARAM_START + param.offset)
             continue
         data = _value_bytes(number, param, arg, memory)
         bank[param.offset : param.offset + param.size] = np.frombuffer(data, np.uint8)

@@ -6,7 +6,8 @@ of the cluster, to a thread that released something alone (then only its own acc
 that runs beside the threads, such as the copies that signal one mbarrier, or the wgmma groups of a warpgroup.
 
 Layers: what is ordered (base causality order of the PTX memory model), what of it a proxy fence has made visible to
-the async proxy in shared and in global memory, and what tcgen05.fence lets later tcgen05 instructions rely on.
+the async proxy in shared and in global memory, what tcgen05.fence lets later tcgen05 instructions rely on, and what
+fence.proxy.tensormap lets copies see of tensor maps in memory.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from jitfp4.sim.ptx import Array
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
 
-ORDERED, ASYNC_SHARED, ASYNC_GLOBAL, TENSOR_SENT, TENSOR = range(5)
-LAYERS = 5
-TRAVELS = 4
-"""Layers that a release hands on; the last stays with who has executed tcgen05.fence::after_thread_sync."""
+ORDERED, ASYNC_SHARED, ASYNC_GLOBAL, TENSOR_SENT, MAPS_SENT, TENSOR, MAPS = range(7)
+LAYERS = 7
+TRAVELS = 5
+"""Layers that a release hands on; the last stay with who has executed tcgen05.fence::after_thread_sync, or
+fence.proxy.tensormap with .acquire.
+"""
 AGENTS = 4096
 """Ids kept for agents of one batch, after those of its threads."""
 NOBODY, PREVIOUS = 0, 1

@@ -20,7 +20,7 @@ from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import WINDOWS, GlobalMemory, Memory
 from jitfp4.sim.ptx import Array
 from jitfp4.sim.scheduler import FAIR_TURN, RandomReady, Ready
-from jitfp4.sim.tensormap import TensorMap
+from jitfp4.sim.tensormap import TENSOR_MAP_BYTES, TensorMap, tensor_map_in
 from jitfp4.spec import Dim3, Geometry
 
 if TYPE_CHECKING:
@@ -178,9 +178,15 @@ class Machine:
             hook(lanes.ids)
 
     def tensor_map(self, space: str, address: int, lanes: Lanes) -> TensorMap:
-        """The tensor map at an address, which is that of a kernel parameter."""
+        """The tensor map at an address: that of a kernel parameter, or of a copy of one in global memory."""
         at = address - WINDOWS["param"] if space == "generic" else address
         found = self.launch.tensor_maps.get(at)
+        if found is None and self.memory.in_a_buffer(address):
+            (part,) = self.memory.locate("global", lanes.ids[:1], np.array([address]), TENSOR_MAP_BYTES)
+            offset = int(part.offset[0])
+            found = self.launch.tensor_maps.get(tensor_map_in(part.region.data[offset:]))
+            if found is not None and self.races is not None:
+                self.races.reads_tensor_map(part, lanes.ids[:1], TENSOR_MAP_BYTES)
         if found is None:
             raise self.error(SimMemoryError, f"no tensor map at {space} address {address:#x}", lanes.ids)
         return found

@@ -144,6 +144,10 @@ class Memory:
         self.bound(lanes, offset, 0, len(region.data), size, f"global buffer {region.name}")
         return Part(region, pick, offset, "global")
 
+    def in_a_buffer(self, address: int) -> bool:
+        """Whether a global address is that of an argument or a module variable."""
+        return address >> SLOT_BITS in self.globals.slots
+
     def _shared(self, space: str, lanes: Array, address: Array, size: int) -> Part:
         machine = self.machine
         own, cta, rank = machine.rank[lanes], machine.cta[lanes], address >> RANK_BITS

@@ -2,7 +2,7 @@
 
 Two accesses to one byte by different threads, at least one of them a write, are a race unless both are strong
 (volatile, relaxed, atomic) or something orders them (PTX ISA, Memory Consistency Model, "Causality order"):
-- in one warp a ``.sync`` instruction, or one of the following, between the two accesses;
+- in one warp ``bar.warp.sync``, or one of the following, between the two accesses;
 - between warps a chain of CTA barriers, cluster barriers, and mbarrier arrives and waits;
 - in global memory also releases and acquires (flags.py).
 What the generic proxy wrote is seen by the async proxy only past a ``fence.proxy.async`` on that chain. Asynchronous
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from jitfp4.errors import SimRaceError
-from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED, ORDERED, PREVIOUS, TENSOR, Clocks, Release
+from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED, MAPS, ORDERED, PREVIOUS, TENSOR, Clocks, Release
 from jitfp4.sim.copy_races import CopyRaces
 from jitfp4.sim.flags import Flags
 from jitfp4.sim.history import PREVIOUS_GRID, History
@@ -54,6 +54,8 @@ class Races:
         self.shared = Cells(machine.ctas * machine.memory.shared_stride)
         self.flags = Flags(machine, self)
         self.copies = CopyRaces(machine, self)
+        if machine.cluster_size > 1:
+            machine.on_exit.append(self._threads_left)
 
     @cached_property
     def tensor(self) -> TensorRaces:
@@ -80,6 +82,17 @@ class Races:
     def require_behind(self, part: Part, ids: Array, size: int) -> None:
         """What wrote these bytes, such as mbarrier.init, must lie behind the threads."""
         self._against_writes(self._place(part, ids, size, 0), "use")
+
+    def reads_tensor_map(self, part: Part, ids: Array, size: int) -> None:
+        """A copy finds its tensor map in global memory: what wrote it must have been fenced for that proxy."""
+        place = self._place(part, ids, size, 0)
+        self._against_writes(place, "read of a tensor map")
+        wrote = place.cells.wrote[place.cell]
+        bad = (who_of(wrote) > PREVIOUS_GRID) & ~self._behind(place, wrote, MAPS)
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            text = "a tensor map is used that was written without fence.proxy.tensormap, .release and .acquire, between"
+            self._fail(place, at, text, int(place.cells.wrote_at[place.cell[at]]))
 
     def _place(self, part: Part, ids: Array, size: int, how: int) -> _Place:
         if part.space == "shared":
@@ -232,6 +245,27 @@ class Races:
                 at = int(np.flatnonzero(reads & READ_ONLY)[0])
                 pc = int(place.cells.read_at[place.cell[at]])
                 self._fail(place, at, "a write to memory that ld.global.nc reads in this kernel", pc)
+
+    def _threads_left(self, ids: Array) -> None:
+        """Shared memory lives as long as its CTA: what others did in it must lie behind some thread of the CTA."""
+        m, clocks = self.machine, self.clocks
+        for cta in np.unique(m.cta[ids]):
+            if m.live_in_cta[cta]:
+                continue
+            stride, mine = m.memory.shared_stride, np.flatnonzero(m.cta == cta)
+            known = clocks.known[ORDERED, np.unique(clocks.row[mine])].max(0)
+            inside = self.shared.of_range(int(cta) * stride, stride)
+            for records, sites in ((self.shared.wrote, self.shared.wrote_at), (self.shared.read, self.shared.read_at)):
+                cell = np.flatnonzero(records[inside]) + inside.start
+                who, time = who_of(records[cell]), time_of(records[cell])
+                others = np.flatnonzero(who < m.total)
+                others = others[m.cta[who[others]] != cta]
+                column, alone = clocks.column[who[others]], clocks.alone[who[others]]
+                bad = others[(time[others] >= known[column]) & (time[others] >= known[alone])]
+                if len(bad):
+                    site = m.program.place(int(sites[cell[bad[0]]]))
+                    text = f"a CTA ends while others of its cluster use its shared memory\n  the access: {site}"
+                    raise m.error(SimRaceError, text, ids[m.cta[ids] == cta][:1])
 
     def _note_read(self, place: _Place) -> None:
         cells, cell = place.cells, place.cell

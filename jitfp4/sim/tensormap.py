@@ -26,6 +26,8 @@ from jitfp4.sim import formats
 from jitfp4.sim.swizzle import Swizzle, swizzled
 
 Bytes = NDArray[np.uint8]
+TENSOR_MAP_BYTES = 128
+_MARK = b"tensor map of "
 
 
 class ElementType(StrEnum):
@@ -227,3 +229,14 @@ def _combine(op: str, old: NDArray[Any], new: NDArray[Any], dtype: ElementType) 
     if op == "inc":
         return np.where(old >= new, np.uint32(0), old + np.uint32(1))
     return np.where((old == 0) | (old > new), new, old - np.uint32(1))
+
+
+def tensor_map_bytes(address: int) -> Bytes:
+    """What stands for the map at this parameter address, so that a copy of it in memory is known again."""
+    return np.frombuffer((_MARK + address.to_bytes(8, "little")).ljust(TENSOR_MAP_BYTES, b"\0"), np.uint8)
+
+
+def tensor_map_in(data: Bytes) -> int | None:
+    """The parameter address of the map of which memory holds a copy."""
+    address = int.from_bytes(data[len(_MARK) : len(_MARK) + 8].tobytes(), "little")
+    return address if (data[:TENSOR_MAP_BYTES] == tensor_map_bytes(address)).all() else None

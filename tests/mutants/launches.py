@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 import jitfp4
-from jitfp4 import sim
+from jitfp4 import engine, sim
 from jitfp4.families.attention.operation import DECODE
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -172,12 +173,19 @@ def _attention(tactic: DecodeTactic, **options: Any) -> None:
         made.run()
 
 
-def _gemm(tactic: NarrowTactic | WideTactic, m: int, n: int, k: int) -> None:
-    device = sim.active_device()
-    if isinstance(tactic, WideTactic) and (device is None or device.arch.name != "sm_90a"):
-        return  # its instructions are those of sm_90a
+def _narrow(tactic: NarrowTactic, m: int, n: int, k: int) -> None:
     with MM_BF16_FP4.forced(tactic):
         assert_product(m, n, k, plain=True)
+
+
+def _wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
+    """Rings of so few slots that each is filled again, on the architecture that has its instructions."""
+    device = sim.active_device()
+    if device is not None and device.arch.name == "sm_90a":
+        engine.reset()  # no kernel with more slots
+        with _few_sms(), MM_BF16_FP4.forced(tactic), mock.patch.object(wide, "_MOST_SLOTS", 4):
+            assert_product(m, n, k, plain=True)
+        engine.reset()
 
 
 def _tile(arch: str) -> None:
@@ -217,14 +225,16 @@ KERNELS: dict[str, Callable[[], None]] = {
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),
     "attention, nvfp4": lambda: _attention(DecodeTactic(2, 2, 1)),
-    "attention, heads": lambda: _attention(DecodeTactic(2, 2, 1, head_warps=2), kv_layout="NHD"),
+    "attention, heads": lambda: _attention(
+        DecodeTactic(2, 2, 1, head_warps=2), kv_layout="NHD", lengths=(70, 33, 40)
+    ),
     "attention, e4m3": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.float8_e4m3fn),
     "attention, bf16": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.bfloat16),
-    "gemm, narrow": lambda: _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), 5, 72, 672),
-    "gemm, narrow split": lambda: _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), 13, 72, 1056),
-    "gemm, wide split": lambda: _gemm(WideTactic(64, 1, 2, 2), 70, 72, 416),
-    "gemm, wide divided": lambda: _gemm(WideTactic(64, 2, divided=True), 70, 136, 416),
-    "gemm, wide cluster": lambda: _gemm(WideTactic(64, 2, cluster=2), 70, 136, 416),
+    "gemm, narrow": lambda: _narrow(NarrowTactic(8, 2, 2, 2, 2, 1), 5, 72, 672),
+    "gemm, narrow split": lambda: _narrow(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), 13, 72, 1056),
+    "gemm, wide split": lambda: _wide(WideTactic(64, 1, 2, 2), 40, 64, 1536),
+    "gemm, wide divided": lambda: _wide(WideTactic(64, 2, divided=True), 70, 136, 416),
+    "gemm, wide cluster": lambda: _wide(WideTactic(64, 2, cluster=2), 70, 136, 416),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),

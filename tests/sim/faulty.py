@@ -328,6 +328,36 @@ GLOBAL = [
         block=32,
     ),
     Case(
+        name="lanes that exchange registers, not memory",
+        section="bar.warp.sync; shfl.sync (CUDA C++ Programming Guide: it implies no memory barrier)",
+        source=HEAD + "__shared__ int cells[32]; cells[t] = x[t]; int v = __shfl_xor_sync(~0u, t, 1); PIECE"
+        " y[t] = cells[31 - t] + v; }",
+        right="__syncwarp();",
+        message="another lane without a warp sync",
+        args=ints(32, 32),
+        block=32,
+    ),
+    Case(
+        name="CTA that ends while its neighbour reads its memory",
+        section="CUDA C++ Programming Guide: Distributed Shared Memory; barrier.cluster",
+        source="""
+        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+          __shared__ int cells[64]; const int t = threadIdx.x;
+          cells[t] = x[t] + blockIdx.x;
+          cluster_sync();
+          unsigned from; int v;
+          asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + t)), "r"(cluster_rank() ^ 1));
+          asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+          y[64 * blockIdx.x + t] = v;
+          PIECE
+        }
+        """,
+        right="cluster_sync();",
+        message="a CTA ends while others",
+        args=ints(64, 128),
+        grid=2,
+    ),
+    Case(
         name="cluster barrier with a relaxed arrival",
         section="barrier.cluster: .relaxed",
         source="""

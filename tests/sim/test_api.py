@@ -11,7 +11,7 @@ import torch
 import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import ARCHS
-from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.errors import ArgumentError, ArgumentTypeError, SimLimitError
 from jitfp4.spec import Geometry
 from tests.sim.cuda import compiled, launch
 
@@ -46,6 +46,15 @@ def test_several_views_of_one_storage_alias() -> None:
     launch(source, [both[:32], both[32:]])
     launch(source, [both[32:], both[:32]])
     assert both[:32].tolist() == [2] * 32 and both[32:].tolist() == [1] * 32
+
+
+def test_a_program_that_does_not_end_is_an_error() -> None:
+    source = 'extern "C" __global__ void kernel(volatile int* x) { while (*x == 0) {} *x = 2; }'
+    geometry = Geometry((1, 1, 1), (32, 1, 1))
+    ended = sim.run(compiled(source, "sm_90a"), [np.ones(1, np.int32)], geometry, "sm_90a", limit=10_000)
+    assert 0 < ended.issued < 10_000
+    with pytest.raises(SimLimitError, match=r"still runs after 1\d{4} instructions\n  thread \(0, 0, 0\) of CTA"):
+        sim.run(compiled(source, "sm_90a"), [np.zeros(1, np.int32)], geometry, "sm_90a", limit=10_000)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""A sample of the mutation campaign (bench/mutants.py runs it whole): synchronising instructions that nobody misses."""
+"""The mutation campaign: whole with ``--all``, else a sample. bench/mutants.py writes its table.
+
+Of the synchronising instructions nobody misses one; of the arithmetic, the tests of its family notice a change.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,56 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.mutants.campaign import candidates, judge, known_survivors, reason
+from jitfp4.sim.api import load
+from tests.mutants import arithmetic, campaign, trial
+from tests.mutants.checks import CHECKS
 from tests.mutants.launches import ARCHS, KERNELS, record
 from tests.mutants.synchronisation import mutants, synchronises
 
 pytestmark = [pytest.mark.sim, pytest.mark.compile]
 SAMPLE = 2
-"""Mutants of each launch."""
+"""Mutants of each launch in CI."""
+WHOLE_ARITHMETIC = 14
+"""Mutants of each kernel and architecture: about a thousand over all."""
 
 
+def digest(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_missing_synchronisation_is_noticed(name: str) -> None:
-    number = zlib.crc32(name.encode())
-    known = known_survivors()
-    first = number % len(ARCHS)
-    launches = record(name, ARCHS[first]) or record(name, ARCHS[1 - first])  # the tiles belong to one architecture
+def test_a_missing_synchronisation_is_noticed(name: str, whole: bool) -> None:
+    known, first = campaign.known_survivors(), digest(name) % len(ARCHS)
+    launches = record(name, ARCHS[first])
+    if whole or not launches:  # some kernels belong to one architecture
+        launches += record(name, ARCHS[1 - first])
     assert launches
     for one in launches:
-        found, want = candidates(one)
+        found, unchanged = campaign.candidates(one)
         assert found, "no instruction synchronises"
-        for at in np.random.default_rng(number).permutation(len(found))[:SAMPLE]:
-            verdict = judge(one, found[at], want)
-            assert verdict.how or reason(verdict, known), f"survives: {verdict}"
+        order = np.random.default_rng(digest(name)).permutation(len(found))
+        for at in order if whole else order[:SAMPLE]:
+            verdict = campaign.judge(one, found[at], unchanged)
+            assert verdict.how or campaign.reason(verdict, known), f"survives: {verdict}"
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("name", CHECKS)
+def test_other_arithmetic_is_noticed(name: str, whole: bool) -> None:
+    known, archs = trial.known_survivors(), CHECKS[name].archs
+    for arch in archs if whole else archs[digest(name) % len(archs) :][:1]:
+        modules = trial.modules(name, arch)
+        assert modules
+        for one in modules if whole else modules[:1]:
+            for mutant in one.sample(-(-WHOLE_ARITHMETIC // len(modules)) if whole else SAMPLE):
+                verdict = trial.judge(one, mutant)
+                assert verdict.how or trial.reason(verdict, known), f"survives: {verdict}"
 
 
 def test_every_synchronising_instruction_has_a_mutant() -> None:
     (one,) = record("quantize, tensor maps", "sm_90a")
-    found, _ = candidates(one)
+    found, _ = campaign.candidates(one)
     opcodes = {mutant.instead.text.removeprefix("deleted: ").split()[0].rstrip(";") for mutant in found}
     for piece in ("mbarrier.init.shared::cta.b64", "mbarrier.arrive.expect_tx.shared::cta.b64", "bar.sync"):
         assert piece in opcodes
@@ -42,9 +68,34 @@ def test_every_synchronising_instruction_has_a_mutant() -> None:
 
 
 def test_what_only_computes_is_left_alone() -> None:
-    from jitfp4.sim.api import load
-
     (one,) = record("quantize, vector", "sm_90a")
     code = load(one.ptx, one.entry).module.code
     assert not any(list(mutants(pc, instr)) for pc, instr in enumerate(code) if instr.name in ("add", "mul", "cvt"))
-    assert sum(map(synchronises, code)) == 2  # griddepcontrol.wait and .launch_dependents
+    assert sum(map(synchronises, code)) == 1  # griddepcontrol.wait
+
+
+@pytest.mark.parametrize(
+    ("line", "changes"),
+    [
+        ("add.s32 %r1, %r2, 7", {"sub.s32", "7 is 8", "7 is 6"}),
+        ("setp.leu.f32 %p1, %f1, 0f40000000", {"setp.gt.f32", "2.0 is -2.0", "2.0 is 4.0"}),
+        ("mad.lo.s32 %r1, %r2, %r3, %r1", {"mul.lo.s32"}),
+        ("div.u32 %r1, %r2, %r3", {"mul.lo.u32"}),
+        ("selp.b32 %r1, %r2, %r3, %p1", {"selp.b32"}),
+        ("mov.b32 %r1, 0f00000000", {"0.0 is 1.0"}),
+        ("ld.global.u32 %r1, [%rd1+4]", set()),
+        ("bar.sync 0", set()),
+    ],
+)
+def test_what_arithmetic_becomes(line: str, changes: set[str]) -> None:
+    ptx = f"""
+    .version 8.8
+    .target sm_90a
+    .address_size 64
+    .visible .entry kernel() {{
+      .reg .pred %p<2>; .reg .b32 %r<4>; .reg .b64 %rd<2>; .reg .f32 %f<2>;
+      {line};
+      ret;
+    }}"""
+    program = load(ptx)
+    assert {mutant.change for mutant in arithmetic.mutants(0, program.module.code[0])} == changes

@@ -6,13 +6,14 @@ import numpy as np
 
 from jitfp4.errors import SimError
 from jitfp4.sim.barriers import Barriers, ClusterBarrier
-from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED
+from jitfp4.sim.clocks import ASYNC_GLOBAL, ASYNC_SHARED, MAPS, MAPS_SENT
 from jitfp4.sim.decode import Control, Decode, Source, Step, broadcast, control, step
 from jitfp4.sim.flags import SCOPES
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.machine import WARP, Machine
 from jitfp4.sim.mbarriers import MBarriers
 from jitfp4.sim.ptx import TYPES, Not
+from jitfp4.sim.tensormap import TENSOR_MAP_BYTES
 
 U32, PRED = TYPES["u32"], TYPES["pred"]
 
@@ -129,13 +130,12 @@ def _fence(d: Decode) -> Step:
 
 
 def _proxy_fence(d: Decode) -> Step:
-    """fence.proxy.async of shared memory, of global memory, or of both."""
-    d.need("async", "async::generic", "alias", "tensormap", "tensormap::generic")
-    kind = d.instr.mods[1]
+    """fence.proxy.async of shared memory, of global memory, or of both; fence.proxy.tensormap."""
+    kind = d.need("async", "async::generic", "alias", "tensormap::generic")
+    if kind == "tensormap::generic":
+        return _tensor_map_fence(d)
     spaces = {d.take("global"), d.take("shared::cta", "shared::cluster")} - {None}
     d.ignore("acquire", "release", "cta", "cluster", "gpu", "sys", "sync_restrict::shared::cluster")
-    if d.operands:
-        raise d.error("fence.proxy.tensormap of a map in memory is not modelled")
     layers = tuple(
         layer
         for layer, is_global in ((ASYNC_SHARED, False), (ASYNC_GLOBAL, True))
@@ -147,5 +147,25 @@ def _proxy_fence(d: Decode) -> Step:
             m.races.clocks.fence(lanes.ids, layers)
             if ASYNC_SHARED in layers:
                 m.unit(MBarriers).publish_init(lanes.ids)
+
+    return run
+
+
+def _tensor_map_fence(d: Decode) -> Step:
+    """``.release`` behind what changed a tensor map, ``.acquire`` of its 128 bytes before a copy uses it."""
+    acquire = d.need("acquire", "release") == "acquire"
+    d.need(*SCOPES)
+    if acquire:
+        d.address()
+        if d.immediate() != TENSOR_MAP_BYTES:
+            raise d.error("fence.proxy.tensormap acquires 128 bytes")
+
+    def run(m: Machine, lanes: Lanes) -> None:
+        if m.races is None:
+            return
+        if acquire:
+            m.races.clocks.lift(lanes.ids, MAPS_SENT, MAPS)
+        else:
+            m.races.clocks.fence(lanes.ids, (MAPS_SENT,))
 
     return run
