@@ -1,8 +1,8 @@
 """The gated delta rule: time, bandwidth, a copy of the same bytes and the peer, over batch and tokens.
 
 Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``: ``gdn.csv`` has a line for each case.
-``--part compile`` times NVRTC on every specialisation instead, anywhere. bf16 inputs, 16 q and k heads of dimension 128,
-float32 states [V, K] unless a case says otherwise.
+``--part compile`` times NVRTC on every specialisation instead, anywhere. bf16 inputs, 16 q and k heads of dimension
+128, float32 states [V, K] unless a case says otherwise.
 A case is a graph of ten calls on the same tensors, the median of 15 replays: the protocol of
 FlashInfer's figures below. Bytes are those of states alone: read once, written after every token that is kept, and once
 at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H200, as measured with this protocol on
