@@ -1,8 +1,8 @@
 """The whole mutation campaign: ``python bench/mutants.py [--kind KIND] [--kernel NAME] [--arch ARCH] [--out DIR]``.
 
 Prints how many mutants of each kernel are noticed, and every survivor that has no reason on file; with ``--out`` writes
-a table by kernel and instruction, mutants.csv, and where it comes from, mutants.json; what of the table is not run again
-stays. Exits 1 where there is a survivor without a reason.
+a table by kernel and instruction, mutants.csv, and where it comes from, mutants.json; what is not run again
+stays in the table. Exits 1 where there is a survivor without a reason.
 """
 
 from __future__ import annotations

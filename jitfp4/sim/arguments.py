@@ -14,6 +14,7 @@ from jitfp4.sim.tensormap import TENSOR_MAP_BYTES, TensorMap, tensor_map_bytes
 from jitfp4.sim.tiles import tensor_map
 from jitfp4.spec import TileMap
 
+
 def pack(params: Sequence[Variable], args: Sequence[Any], memory: GlobalMemory) -> tuple[Array, dict[int, Any]]:
     """The parameter bank and the tensor maps in it, by parameter address."""
     if len(args) != len(params):

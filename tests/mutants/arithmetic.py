@@ -8,13 +8,38 @@ from dataclasses import dataclass, replace
 from jitfp4.sim.ptx import Imm, Instr, Operand
 
 _OTHER = {
-    **{"add": "sub", "sub": "add", "min": "max", "max": "min", "and": "or", "or": "and", "xor": "or"},
-    **{"shl": "shr", "shr": "shl", "div": "mul", "rem": "div", "mul": "add", "neg": "mov", "not": "mov", "abs": "neg"},
+    "add": "sub",
+    "sub": "add",
+    "min": "max",
+    "max": "min",
+    "and": "or",
+    "or": "and",
+    "xor": "or",
+    "shl": "shr",
+    "shr": "shl",
+    "div": "mul",
+    "rem": "div",
+    "mul": "add",
+    "neg": "mov",
+    "not": "mov",
+    "abs": "neg",
 }
 """Instructions with the same operands."""
 _COMPARES = {
-    **{"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "num": "nan", "nan": "num"},
-    **{"equ": "ne", "neu": "eq", "ltu": "ge", "geu": "lt", "gtu": "le", "leu": "gt"},
+    "eq": "ne",
+    "ne": "eq",
+    "lt": "ge",
+    "ge": "lt",
+    "gt": "le",
+    "le": "gt",
+    "num": "nan",
+    "nan": "num",
+    "equ": "ne",
+    "neu": "eq",
+    "ltu": "ge",
+    "geu": "lt",
+    "gtu": "le",
+    "leu": "gt",
 }
 """Of each comparison the opposite."""
 _WITH_CONSTANTS = frozenset(_OTHER) | {"mad", "fma", "selp", "setp", "set", "mov", "lop3", "prmt", "bfe", "bfi", "shf"}
