@@ -61,10 +61,10 @@ def table(rows: list[Row]) -> list[dict[str, object]]:
         key = row["kind"], row["kernel"], row["arch"], row["instruction"], change
         total[key] += 1
         noticed[key] += bool(row["how"])
-        reasons[key] += bool(row["reason"])
+        reasons[key] += bool(row["reason"]) and not row["reason"].startswith(("gap", "open"))
     names = "kind", "kernel", "arch", "instruction", "change"
     return [
-        {**dict(zip(names, key, strict=True)), "mutants": n, "noticed": noticed[key], "with a reason": reasons[key]}
+        {**dict(zip(names, key, strict=True)), "mutants": n, "noticed": noticed[key], "equivalent": reasons[key]}
         for key, n in total.items()
     ]
 

@@ -144,10 +144,16 @@ Known = dict[tuple[str, str, str, str], str]
 
 
 def known_survivors() -> Known:
-    """Reasons of the mutants that rightly survive, by kernel (* is every one), instruction, change and CUDA line."""
+    """What is known of survivors, by kernel (* is every one), instruction, change and CUDA line.
+
+    It says whether the mutant is ``equivalent``, lives in a ``gap`` of its family's tests, or is ``open``.
+    """
     with SURVIVORS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return {(row["kernel"], row["instruction"], row["change"], row["line"]): row["reason"] for row in rows}
+    return {
+        (row["kernel"], row["instruction"], row["change"], row["line"]): f"{row['judged']}: {row['reason']}"
+        for row in rows
+    }
 
 
 def reason(verdict: Verdict, known: Known) -> str | None:
