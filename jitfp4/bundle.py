@@ -71,7 +71,7 @@ def export_bundle(entries: Iterable[EntryFiles], out: Path) -> str:
         raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
     index = Index.of(listed for listed, _ in kept.values())
     with (
-        _replacing(out) as raw,
+        replacing(out) as raw,
         zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(raw, closefd=False) as packed,
     ):
         written = _write(packed, INDEX, index.encode())
@@ -91,7 +91,7 @@ def check_out(out: Path) -> None:
 
 
 @contextmanager
-def _replacing(out: Path) -> Iterator[IO[bytes]]:
+def replacing(out: Path) -> Iterator[IO[bytes]]:
     """A file that takes the name ``out`` when it is complete and on disk, and leaves nothing when it is not."""
     partial = out.with_name(f".{out.name}.{os.urandom(8).hex()}.partial")
     try:

@@ -48,6 +48,7 @@ _steps: ContextVar[list[Step | None] | None] = ContextVar("jitfp4_steps", defaul
 _memories: list[_Memory] = []
 _MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
 _suspended = 0
+_generation = 0  # of what calls were chosen by: forget() begins a new one
 _counting = threading.Lock()
 
 
@@ -63,7 +64,10 @@ def is_noting() -> bool:
 
 
 def forget() -> None:
-    """Forget every call."""
+    """Forget every call, also those that threads are about to remember."""
+    global _generation
+    with _counting:
+        _generation += 1
     for memory in _memories:
         memory.clear()
 
@@ -145,7 +149,7 @@ def _take(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
-    token = _steps.set([])
+    token, generation = _steps.set([]), _generation
     try:
         result = function()
         steps = _steps.get() or []
@@ -156,7 +160,9 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
         if lasting:
             if len(memory) >= _MOST:
                 memory.clear()
-            memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
+            with _counting:
+                if generation == _generation:
+                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
     return result
 
 

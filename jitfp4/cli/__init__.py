@@ -15,7 +15,15 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from jitfp4.cli import cache, doctor, render, simulate, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
+from jitfp4.cli import (
+    cache,
+    doctor,
+    render,
+    simulate,
+    tactics,
+    transfer,  # noqa: F401 - adds its commands to cache's
+    warmup,
+)
 from jitfp4.cli.output import say
 from jitfp4.errors import Jitfp4Error
 
@@ -51,4 +59,6 @@ app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
 app.command(epilog=render.EXAMPLES)(render.render)
 app.add_typer(cache.app)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=tactics.EXAMPLES)(tactics.tactics)
+app.command(epilog=tactics.TUNE_EXAMPLES)(tactics.tune)
 app.command("sim", epilog=simulate.EXAMPLES)(simulate.simulate)

@@ -13,16 +13,16 @@ PACKAGE = ROOT / "jitfp4"
 FLOORS = (
     ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
     ("cache", "bundle", "remote", "render", "keys", "kernel"),
-    ("tensors", "replay", "driver", "nvrtc", "sim"),
+    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics"),
     ("engine", "operation", "public"),
     ("families",),
-    ("warmup", "golden"),
+    ("warmup", "golden", "tuning"),
     ("cli", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
     # sim takes torch tensors at its edge
-    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
+    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim", "tuning"},
     "cuda": {"nvrtc", "driver"},
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
