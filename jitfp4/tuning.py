@@ -24,6 +24,7 @@ import torch
 import jitfp4.families  # noqa: F401 - registers every operation
 from jitfp4 import engine, nvrtc, sim, tactics
 from jitfp4.arch import Arch
+from jitfp4.bundle import check_out
 from jitfp4.errors import ArgumentError, CompileError, LaunchError, TacticsError, ToolchainError
 from jitfp4.operation import Observed, observed, operations
 from jitfp4.spec import fields_of
@@ -215,24 +216,24 @@ def tune(
     Returns:
         What the file holds. It is not used before load_tactics(), or the variable JITFP4_TACTICS, names it.
     Raises:
-        ArgumentError: the call launches no kernel, or runs on several GPUs.
+        ArgumentError: the call launches no kernel, or runs on several GPUs; ``path`` cannot be a file.
         TacticsError: the file that is there is damaged, or of another GPU or toolchain.
     """
-    path, seen = Path(path), dict[tuple[str, Any], Observed]()
+    path, seen = Path(path), dict[tuple[Any, ...], Observed]()
+    check_out(path)
 
     def see(one: Observed) -> None:
-        seen.setdefault((one.operation.name, one.operation.bucket(one.problem)), one)
+        seen.setdefault((one.operation.name, one.operation.bucket(one.problem), one.target.gpu, one.target.device), one)
 
     with observed(see):
         call()
     targets = {one.target._replace(races=False) for one in seen.values()}
     if len(targets) != 1:
         raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", "one that launches kernels on one GPU")
-    target = targets.pop()
-    file = _continued(path, target)
-    todo = {key: one for key, one in seen.items() if again or not _has(file, one)}
+    file = _continued(path, targets.pop())
+    todo = [one for one in seen.values() if again or not _has(file, one)]
     with _bar(len(todo), shown=progress) as bar:
-        for one in todo.values():
+        for one in todo:
             search = Search(_candidates(one))
             end = clock() + seconds
             bar.begin(one, search)

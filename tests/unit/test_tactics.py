@@ -141,8 +141,8 @@ def test_another_gpu_and_another_toolchain_are_refused_with_the_reason(
         file.check(["NVIDIA H200"])
     with pytest.raises(TacticsError, match="here is no GPU"):
         file.check([])
-    other = replace(file, toolchain="nvrtc-12.0.0-000000000000")
-    with pytest.raises(TacticsError, match="tuned with nvrtc-12.0.0-000000000000; here is nvrtc-"):
+    other = replace(file, toolchain="nvrtc-0")
+    with pytest.raises(TacticsError, match="tuned with nvrtc-0; here is nvrtc-"):
         other.check([GPU])
     monkeypatch.setattr(nvrtc, "toolchain", lambda: None)
     other.check([GPU])
