@@ -15,6 +15,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
@@ -74,6 +76,15 @@ def read_sha256(name: str, text: str | None) -> str | None:
     if not re.fullmatch("[0-9a-fA-F]{64}", text):
         raise ArgumentError(name, repr(text), "64 hex digits")
     return text.lower()
+
+
+@functools.cache
+def version() -> str:
+    """jitfp4's version; ``source`` when it runs from a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("jitfp4")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"
 
 
 def _cache_dir(env: Mapping[str, str]) -> Path | None:

@@ -12,7 +12,6 @@ Only a spec that is new to the process goes all the way::
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jitfp4 import nvrtc, replay, sim, tactics
 from jitfp4.arch import Arch
 from jitfp4.cache import Built, Cache, CacheInfo, Loaded
-from jitfp4.config import read_config
+from jitfp4.config import read_config, version
 from jitfp4.errors import ArgumentTypeError, OfflineError
 from jitfp4.kernel import AnyKernel, Plan
 from jitfp4.keys import Recipe
@@ -180,15 +179,6 @@ def reset() -> None:
     tactics.use(None)
     for memo in (cache, _compile_ptx, _build_lock):
         memo.cache_clear()
-
-
-@functools.cache
-def version() -> str:
-    """jitfp4's version; ``source`` when it runs from a checkout that is not installed."""
-    try:
-        return importlib.metadata.version("jitfp4")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 def _recipe(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Recipe:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from jitfp4.arch import Arch
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli.gpus import cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples, split
 from jitfp4.cli.output import plural, put, put_json, put_table, say
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from jitfp4.operation import Operation
     from jitfp4.tactics import TacticsFile
 
+FAMILIES_EXAMPLES = examples("jitfp4 families", "jitfp4 families --json")
 EXAMPLES = examples(
-    "jitfp4 tactics",
+    "jitfp4 tactics quantize --arch sm_100a",
     "jitfp4 tactics mm_bf16_fp4 --problem m=16,n=8192,k=8192 --arch sm_90a --why",
 )
 TUNE_EXAMPLES = examples(
@@ -32,8 +33,21 @@ TUNE_EXAMPLES = examples(
 _BOOLS = {"true": True, "false": False}
 
 
+def families(as_json: AsJson = False) -> None:
+    """List the operations, their kernels, and the fields of the problems that selection sees."""
+    import jitfp4.families  # noqa: F401 - registers every operation
+    from jitfp4.operation import operations
+
+    found = [(one.name, [kernel.name for kernel in one.kernels], _fields_of_problems(one)) for one in operations()]
+    if as_json:
+        rows = [{"operation": name, "kernels": kernels, "problem": fields} for name, kernels, fields in found]
+        put_json("families", operations=rows)
+    else:
+        put_table(["operation", "kernels", "problem"], [[name, *map(", ".join, rest)] for name, *rest in found])
+
+
 def tactics(
-    operation: Annotated[str | None, typer.Argument(metavar="OPERATION", help="Without one, all are listed.")] = None,
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="One that jitfp4 families lists.")],
     problem: Annotated[
         str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; the others as in a typical problem.")
     ] = None,
@@ -53,9 +67,6 @@ def tactics(
     import jitfp4.families  # noqa: F401 - registers every operation
     from jitfp4.operation import operations
 
-    if operation is None:
-        _list_operations(operations(), as_json)
-        return
     (found,) = operations(operation)
     target = Arch.of(arch) if arch is not None else _arch_here()
     asked = _read_problem(found.problems(target)[0], problem)
@@ -133,6 +144,10 @@ def _read_problem(like: Any, text: str | None) -> Any:
     return like._replace(**given)
 
 
+def _fields_of_problems(operation: Operation[Any, Any]) -> list[str]:
+    return list(operation.problems(next(iter(ARCHS.values())))[0]._fields)
+
+
 def _read_field(name: str, text: str, kind: Any) -> Any:
     known: dict[str, Any] = {}
     if isinstance(kind, EnumType):
@@ -155,14 +170,6 @@ def _tuned(path: Path | None) -> TacticsFile | None:
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _list_operations(found: tuple[Operation[Any, Any], ...], as_json: bool) -> None:
-    rows = [(one.name, [kernel.name for kernel in one.kernels], one.arguments._fields) for one in found]
-    if as_json:
-        put_json("tactics", operations=[{"operation": name, "kernels": kernels} for name, kernels, _ in rows])
-    else:
-        put_table(["operation", "kernels"], [[name, ", ".join(kernels)] for name, kernels, _ in rows])
 
 
 def _put_tactics(
