@@ -138,7 +138,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
         table, row = self._row(problem, arch)
-        return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of bench/results/{table.measured}")
+        source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
+        return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
         """The problem that stands for those that are tuned as one: ``growing`` fields are rounded to powers of two."""
