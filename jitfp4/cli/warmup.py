@@ -55,6 +55,9 @@ def warmup(
     plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
     arch: ArchNames = None,
     family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
+    tactics: Annotated[
+        Path | None, typer.Option("--tactics", metavar="FILE", help="Also the kernels that a tactics file selects.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Compilations at a time; 0: as cores and memory allow.")] = 0,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Only the I-th (from 0) of N parts.")] = "0/1",
     check: Annotated[bool, typer.Option("--check", help="Build nothing; list what is missing.")] = False,
@@ -68,7 +71,7 @@ def warmup(
     --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C: what was finished is kept.
     """
     configure(cache_dir)
-    tasks = _select(plan, arch, read_families(family), shard)
+    tasks = _select(plan, arch, read_families(family), tactics, shard)
     if write_plan is not None:
         _write_plan(tasks, write_plan, as_json)
     elif check:
@@ -85,9 +88,12 @@ def default_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), available // _BYTES_PER_JOB))
 
 
-def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard: str) -> tuple[Task, ...]:
+def _select(
+    path: Path | None, arch: str | None, patterns: Sequence[str], tactics: Path | None, shard: str
+) -> tuple[Task, ...]:
     from jitfp4 import warmup
     from jitfp4.kernel import kernels
+    from jitfp4.tactics import read
 
     if path is not None:
         archs = read_archs("all" if arch is None else arch)
@@ -95,6 +101,8 @@ def _select(path: Path | None, arch: str | None, patterns: Sequence[str], shard:
         tasks = tuple(t for t in read_plan(path) if t.arch in archs and t.kernel in chosen)
     else:
         tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
+    if tactics is not None:
+        tasks = tuple(dict.fromkeys((*tasks, *warmup.tuned(read(tactics)))))
     return warmup.shard(tasks, *read_shard(shard))
 
 

@@ -22,6 +22,7 @@ from jitfp4.operation import Observed, Operation, operations
 from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile
 from jitfp4.tuning import Measure
+from jitfp4.warmup import read_plan
 
 PROBLEM = "m=16,n=8192,k=8192"
 SCRIPT = """
@@ -194,3 +195,14 @@ def test_a_program_that_fails_or_launches_nothing_is_an_error(script: Path, tmp_
         result = run("tune", script, "--out", tmp_path / "tactics.json")
         assert result.exit_code == 2 and message in result.stderr
     assert not (tmp_path / "tactics.json").exists()
+
+
+def test_warmup_also_builds_what_a_file_selects(tmp_path: Path) -> None:
+    tuned = NarrowTactic(8, 2, 2, 12, 2, 1)
+    write_choice(tmp_path / "tactics.json", tuned, m=4, n=8192, k=8192)
+    command = "warmup", "--arch", "sm_90a", "--family", "gemm/narrow", "--write-plan"
+    assert run(*command, tmp_path / "less.json").exit_code == 0
+    assert run(*command, tmp_path / "more.json", "--tactics", tmp_path / "tactics.json").exit_code == 0
+    less, more = (read_plan((tmp_path / name).read_text()) for name in ("less.json", "more.json"))
+    (added,) = set(more) - set(less)
+    assert added.spec.fields().items() >= {"tile_m": 8, "groups": 12, "dtype": "bf16"}.items()
