@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_every_tactic_of_every_operation_can_be_tuned_for(operation: Operation[A
         read = TacticsFile.decode(file_of(choice(operation, problem, tactic)).encode())
         assert operation.select(problem, SM_90A, read) == tactic
         assert operation.selection(problem, SM_90A, read).by.startswith("tuned")
+
+
+def test_the_documented_buckets_are_those_of_the_operations() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
+    documented = {name: re.findall(r"`(\w+)`", fields) for name, fields in table.items()}
+    for operation in operations():
+        problem, fields = operation.problems(SM_90A)[0], documented.pop(operation.name)
+        sizes = [name for name, value in problem._asdict().items() if type(value) is int]
+        assert set(fields) <= set(sizes)
+        large = problem._replace(**dict.fromkeys(sizes, 1000))
+        assert operation.bucket(large) == large._replace(**dict.fromkeys(fields, 1024)), operation.name
+    assert not documented
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

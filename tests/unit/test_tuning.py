@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.problem import VectorTactic
 from jitfp4.operation import Observed
 from jitfp4.tuning import Measure, Search, tune
 
@@ -274,6 +275,41 @@ def test_arguments_are_copied_with_their_strides_and_what_is_large_only_where_it
         own = tuning._copied(call, everything=everything)
         assert (own.a.data_ptr() == X.data_ptr()) is not everything
         assert own.out.data_ptr() != call.arguments.out.data_ptr()
+
+
+def test_on_a_gpu_each_tactic_is_built_once_and_timed_on_copies(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does around time_us(), which needs a GPU."""
+    seen: list[Observed] = []
+    with tuning.observed(seen.append):
+        jitfp4.nvfp4_quantize(X, 1.0)
+    built: list[Any] = []
+    timed: list[tuple[int, int, set[int]]] = []
+
+    def time_us(make_call: Callable[[], Callable[[], object]], size: int, *, replays: int) -> float:
+        calls = [make_call() for _ in range(tuning.calls_per_graph(size))]
+        for call in calls:
+            call()
+        timed.append((size, replays, set(addresses)))
+        return 1.0
+
+    addresses: list[int] = []
+    monkeypatch.setattr(tuning, "time_us", time_us)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(engine, "build", lambda kernel, spec, _: built.append((kernel, spec)))
+    monkeypatch.setattr(
+        type(QUANTIZE), "_checked", lambda self, args: addresses.append(args[0].data_ptr()) or self.arguments(*args)
+    )
+    tactics_ = [VectorTactic(1, 128), VectorTactic(1, 256), VectorTactic(4, 256)]
+    with tuning.on_gpu(seen[0], tactics_) as measure:
+        assert [measure(tactic, 3) for tactic in tactics_] == [1.0] * 3
+    plans = [QUANTIZE.plan(seen[0].problem, SM_90A, tactic) for tactic in tactics_]
+    assert launched[1:] == [plan.spec for plan in plans for _ in range(50)]
+    assert sorted(map(repr, built)) == sorted({repr((plan.kernel, plan.spec)) for plan in plans})
+    size = X.nbytes + 4 * 32 + 128 * 4 + 4
+    assert [(bytes_, replays) for bytes_, replays, _ in timed] == [(size, 3)] * 3
+    assert len(timed[0][2]) == 50 and timed[2][2] == timed[0][2] and X.data_ptr() not in timed[0][2]
 
 
 @pytest.mark.gpu
