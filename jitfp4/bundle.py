@@ -59,6 +59,25 @@ def normalized(files: EntryFiles) -> EntryFiles:
     return replace(files, manifest=replace(manifest, provenance=provenance).encode())
 
 
+def indexed(
+    entries: Iterable[EntryFiles], tactics: bytes | None = None
+) -> tuple[Index, dict[tuple[str, str], EntryFiles]]:
+    """The index of these entries and a tactics file, and each entry, normalized, by recipe and toolchain.
+
+    Raises:
+        ArgumentError: there are no entries.
+        CacheCorruptError: an entry is not what its manifest says.
+    """
+    listed, kept = [], {}
+    for files in map(normalized, entries):
+        listed.append(Listed.of(files))
+        kept[listed[-1].recipe, listed[-1].toolchain] = files
+    if not kept:
+        raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
+    listing = None if tactics is None else (len(tactics), hashlib.sha256(tactics).hexdigest())
+    return Index.of({(entry.recipe, entry.toolchain): entry for entry in listed}.values(), listing), kept
+
+
 def export_bundle(entries: Iterable[EntryFiles], out: Path, tactics: bytes | None = None) -> str:
     """Write a bundle and return its digest. The same entries give the same bytes, in whatever order they come.
 
@@ -70,14 +89,7 @@ def export_bundle(entries: Iterable[EntryFiles], out: Path, tactics: bytes | Non
         CacheCorruptError: an entry is not what its manifest says.
     """
     check_out(out)
-    kept = {}
-    for files in map(normalized, entries):
-        listed = Listed.of(files)
-        kept[listed.recipe, listed.toolchain] = listed, files
-    if not kept:
-        raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
-    listing = (len(tactics), hashlib.sha256(tactics).hexdigest()) if tactics is not None else None
-    index = Index.of((listed for listed, _ in kept.values()), listing)
+    index, kept = indexed(entries, tactics)
     with (
         replacing(out) as raw,
         zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(raw, closefd=False) as packed,
@@ -86,7 +98,7 @@ def export_bundle(entries: Iterable[EntryFiles], out: Path, tactics: bytes | Non
         if tactics is not None:
             written += _write(packed, TACTICS, tactics)
         for entry in index.entries:
-            contents = kept[entry.recipe, entry.toolchain][1].by_name()
+            contents = kept[entry.recipe, entry.toolchain].by_name()
             for name in _ORDER:
                 written += _write(packed, f"{entry_path(entry.recipe, entry.toolchain)}/{name}", contents[name])
         packed.write(_end(written))

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jitfp4 import nvrtc, replay
+from jitfp4 import nvrtc
 from jitfp4.config import read_config
 from jitfp4.errors import TacticsError
 
@@ -150,6 +150,8 @@ _reading = threading.Lock()  # so that what is wrong is said once
 
 def use(file: TacticsFile | None) -> None:
     """Use a file from now on; None: what JITFP4_TACTICS names, read again. Calls that are remembered are forgotten."""
+    from jitfp4 import replay  # torch, which a command that only reads files does without
+
     global _loaded
     _loaded = file
     _named.cache_clear()

@@ -25,8 +25,8 @@ from jitfp4.cli import (
     warmup,
 )
 from jitfp4.cli.output import put, say
-from jitfp4.config import version
 from jitfp4.errors import Jitfp4Error
+from jitfp4.version import version
 
 __all__ = ["app"]
 
@@ -51,7 +51,7 @@ app = typer.Typer(
     cls=_Commands,
     help="FP4 GPU kernels: prebuild them, look at their source, look after their cache.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

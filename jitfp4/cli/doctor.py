@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.cache import Catalog
+from jitfp4.cache import Cache, Catalog
 from jitfp4.cache.layer import Layer
 from jitfp4.cache.lock import try_lock
 from jitfp4.cache.tree import check_trusted, open_folder
@@ -23,7 +23,7 @@ from jitfp4.cli.gpus import Driver, cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples
 from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, say
 from jitfp4.config import Config
-from jitfp4.errors import CacheError, CompileError, ToolchainError, UnsupportedArchError
+from jitfp4.errors import CacheError, CompileError, TacticsError, ToolchainError, UnsupportedArchError
 
 EXAMPLES = examples(
     "jitfp4 doctor",
@@ -54,8 +54,9 @@ def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
         _versions(),
         _compiler(config),
         _cache(config),
-        *(_layer(root, config) for root in config.cache_ro),
+        *map(_layer, Cache(config).layers),
         _gpu(config),
+        *([_tactics(config.tactics)] if config.tactics else []),
     ]
     problems = [problem for finding in findings for problem in finding.problems]
     if as_json:
@@ -138,13 +139,13 @@ def _cache(config: Config) -> Finding:
     return finding
 
 
-def _layer(root: Path, config: Config) -> Finding:
-    finding = Finding("read-only layer", {"path": str(root)})
-    exists = _exists(root, finding)
+def _layer(layer: Layer) -> Finding:
+    finding = Finding("read-only layer", {"path": str(layer.path)})
+    exists = _exists(layer.path, finding)
     if exists:
-        _inspect_root(Layer(path=root, pin=config.bundle_sha256), finding)
+        _inspect_root(layer, finding)
     elif exists is not None:
-        finding.problems.append(f"{root}: does not exist")
+        finding.problems.append(f"{layer.path}: does not exist")
     return finding
 
 
@@ -176,6 +177,20 @@ def _gpu(config: Config) -> Finding:
     finding.facts["devices"] = devices
     if driver and not config.offline:
         finding.problems += _unfit_compiler(driver, {str(device["arch"]) for device in devices})
+    return finding
+
+
+def _tactics(path: Path) -> Finding:
+    """What calls would make of the file that JITFP4_TACTICS names."""
+    from jitfp4.tactics import read
+
+    finding, driver = Finding("tactics", {"path": str(path)}), cuda_driver()
+    try:
+        file = read(path)
+        finding.facts |= {"gpu": file.gpu, "toolchain": file.toolchain, "choices": len(file.choices)}
+        file.check(gpu.name for gpu in (driver.gpus if driver else ()))
+    except (OSError, TacticsError) as error:
+        finding.problems.append(f"{error}; the committed tables select tactics")
     return finding
 
 

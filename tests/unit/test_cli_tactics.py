@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 from jitfp4 import nvrtc, tactics, tuning
 from jitfp4.arch import Arch
 from jitfp4.cli import app
-from jitfp4.config import version
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -22,6 +21,7 @@ from jitfp4.operation import Observed, Operation, operations
 from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile
 from jitfp4.tuning import Measure
+from jitfp4.version import version
 from jitfp4.warmup import read_plan
 
 PROBLEM = "m=16,n=8192,k=8192"

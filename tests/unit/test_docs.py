@@ -52,6 +52,7 @@ def test_the_public_names_are_these() -> None:
         "gated_delta_rule_mtp",
         "load_tactics",
         "mm_bf16_fp4",
+        "mm_fp4",
         "mxfp4_dequantize",
         "mxfp4_quantize",
         "nvfp4_batched_quantize",
@@ -126,6 +127,8 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert defaults.tactics is None and documented["JITFP4_TACTICS"] == "none"
     assert defaults.cache_ro == () and defaults.bundle_sha256 is None
     assert (documented["JITFP4_CACHE_RO"], documented["JITFP4_BUNDLE_SHA256"]) == ("none", "none")
+    assert defaults.record is None and documented["JITFP4_RECORD"] == "none"
+    assert defaults.log_level is None and all(f"``{level}``" in (config.__doc__ or "") for level in config.LOG_LEVELS)
 
 
 def test_the_drawn_tree_of_errors_is_the_tree() -> None:
