@@ -123,12 +123,12 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
             raise ArgumentError(name, f"shape {tuple(codes.shape)}", shape)
     check_same_device("b", b, a)
     k, n = 2 * a.shape[1], b.shape[1]
-    if differ(b.shape[:1], a.shape[1:]):
-        raise ArgumentError("b", f"shape {tuple(b.shape)}", f"[{k // 2}, n], as a of shape {tuple(a.shape)}")
     if k == 0 or k % COLS:
         raise ArgumentError("a", f"k = {k}", f"a positive multiple of {COLS}: K % {COLS} == 0")
-    if n == 0 or n % ROWS:
-        raise ArgumentError("b", f"n = {n}", f"a positive multiple of {ROWS}: N % {ROWS} == 0")
+    if differ(b.shape[:1], a.shape[1:]):
+        raise ArgumentError("b", f"shape {tuple(b.shape)}", f"[{k // 2}, n], as a of shape {tuple(a.shape)}")
+    if differ((n % ROWS,), (0,)):
+        raise ArgumentError("b", f"n = {n}", f"a multiple of {ROWS}: N % {ROWS} == 0")
     if b.stride(0) != 1:
         raise ArgumentError("b", f"strides {b.stride()}", "the transpose of a matrix [n, k / 2] of adjacent bytes")
     bytes_a, bytes_b = a.view(torch.uint8), b.view(torch.uint8).T
