@@ -25,6 +25,15 @@ SCHEMA = 1
 MAX_BYTES = 16 << 20
 
 Fields = Mapping[str, str | int | bool]
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "operation": str,
+    "problem": dict,
+    "kernel": str,
+    "tactic": dict,
+    "us": (int, float),
+    "measured": int,
+    "finished": bool,
+}
 _HEAD = ("schema", "gpu", "arch", "toolchain")
 _log = logging.getLogger("jitfp4.tactics")
 
@@ -93,7 +102,7 @@ class TacticsFile:
             raise TacticsError("damaged: its checksum does not match")
         try:
             head = {name: str(body[name]) for name in _HEAD[1:]}
-            choices = [Choice(**choice) for choice in body["choices"]]
+            choices = [_choice(fields) for fields in body["choices"]]
         except (KeyError, TypeError) as error:
             raise TacticsError(f"not in the form of version {SCHEMA}: {error}") from None
         return cls(**head, choices={choice.key: choice for choice in choices}, path=path)
@@ -132,6 +141,15 @@ def write(file: TacticsFile, path: Path) -> None:
     check_out(path)
     with replacing(path) as raw:
         raw.write(file.encode())
+
+
+def _choice(fields: Any) -> Choice:
+    """Raises TypeError when a field is missing, unknown or of another type."""
+    choice = Choice(**fields)
+    for name, kind in _KINDS.items():
+        if not isinstance(value := getattr(choice, name), kind):
+            raise TypeError(f"{name}: {value!r}"[:80])
+    return choice
 
 
 def _canonical(value: Any) -> str:

@@ -100,6 +100,8 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "col
 @contextmanager
 def on_gpu(call: Observed, candidates: Sequence[Any]) -> Iterator[Measure]:
     """Measure a call on its GPU. Kernels are compiled in parallel, in the order of ``candidates``, meanwhile."""
+    if call.target.device is None:
+        raise ArgumentError("call", "one on a simulated GPU", "one on a GPU, or another measurer")
     operation, arch = call.operation, call.target.arch
     plans = {tactic: operation.plan(call.problem, arch, tactic) for tactic in candidates}
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from contextlib import redirect_stdout
 from enum import EnumType
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -109,11 +110,12 @@ def tune(
 
 
 def _run(script: Path, args: list[str]) -> None:
-    """The program as ``python SCRIPT ARGS`` runs it."""
+    """The program as ``python SCRIPT ARGS`` runs it; what it prints is no data of this command."""
     before, path = sys.argv, sys.path[:]
     sys.argv, sys.path = [str(script), *args], [str(script.resolve().parent), *path]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as done:
         if done.code not in (None, 0):
             raise ArgumentError(

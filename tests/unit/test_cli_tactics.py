@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from jitfp4 import nvrtc, tactics, tuning
+from jitfp4 import nvrtc, sim, tactics, tuning
 from jitfp4.arch import Arch
 from jitfp4.cli import app
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -32,6 +32,7 @@ import jitfp4
 from jitfp4 import sim
 
 assert __name__ == "__main__"
+print("not JSON")
 with sim.device("sm_90a"):
     jitfp4.nvfp4_quantize(torch.ones(int(sys.argv[1]), 64).bfloat16(), 1.0)
 """
@@ -175,6 +176,19 @@ def test_a_program_is_tuned_and_a_second_run_goes_on(script: Path, tmp_path: Pat
 
 def _key(problem: dict[str, Any]) -> str:
     return json.dumps(problem, sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--w4a4"]])
+def test_the_example_of_shapes_is_tuned(script: Path, tmp_path: Path, arguments: list[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "linear_shapes.py"
+    shapes = ["128x256", "64x128", "--rows", "3", "40", "--device", "cpu"]
+    with sim.device("sm_90a"):
+        tuned = run("tune", "--out", tmp_path / "tactics.json", "--", example, *shapes, *arguments)
+    assert tuned.exit_code == 0, tuned.stderr
+    choices = [c for c in tactics.read(tmp_path / "tactics.json").choices.values() if c.operation.startswith("mm_")]
+    problems = {(c.problem["n"], c.problem["k"], c.problem["m"]) for c in choices}
+    assert problems == {(n, k, m) for n, k in ((128, 256), (64, 128)) for m in (4, 64)}
+    assert {choice.operation for choice in choices} == {"mm_fp4" if arguments else "mm_bf16_fp4"}
 
 
 def test_ctrl_c_is_status_130(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

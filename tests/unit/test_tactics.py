@@ -115,6 +115,9 @@ def with_checksum(**changes: Any) -> bytes:
     return json.dumps({"sha256": tactics._checksum(body), **body}).encode()
 
 
+WHOLE = {"operation": "a", "problem": {}, "kernel": "b", "tactic": {}, "us": 1, "measured": 2, "finished": True}
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -127,6 +130,9 @@ def with_checksum(**changes: Any) -> bytes:
         (b'{"schema": 1, "choices": []}', "damaged: its checksum does not match"),
         (with_checksum(choices=[{"operation": "quantize"}]), "not in the form of version 1"),
         (with_checksum(choices=3), "not in the form of version 1"),
+        (with_checksum(choices=[WHOLE | {"problem": [1]}]), r"not in the form of version 1: problem: \[1\]"),
+        (with_checksum(choices=[WHOLE | {"us": None}]), "not in the form of version 1: us: None"),
+        (with_checksum(choices=[WHOLE | {"more": 1}]), "not in the form of version 1"),
     ],
 )
 def test_what_is_no_file_is_refused_with_the_reason(data: bytes, why: str) -> None:

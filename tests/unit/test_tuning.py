@@ -301,8 +301,11 @@ def test_on_a_gpu_each_tactic_is_built_once_and_timed_on_copies(
     monkeypatch.setattr(
         type(QUANTIZE), "_checked", lambda self, args: addresses.append(args[0].data_ptr()) or self.arguments(*args)
     )
+    with pytest.raises(ArgumentError, match="one on a simulated GPU"), tuning.on_gpu(seen[0], []):
+        pass
+    call = seen[0]._replace(target=engine.Target(SM_90A, 0))
     tactics_ = [VectorTactic(1, 128), VectorTactic(1, 256), VectorTactic(4, 256)]
-    with tuning.on_gpu(seen[0], tactics_) as measure:
+    with tuning.on_gpu(call, tactics_) as measure:
         assert [measure(tactic, 3) for tactic in tactics_] == [1.0] * 3
     plans = [QUANTIZE.plan(seen[0].problem, SM_90A, tactic) for tactic in tactics_]
     assert launched[1:] == [plan.spec for plan in plans for _ in range(50)]
