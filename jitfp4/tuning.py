@@ -144,7 +144,7 @@ def _copied(call: Observed, *, everything: bool) -> Any:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """The same values at the same strides."""
     low, high = extent(tensor)
-    memory = tensor.as_strided(((high - low) // tensor.element_size(),), (1,)).view(torch.uint8).clone()
+    memory = tensor.detach().as_strided(((high - low) // tensor.element_size(),), (1,)).view(torch.uint8).clone()
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
@@ -220,9 +220,11 @@ def tune(
     Raises:
         ArgumentError: the call launches no kernel, or runs on several GPUs; ``path`` cannot be a file.
         TacticsError: the file that is there is damaged, or of another GPU or toolchain.
+        ToolchainError: NVRTC is not installed.
     """
     path, seen = Path(path), dict[tuple[Any, ...], Observed]()
     check_out(path)
+    known = tactics.read(path) if path.exists() else None
 
     def see(one: Observed) -> None:
         seen.setdefault((one.operation.name, one.operation.bucket(one.problem), one.target.gpu, one.target.device), one)
@@ -232,7 +234,7 @@ def tune(
     targets = {one.target._replace(races=False) for one in seen.values()}
     if len(targets) != 1:
         raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", "one that launches kernels on one GPU")
-    file = _continued(path, targets.pop())
+    file = _continued(known, path, targets.pop())
     todo = [one for one in seen.values() if again or not _has(file, one)]
     with _bar(len(todo), shown=progress) as bar:
         for one in todo:
@@ -243,7 +245,7 @@ def tune(
                 with measurer(one, search.left) as measure:
                     search.run(measure, lambda end=end: clock() > end, bar.advance)  # type: ignore[misc]
             finally:
-                if search.best is not None:
+                if search.best is not None and (search.finished or not _has(file, one)):
                     file = file.updated([_choice(one, search)])
                     tactics.write(file, path)
     return file
@@ -276,16 +278,15 @@ def load_tactics(path: str | Path | None) -> None:
     tactics.use(file)
 
 
-def _continued(path: Path, target: engine.Target) -> TacticsFile:
-    """The file at ``path``, or a new one."""
+def _continued(known: TacticsFile | None, path: Path, target: engine.Target) -> TacticsFile:
+    """The file that is there, or a new one."""
     toolchain = nvrtc.toolchain()
     if toolchain is None:
         raise ToolchainError("NVRTC is not installed, and tuning compiles: install jitfp4[cu12] or jitfp4[cu13]")
-    if not path.exists():
+    if known is None:
         return TacticsFile(target.gpu, target.arch.name, toolchain.name, {}, path)
-    file = tactics.read(path)
-    file.check([target.gpu])
-    return file
+    known.check([target.gpu])
+    return known
 
 
 def _has(file: TacticsFile, one: Observed) -> bool:

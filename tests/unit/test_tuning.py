@@ -206,6 +206,25 @@ def test_an_interruption_keeps_what_is_measured_and_the_next_run_goes_on(tmp_pat
     assert len(measurer.problems) == 1 and all(choice.finished for choice in file.choices.values())
 
 
+def test_an_interruption_takes_nothing_away(tmp_path: Path, launched: list[Any]) -> None:
+    def stop(measured: int) -> None:
+        if measured == 2:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "tactics.json"
+    tune(calls, path, measurer=FakeMeasurer())
+    before = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        tune(calls, path, again=True, measurer=FakeMeasurer(stop))
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_file_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    (tmp_path / "tactics.json").write_bytes(b"{")
+    with pytest.raises(TacticsError, match="damaged"):
+        tune(lambda: pytest.fail("it ran"), tmp_path / "tactics.json", measurer=FakeMeasurer())
+
+
 def test_an_interruption_before_anything_is_measured_leaves_no_file(tmp_path: Path, launched: list[Any]) -> None:
     def stop(_: int) -> None:
         raise KeyboardInterrupt
@@ -259,6 +278,7 @@ def test_arguments_are_copied_with_their_strides_and_what_is_large_only_where_it
         memory.view(8, 8).t(),
         memory[:0],
         memory.view(torch.float8_e4m3fn)[7:20],
+        torch.ones(3, 4, requires_grad=True)[:, 1:],
     ):
         copy = tuning._copy(tensor)
         assert copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
