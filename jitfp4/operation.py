@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import torch
 
 from jitfp4 import engine, replay, sim, tactics
-from jitfp4.arch import Arch
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
@@ -152,7 +152,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             return None
         return tactic if self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None else None
 
-    def chosen(self, choice: Choice, arch: Arch) -> tuple[ProblemT, Any]:
+    def chosen(self, choice: Choice) -> tuple[ProblemT, Any]:
         """Problem and tactic of a tuned choice. Raises ArgumentError when this version does not have them."""
         known = {kernel.name: kernel for kernel in self.kernels}
         if choice.kernel not in known:
@@ -161,18 +161,23 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         tactic = record_of(kernel.tactic, choice.tactic, "tactic")
         if tactic not in kernel.tactics:
             raise ArgumentError("tactic", tactic, f"one that {kernel.name} lists")
-        return record_of(type(self.problems(arch)[0]), choice.problem, "problem"), tactic
+        return record_of(self.problem_type, choice.problem, "problem"), tactic
+
+    @functools.cached_property
+    def problem_type(self) -> type[ProblemT]:
+        """The type of its problems."""
+        return next(type(problem) for arch in ARCHS.values() for problem in self._problems(arch))
 
     @functools.cache  # noqa: B019 - operations live as long as the process
     def problems(self, arch: Arch) -> tuple[ProblemT, ...]:
-        """Problems that together meet every row of every table."""
+        """Problems that together meet every row of every table; none where it has no kernel."""
         return tuple(self._problems(arch))
 
     def _read_tuned(self, file: TacticsFile) -> dict[ProblemT, Any]:
         found = {}
         for choice in file.of(self.name):
             try:
-                problem, tactic = self.chosen(choice, Arch.of(file.arch))
+                problem, tactic = self.chosen(choice)
             except ArgumentError as error:  # of another version of jitfp4
                 _log.warning("%s: %s: %s; its table selects", file.path, self.name, error)
             else:

@@ -23,7 +23,6 @@ import torch
 
 import jitfp4.families  # noqa: F401 - registers every operation
 from jitfp4 import engine, nvrtc, sim, tactics
-from jitfp4.arch import Arch
 from jitfp4.bundle import check_out
 from jitfp4.errors import ArgumentError, CompileError, LaunchError, TacticsError, ToolchainError
 from jitfp4.operation import Observed, observed, operations
@@ -272,7 +271,7 @@ def load_tactics(path: str | Path | None) -> None:
     file.check([*dict.fromkeys(names), *([engine.Target(simulated.arch, None).gpu] if simulated else [])])
     try:
         for choice in file.choices.values():
-            operations(choice.operation)[0].chosen(choice, Arch.of(file.arch))
+            operations(choice.operation)[0].chosen(choice)
     except ArgumentError as error:
         raise TacticsError(f"{path}: of another version of jitfp4: {error}") from None
     tactics.use(file)

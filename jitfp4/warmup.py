@@ -55,7 +55,7 @@ def tuned(file: TacticsFile) -> tuple[Task, ...]:
     arch, tasks = Arch.of(file.arch), list[Task]()
     for choice in file.choices.values():
         (operation,) = operations(choice.operation)
-        problem, tactic = operation.chosen(choice, arch)
+        problem, tactic = operation.chosen(choice)
         kernel = lookup(choice.kernel)
         tasks.append(Task(kernel, kernel.specialise(problem, tactic), arch))
     return tuple(dict.fromkeys(tasks))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from jitfp4.arch import ARCHS, Arch
+from jitfp4.arch import Arch
 from jitfp4.cli.gpus import cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples, split
 from jitfp4.cli.output import plural, put, put_json, put_table, say
 from jitfp4.config import read_config
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, UnsupportedArchError
 
 if TYPE_CHECKING:
     from jitfp4.operation import Operation
@@ -39,7 +39,10 @@ def families(as_json: AsJson = False) -> None:
     import jitfp4.families  # noqa: F401 - registers every operation
     from jitfp4.operation import operations
 
-    found = [(one.name, [kernel.name for kernel in one.kernels], _fields_of_problems(one)) for one in operations()]
+    found = [
+        (one.name, [kernel.name for kernel in one.kernels], list(get_type_hints(one.problem_type)))
+        for one in operations()
+    ]
     if as_json:
         rows = [{"operation": name, "kernels": kernels, "problem": fields} for name, kernels, fields in found]
         put_json("families", operations=rows)
@@ -70,7 +73,9 @@ def tactics(
 
     (found,) = operations(operation)
     target = Arch.of(arch) if arch is not None else _arch_here()
-    asked = _read_problem(found.problems(target)[0], problem)
+    if not (typical := found.problems(target)):
+        raise UnsupportedArchError(f"{operation} has no kernel for {target.name}")
+    asked = _read_problem(typical[0], problem)
     _put_tactics(found, asked, target, _tuned(file), why, as_json)
 
 
@@ -144,10 +149,6 @@ def _read_problem(like: Any, text: str | None) -> Any:
             raise ArgumentError("--problem", repr(part), f"NAME=VALUE with a NAME of {', '.join(kinds)}")
         given[name] = _read_field(name, value, kinds[name])
     return like._replace(**given)
-
-
-def _fields_of_problems(operation: Operation[Any, Any]) -> list[str]:
-    return list(operation.problems(next(iter(ARCHS.values())))[0]._fields)
 
 
 def _read_field(name: str, text: str, kind: Any) -> Any:

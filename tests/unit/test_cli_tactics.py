@@ -138,6 +138,12 @@ def test_what_is_unknown_is_an_error_that_says_what_is_allowed(arguments: list[s
     assert result.exit_code == 2 and message in result.stderr
 
 
+def test_an_architecture_without_a_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MM_BF16_FP4, "problems", lambda _: ())
+    result = run("tactics", "mm_bf16_fp4", "--arch", "sm_80")
+    assert result.exit_code == 2 and result.stderr == "jitfp4: mm_bf16_fp4 has no kernel for sm_80\n"
+
+
 def test_fields_are_given_by_name_or_value() -> None:
     fields = "block_format=nvfp4,sf_layout=layout_linear,silu=true,m=7"
     problem = document("tactics", "quantize", "--arch", "sm_90a", "--problem", fields)["problem"]

@@ -165,7 +165,7 @@ def test_a_call_is_tuned_loaded_and_used(tmp_path: Path, launched: list[Any]) ->
     assert len(measurer.problems) == 2 and all(first == table for first, table in measurer.first)
     best = list(QUANTIZE.candidates(measurer.problems[0], SM_90A))[-1]
     (choice,) = file.of("quantize")
-    assert QUANTIZE.chosen(choice, SM_90A) == (measurer.problems[0], best)
+    assert QUANTIZE.chosen(choice) == (measurer.problems[0], best)
     assert choice.finished and choice.measured > 10 and file.gpu == "simulated sm_90a"
     assert tactics.read(tmp_path / "tactics.json").choices == file.choices
     before = jitfp4.nvfp4_quantize(X, 1.0) and launched[-1]
