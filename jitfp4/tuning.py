@@ -204,8 +204,8 @@ def tune(
 
     Args:
         call: a function without arguments, such as a step of a model; it runs once, on one GPU. What CUDA graphs replay
-            in it is not seen. Tensors are copied before anything is measured, but what a call only reads and is larger
-            than 1 GiB.
+            in it is not seen. What is measured works on copies of its tensors; where those of a kernel take more than 1
+            GiB, only of those that it writes.
         path: the file to keep choices in. One that is there is continued: its choices stay, and problems that it has
             are not measured again. The file is written after each problem, so that an interruption (Ctrl-C) keeps what
             is measured; a problem that it cut short is measured again by the next run.
