@@ -63,10 +63,13 @@ def recorded() -> Iterator[tuple[str, dict[Any, float]]]:
         for problem, group in groupby(lines, lambda line: (line["n"], line["k"], line["m"])):
             times = {}
             for line in group:
-                fields = {field: line[field] for field in kind.__dataclass_fields__}
-                tactic = kind(**{field: value == "True" if value in ("True", "False") else int(value) for field, value in fields.items()})  # fmt: skip  # noqa: E501
+                tactic = kind(*(_value(line[field]) for field in kind.__dataclass_fields__))
                 times[tactic] = float(line["us"])
             yield f"{name} {problem}", times
+
+
+def _value(text: str) -> int | bool:
+    return text == "True" if text in ("True", "False") else int(text)
 
 
 def test_what_it_finds_is_within_3_percent_of_the_best_and_takes_less_than_a_minute() -> None:
@@ -282,8 +285,8 @@ def test_arguments_are_copied_with_their_strides_and_what_is_large_only_where_it
     ):
         copy = tuning._copy(tensor)
         assert copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
-        assert torch.equal(copy.view(torch.uint8) if tensor.element_size() == 1 else copy,
-                           tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor)  # fmt: skip
+        values = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (copy, tensor)]
+        assert torch.equal(*values)
         assert copy.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
     seen: list[Observed] = []
     with sim.device("sm_90a"), pytest.MonkeyPatch.context() as patch, tuning.observed(seen.append):
