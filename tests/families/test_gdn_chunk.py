@@ -18,6 +18,7 @@ from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, moved, recurrence
+from tests.support.sample import SIM_ARCHS
 from tests.support.sass import disassemble
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -114,7 +115,7 @@ def check(arguments: Case, device: str, arch: str | None = None, **options: Any)
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 class TestSimulated:
     @pytest.mark.parametrize(
         ("given", "tactic", "options"),

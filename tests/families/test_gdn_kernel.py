@@ -41,6 +41,7 @@ from tests.support.gdn import (
     moved,
     recurrence,
 )
+from tests.support.sample import SIM_ARCHS
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -175,7 +176,7 @@ def check_kernel(
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int) -> None:
@@ -207,7 +208,7 @@ def test_simulated_gates_are_close() -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_simulated_pools_strides_and_orders(arch: str) -> None:
     with sim.device(arch):
         check_pool("cpu", torch.int32)
