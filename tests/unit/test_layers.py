@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jitfp4"
 FLOORS = (
-    ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
+    ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch", "addresses"),
     ("cache", "bundle", "remote", "render", "keys", "kernel"),
     ("tensors", "replay", "driver", "nvrtc", "sim"),
     ("engine", "operation", "public"),
@@ -22,7 +22,7 @@ FLOORS = (
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
     # sim takes torch tensors at its edge
-    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
+    "torch": {"addresses", "tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
     "cuda": {"nvrtc", "driver"},
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
