@@ -14,8 +14,6 @@ _SPILLED = {
     # keep a few registers there, once for a segment of work.
     ("cache=", "head_dim=256,rows=16"): 1400,
     ("cache=",): 20,
-    # The chunkwise delta rule keeps two registers there before its products.
-    ("sm_90a", "state_dtype=f32,head_dim=128,max_tokens=8,warps="): 4,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
 }
