@@ -17,6 +17,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import torch
 
 from jitfp4 import engine, replay, sim, tactics
+from jitfp4.addresses import ALIGNMENT, extent, meet
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
@@ -24,7 +25,6 @@ from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
-from jitfp4.tensors import ALIGNMENT, extent, meet
 
 ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
 ProblemT = TypeVar("ProblemT")
