@@ -242,7 +242,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if (observer := _observer.get()) is not None:
             observer(Observed(self, arguments, problem, target))
         tactic = self._forced.get()
-        if tactic is None and (file := tactics.active(target.gpu)) is not None:
+        if tactic is None and (file := tactics.active(lambda: target.gpu)) is not None:
             tactic = self.tuned(problem, target.arch, file)
         plan = self.plan(problem, target.arch, tactic)
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -172,33 +172,37 @@ def use(file: TacticsFile | None) -> None:
 
     global _loaded
     _loaded = file
-    _named.cache_clear()
+    for memo in (_config, _named):
+        memo.cache_clear()
     replay.forget()
 
 
-def active(gpu: str) -> TacticsFile | None:
-    """The file that rules calls on ``gpu``, or None: the committed tables do.
+def active(gpu: Callable[[], str]) -> TacticsFile | None:
+    """The file that rules calls on the GPU of this name, or None: the committed tables do.
 
     A file that JITFP4_TACTICS names and that cannot be used is logged once and passed over; with JITFP4_STRICT it is a
-    TacticsError.
+    TacticsError. ``gpu`` is called only where there is a file.
     """
     if _loaded is not None:
-        return _loaded if _loaded.gpu == gpu else None
+        return _loaded if _loaded.gpu == gpu() else None
+    config = _config()
+    if config.tactics is None:
+        return None
     with _reading:
-        return _named(gpu)
+        return _named(config.tactics, config.strict, gpu())
+
+
+_config = functools.cache(read_config)
 
 
 @functools.cache
-def _named(gpu: str) -> TacticsFile | None:
-    config = read_config()
-    if config.tactics is None:
-        return None
+def _named(path: Path, strict: bool, gpu: str) -> TacticsFile | None:
     try:
-        file = read(config.tactics)
+        file = read(path)
         file.check([gpu])
     except (OSError, TacticsError) as error:
         why = f"JITFP4_TACTICS: {error}"
-        if config.strict:
+        if strict:
             raise TacticsError(why) from None
         _log.warning("%s; the committed tables select tactics", why)
         return None
