@@ -127,6 +127,13 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert defaults.log_level is None and all(f"``{level}``" in (config.__doc__ or "") for level in config.LOG_LEVELS)
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = (PACKAGE.parent / "docs/api").glob("*.md")
+    described = re.findall(r"^::: jitfp4\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
+    assert len(described) == len(set(described))
+    assert {name.split(".")[0] for name in described} == set(jitfp4.__all__)
+
+
 def test_the_drawn_tree_of_errors_is_the_tree() -> None:
     drawn = re.findall(r"── (\w+)", errors.__doc__ or "")
     assert ["Jitfp4Error", *drawn] == list(_tree(errors.Jitfp4Error))
