@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from jitfp4.families.gemm.blockscaled_kernels import K64, K96
 from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.families.gemm.fp4_tables import TABLE, problems
 from jitfp4.families.gemm.problem import DTYPES
@@ -55,7 +56,7 @@ def _reference(arguments: Arguments) -> None:
 MM_FP4 = Operation(
     Arguments,
     name="mm_fp4",
-    kernels=(),
+    kernels=(K64, K96),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

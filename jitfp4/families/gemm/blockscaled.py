@@ -1,0 +1,275 @@
+"""Products of two FP4 matrices on the tensor cores of the sm_100 family: cuts, launches, and a model of their cost.
+
+Nothing here was measured, for want of such a GPU: ``cost`` is arithmetic about waves, bytes and products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import ClassVar, NamedTuple
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.fp4_problem import Fp4Problem
+from jitfp4.formats import NVFP4, BlockFormat, DType
+from jitfp4.layouts import SfLayout, ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+NARROW_NS, WIDE_NS = (8, 16, 32), (64, 128, 192, 256)
+_TILE_ROWS = 128  # of a CTA, and of an atom of scales
+_SLICE_BYTES = 128  # of a row in a stage: 256 codes
+_ATOM_BYTES = 512  # 128 rows by four scales
+_SHARED_BYTES = 232448  # of a CTA
+_WRITERS = 4  # warps
+_IMAGES = 2  # of the sums of a tile, in tensor memory
+_STAGES = range(2, 13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScaledSpec(KernelSpec):
+    """A tile is 128 * ``ctas`` rows of the left operand by ``tile_n`` of the right one.
+
+    The left operand is a, or with ``swap_ab`` b. ``stages`` slices of 256 columns are in flight. With ``tma_store``
+    tiles go out through shared memory, else from registers.
+    """
+
+    format: BlockFormat
+    out_dtype: DType
+    tile_n: int
+    ctas: int
+    stages: int
+    swap_ab: bool
+    tma_store: bool
+
+    products: ClassVar[int]  # columns that one instruction multiplies
+    step: ClassVar[int]  # columns of whole slices and whole instructions
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("tile_n", NARROW_NS + WIDE_NS), ("ctas", (1, 2)), ("stages", _STAGES)):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+
+    @property
+    def part_n(self) -> int:
+        """Columns of the sums that a warp writes at a time."""
+        return min(self.tile_n, 64)
+
+    @property
+    def load_shape(self) -> str:
+        """How a warp loads tensor memory: rows, or fragments of 8 x 8 that it transposes."""
+        return f"16x256b.x{self.part_n // 8}" if self.swap_ab else f"32x32b.x{self.part_n}"
+
+    @property
+    def load_registers(self) -> int:
+        return self.part_n // 2 if self.swap_ab else self.part_n
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of both operands, in a CTA."""
+        return (_TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
+
+    @property
+    def scale_words(self) -> int:
+        """Words of 8 bytes of a row of atoms that are copied at a time."""
+        return _ATOM_BYTES // 8 * self.scale_atoms
+
+    @property
+    def atoms(self) -> int:
+        """Of scales that a tile meets along the rows of both operands, in a CTA: each has all of the right one's."""
+        return 1 + ceil_div(self.tile_n, _TILE_ROWS)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage of the ring of operands, with its barriers."""
+        return self.slice_bytes + 16
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses."""
+        out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
+        rest = 16 * _IMAGES + 8  # barriers of the images; the address of tensor memory
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a ring of scales of its own, with its barriers."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class K64Spec(BlockScaledSpec):
+    """Instructions of 64 columns; a stage has the scales of its slice. ``prefetch``: to L2, a ring ahead."""
+
+    prefetch: bool
+
+    products: ClassVar[int] = 64
+    step: ClassVar[int] = 256
+
+    @property
+    def instruction(self) -> str:
+        kind = ("mxf4nvf4", "4X") if self.format is NVFP4 else ("mxf4", "2X")
+        return "kind::{}.block_scale.scale_vec::{}".format(*kind)
+
+    @property
+    def scale_atoms(self) -> int:
+        """Along the columns of a step."""
+        return self.step // (4 * self.format.block)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.slice_bytes + self.atoms * self.scale_atoms * _ATOM_BYTES + 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class K96Spec(BlockScaledSpec):
+    """Instructions of 96 columns, which run from slice to slice; ``scale_stages`` pieces of scales are in flight."""
+
+    scale_stages: int
+
+    products: ClassVar[int] = 96
+    step: ClassVar[int] = 768
+    scale_atoms: ClassVar[int] = 3  # along the columns of a piece
+
+    @property
+    def instruction(self) -> str:
+        kind = "mxf4nvf4" if self.format is NVFP4 else "mxf4"
+        return f"kind::{kind}.block_scale.block{self.format.block}"
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_stages * (self.atoms * self.scale_atoms * _ATOM_BYTES + 16)
+
+
+@dataclass(frozen=True, slots=True)
+class K64Tactic:
+    """Fields of the kernel's Spec."""
+
+    tile_n: int
+    ctas: int
+    stages: int
+    swap_ab: bool = False
+    tma_store: bool = True
+    prefetch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class K96Tactic:
+    """Fields of the kernel's Spec."""
+
+    tile_n: int
+    ctas: int
+    stages: int
+    scale_stages: int
+    swap_ab: bool = False
+    tma_store: bool = True
+
+
+Tactic = K64Tactic | K96Tactic
+
+
+def specialise(problem: Fp4Problem, tactic: Tactic) -> K64Spec | K96Spec:
+    """The kernel that a tactic makes for a problem."""
+    kind = K64Spec if isinstance(tactic, K64Tactic) else K96Spec
+    return kind(format=problem.format, out_dtype=problem.out_dtype, **asdict(tactic))
+
+
+def sides(problem: Fp4Problem, tactic: Tactic) -> tuple[int, int]:
+    """Rows of the left and of the right operand."""
+    return (problem.n, problem.m) if tactic.swap_ab else (problem.m, problem.n)
+
+
+# ---- what is legal ---------------------------------------------------------------------------------------------------
+
+
+def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    return _lacks(problem, tactic, arch) or _wastes(problem, tactic)
+
+
+def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """What the machine or the layout of the operands forbids."""
+    archs = ("sm_103a",) if isinstance(tactic, K96Tactic) else ("sm_100a", "sm_103a")
+    if arch.name not in archs:
+        return f"its products are instructions of {' and '.join(archs)}"
+    if problem.a_layout is not SfLayout.layout_128x4:
+        return "scales go to tensor memory as they lie, in the layout 128x4"
+    step = 64 if isinstance(tactic, K64Tactic) else 4 * problem.format.block
+    if problem.k % step:
+        return f"its last product would meet scales behind the last column, which may be NaN: k % {step} == 0"
+    needed = specialise(problem, tactic).shared_bytes
+    if needed > arch.shared_bytes:
+        return f"its {tactic.stages} stages need {needed} bytes of shared memory, a CTA has {arch.shared_bytes}"
+    return None
+
+
+def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
+    """What it could run, but for nothing, or only by other code."""
+    left, right = sides(problem, tactic)
+    if tactic.tile_n in NARROW_NS and not tactic.swap_ab:
+        return "tiles of fewer than 64 columns are written only by the epilogue of swap_ab"
+    if tactic.tile_n in NARROW_NS and right > tactic.tile_n:
+        return f"tiles of {tactic.tile_n} columns begin within a word of scales: there may be one only"
+    if tactic.swap_ab and not tactic.tma_store:
+        return "with swap_ab a thread has columns of out, which only a tensor map stores well"
+    if tactic.ctas == 2 and left <= _TILE_ROWS:
+        return "one CTA of each pair would have nothing to do"
+    if tactic.ctas == 2 and tactic.tile_n % 16:
+        return "a pair multiplies 16 columns at least"
+    if tactic.tile_n > (NARROW_NS if tactic.swap_ab else WIDE_NS)[0] and 2 * right <= tactic.tile_n:
+        return "half of its columns would be empty"
+    if isinstance(tactic, K64Tactic) and tactic.prefetch and ceil_div(problem.k, K64Spec.step) <= tactic.stages:
+        return "the ring holds a whole tile: there is nothing to prefetch"
+    return None
+
+
+def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
+    """Persistent: as many clusters as tiles, no more than fill the GPU."""
+    clusters = min(_tiles(problem, tactic), arch.num_sms // tactic.ctas)
+    warps = _WRITERS + (2 if isinstance(tactic, K64Tactic) else 3)
+    return Geometry(
+        grid=(clusters * tactic.ctas, 1, 1),
+        block=(32 * warps, 1, 1),
+        cluster=(tactic.ctas, 1, 1),
+        shared_bytes=specialise(problem, tactic).shared_bytes,
+    )
+
+
+def _tiles(problem: Fp4Problem, tactic: Tactic) -> int:
+    left, right = sides(problem, tactic)
+    return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
+
+
+# ---- what is worth trying --------------------------------------------------------------------------------------------
+
+
+def _most(kind: type[BlockScaledSpec], **cut: int | bool) -> int:
+    """The most stages that shared memory has room for. NVFP4's are the larger ones."""
+    made = (kind(format=NVFP4, out_dtype=DType.BF16, stages=stages, **cut) for stages in _STAGES)  # type: ignore[arg-type]
+    return max(spec.stages for spec in made if spec.shared_bytes <= _SHARED_BYTES)
+
+
+def _cuts() -> Iterator[dict[str, int | bool]]:
+    """Tiles and how they are written, the ones that the model prefers of equals first."""
+    for tile_n, ctas, swap_ab, tma_store in product(reversed(NARROW_NS + WIDE_NS), (2, 1), (False, True), (True, False)):
+        if (swap_ab or tile_n >= WIDE_NS[0]) and (tma_store or not swap_ab) and (tile_n % 16 == 0 or ctas == 1):
+            yield {"tile_n": tile_n, "ctas": ctas, "swap_ab": swap_ab, "tma_store": tma_store}
+
+
+def _k96_stages(cut: dict[str, int | bool]) -> tuple[int, int]:
+    """Slices as many as fit beside three pieces of scales, then pieces in what is left, at least one more than slices."""
+    stages = _most(K96Spec, scale_stages=3, **cut)
+    fits = [n for n in _STAGES if K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=stages, scale_stages=n, **cut).shared_bytes <= _SHARED_BYTES]  # type: ignore[arg-type]
+    return stages, max(fits)
+
+
+K64_TACTICS = tuple(
+    K64Tactic(stages=_most(K64Spec, prefetch=prefetch, **cut), prefetch=prefetch, **cut)  # type: ignore[arg-type]
+    for prefetch, cut in product((False, True), tuple(_cuts()))
+)
+K96_TACTICS = tuple(
+    K96Tactic(stages=stages, scale_stages=scale_stages, **cut)  # type: ignore[arg-type]
+    for cut in _cuts()
+    for stages, scale_stages in (_k96_stages(cut),)
+)
