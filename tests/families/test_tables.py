@@ -16,6 +16,7 @@ from jitfp4.families.attention.operation import DECODE
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
@@ -39,6 +40,7 @@ OPERATIONS = [
     DECODE,
     GATED_DELTA_RULE,
     MM_BF16_FP4,
+    MM_FP4,
     RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
@@ -57,6 +59,7 @@ Measured = dict[Any, float]
 def lines_of(operation: Operation[Any, Any]) -> list[Line]:
     """The measurements that the H200's table names."""
     (table,) = (table for table in operation.tables if not table.archs)
+    assert table.measured
     with (RESULTS / table.measured).open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -189,7 +192,7 @@ def test_what_is_selected_is_nearly_the_best_that_was_measured(
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
     for table in operation.tables:
-        assert (RESULTS / table.measured).is_file()
+        assert table.measured is None or (RESULTS / table.measured).is_file()
 
 
 # ---- problems and tactics --------------------------------------------------------------------------------------------

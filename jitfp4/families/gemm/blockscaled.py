@@ -1,21 +1,20 @@
-"""Products of two FP4 matrices on the tensor cores of the sm_100 family: cuts, launches, and a model of their cost.
-
-Nothing here was measured, for want of such a GPU: ``cost`` is arithmetic about waves, bytes and products.
-"""
+"""Products of two FP4 matrices on the tensor cores of the sm_100 family: how they can be cut, and how launched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.formats import NVFP4, BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
+
+if TYPE_CHECKING:
+    from jitfp4.families.gemm.fp4_problem import Fp4Problem
 
 NARROW_NS, WIDE_NS = (8, 16, 32), (64, 128, 192, 256)
 _TILE_ROWS = 128  # of a CTA, and of an atom of scales
@@ -226,7 +225,7 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
     """Persistent: as many clusters as tiles, no more than fill the GPU."""
-    clusters = min(_tiles(problem, tactic), arch.num_sms // tactic.ctas)
+    clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
     warps = _WRITERS + (2 if isinstance(tactic, K64Tactic) else 3)
     return Geometry(
         grid=(clusters * tactic.ctas, 1, 1),
@@ -236,7 +235,8 @@ def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
     )
 
 
-def _tiles(problem: Fp4Problem, tactic: Tactic) -> int:
+def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
+    """Of the output, each computed by one CTA or pair."""
     left, right = sides(problem, tactic)
     return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.blockscaled_model import Tactic, cheapest
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -35,6 +36,10 @@ class Fp4Problem(NamedTuple):
         """Tiles of 128 rows of a by 128 rows of b."""
         return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
 
+    def cheapest(self, arch: Arch) -> Tactic | None:
+        """By the model of the kernels of the sm_100 family; None where none of those that it weighs can run it."""
+        return cheapest(self, arch)
+
 
 @dataclass(frozen=True, slots=True)
 class PortableTactic:
@@ -47,13 +52,15 @@ class PortableTactic:
     groups: int
     stages: int
     split: int = 1
+    scaled_mma: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableSpec(KernelSpec):
     """A CTA takes ``tile_m`` rows of a and ``tile_n`` rows of b, and a warp ``warp_m`` by ``warp_n`` of them.
 
-    ``groups`` groups of warps share the columns, 128 each at a time; ``stages`` steps of that are in flight.
+    ``groups`` groups of warps share the columns, 128 each at a time; ``stages`` steps of that are in flight. Products
+    are of bf16, or with ``scaled_mma`` of codes and scales as they are.
     """
 
     format: BlockFormat
@@ -65,6 +72,7 @@ class PortableSpec(KernelSpec):
     warp_n: int
     groups: int
     stages: int
+    scaled_mma: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -92,8 +100,9 @@ class PortableSpec(KernelSpec):
         """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
         a_rows = self.tile_m if self.a_layout is SfLayout.layout_8x4 else _SCALE_ROWS
         scales = (a_rows + _SCALE_ROWS) * CHUNK // self.format.block
-        ring = self.stages * self.groups * ((self.tile_m + self.tile_n) * _ROW_BYTES + scales)
-        sums = 4 * self.groups * self.tile_m * (self.tile_n + 4)
+        chunk = (self.tile_m + self.tile_n) * _ROW_BYTES + scales
+        ring = self.stages * self.groups * chunk
+        sums = 4 * self.groups * self.tile_m * (self.tile_n + 8)
         return round_up(max(ring, sums), 128)
 
 
@@ -107,6 +116,8 @@ def specialise(problem: Fp4Problem, tactic: PortableTactic) -> PortableSpec:
 def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
+    if tactic.scaled_mma and not arch.has_scaled_mma:
+        return "mma.sync with block scales is an instruction of sm_120a and sm_121a"
     if spec.shared_bytes > arch.shared_bytes:
         return f"a CTA of {spec.shared_bytes} bytes of shared memory does not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
