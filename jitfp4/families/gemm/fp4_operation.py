@@ -6,14 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-<<<<<<< HEAD
 from jitfp4.families.gemm.blockscaled_kernels import K64, K96
-from jitfp4.families.gemm.fp4_problem import Fp4Problem
-from jitfp4.families.gemm.fp4_tables import TABLE, problems
-=======
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableSpec, geometry, rejects, specialise
 from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, SCALED, TABLE, TACTICS, problems
->>>>>>> mmfp4
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.kernel import Kernel, Plan
