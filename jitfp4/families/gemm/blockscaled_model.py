@@ -11,6 +11,7 @@ its products or its copies, whichever is longer:
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from jitfp4.arch import Arch
@@ -68,7 +69,12 @@ def _selectable() -> tuple[Tactic, ...]:
 SELECTABLE = _selectable()
 
 
+@functools.lru_cache(maxsize=4096)  # rows of a table ask one after the other
 def cheapest(problem: Fp4Problem, arch: Arch) -> Tactic | None:
-    """The cheapest of SELECTABLE that can run the problem, by the model."""
-    legal = [tactic for tactic in SELECTABLE if rejects(problem, tactic, arch) is None]
-    return min(legal, key=lambda tactic: estimate(problem, tactic, arch).clocks, default=None)
+    """The cheapest of SELECTABLE that can run the problem, by the model; of equals, the one with fewer products."""
+
+    def cost(tactic: Tactic) -> tuple[float, float]:
+        figures = estimate(problem, tactic, arch)
+        return figures.clocks, figures.product_clocks
+
+    return min((t for t in SELECTABLE if rejects(problem, t, arch) is None), key=cost, default=None)

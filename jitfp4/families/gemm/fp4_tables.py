@@ -72,3 +72,7 @@ def problems(arch: Arch) -> Iterator[Fp4Problem]:
             yield Fp4Problem(block_format, layout, dtype, m=m, n=round(load * arch.num_sms) * 128, k=4096)
         for m, n in ((128, 64), (16, 32)):
             yield Fp4Problem(block_format, layout, dtype, m=m, n=n, k=4096)
+    if arch.name in BLOCKSCALED.archs:
+        shapes = ((8, 14336), (16, 14336), (32, 14336), (64, 57344), (64, 2048), (128, 14336), (256, 8192), (1024, 4096))
+        for block_format, dtype, (m, n) in product(BlockFormat, dtypes, shapes):
+            yield Fp4Problem(block_format, SfLayout.layout_128x4, dtype, m=m, n=n, k=4096)
