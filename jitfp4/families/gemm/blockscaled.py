@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,7 +22,7 @@ _SLICE_BYTES = 128  # of a row in a stage: 256 codes
 _ATOM_BYTES = 512  # 128 rows by four scales
 _SHARED_BYTES = 232448  # of a CTA
 _WRITERS = 4  # warps
-_IMAGES = 2  # of the sums of a tile, in tensor memory
+_SUMS_COLUMNS = 464  # of tensor memory, for two images of the sums of a tile
 _STAGES = range(2, 13)
 
 
@@ -42,6 +42,7 @@ class BlockScaledSpec(KernelSpec):
     swap_ab: bool
     tma_store: bool
 
+    threads: ClassVar[int]
     products: ClassVar[int]  # columns that one instruction multiplies
     step: ClassVar[int]  # columns of whole slices and whole instructions
 
@@ -70,8 +71,18 @@ class BlockScaledSpec(KernelSpec):
         return (_TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
 
     @property
+    def pieces(self) -> int:
+        """In which the scales of a step are copied."""
+        return 1
+
+    @property
+    def scale_atoms(self) -> int:
+        """Of a piece, along the columns."""
+        return self.step // (4 * self.format.block * self.pieces)
+
+    @property
     def scale_words(self) -> int:
-        """Words of 8 bytes of a row of atoms that are copied at a time."""
+        """Words of 8 bytes of a row of atoms, of a piece."""
         return _ATOM_BYTES // 8 * self.scale_atoms
 
     @property
@@ -88,7 +99,8 @@ class BlockScaledSpec(KernelSpec):
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses."""
         out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
-        rest = 16 * _IMAGES + 8  # barriers of the images; the address of tensor memory
+        barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of them: images that overlap share one
+        rest = 16 * barriers + 8  # and the address of tensor memory
         return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
 
     @property
@@ -103,6 +115,7 @@ class K64Spec(BlockScaledSpec):
 
     prefetch: bool
 
+    threads: ClassVar[int] = 32 * (_WRITERS + 2)
     products: ClassVar[int] = 64
     step: ClassVar[int] = 256
 
@@ -110,11 +123,6 @@ class K64Spec(BlockScaledSpec):
     def instruction(self) -> str:
         kind = ("mxf4nvf4", "4X") if self.format is NVFP4 else ("mxf4", "2X")
         return "kind::{}.block_scale.scale_vec::{}".format(*kind)
-
-    @property
-    def scale_atoms(self) -> int:
-        """Along the columns of a step."""
-        return self.step // (4 * self.format.block)
 
     @property
     def stage_bytes(self) -> int:
@@ -127,9 +135,13 @@ class K96Spec(BlockScaledSpec):
 
     scale_stages: int
 
+    threads: ClassVar[int] = 32 * (_WRITERS + 3)
     products: ClassVar[int] = 96
     step: ClassVar[int] = 768
-    scale_atoms: ClassVar[int] = 3  # along the columns of a piece
+
+    @property
+    def pieces(self) -> int:
+        return 4 if self.format is NVFP4 else 2
 
     @property
     def instruction(self) -> str:
@@ -194,6 +206,8 @@ def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
         return f"its products are instructions of {' and '.join(archs)}"
     if problem.a_layout is not SfLayout.layout_128x4:
         return "scales go to tensor memory as they lie, in the layout 128x4"
+    if tactic.tile_n % 16 and (tactic.ctas == 2 or isinstance(tactic, K96Tactic)):
+        return "pairs, and products of 96 columns, take multiples of 16 rows of the right operand"
     step = 64 if isinstance(tactic, K64Tactic) else 4 * problem.format.block
     if problem.k % step:
         return f"its last product would meet scales behind the last column, which may be NaN: k % {step} == 0"
@@ -214,8 +228,6 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
         return "with swap_ab a thread has columns of out, which only a tensor map stores well"
     if tactic.ctas == 2 and left <= _TILE_ROWS:
         return "one CTA of each pair would have nothing to do"
-    if tactic.ctas == 2 and tactic.tile_n % 16:
-        return "a pair multiplies 16 columns at least"
     if tactic.tile_n > (NARROW_NS if tactic.swap_ab else WIDE_NS)[0] and 2 * right <= tactic.tile_n:
         return "half of its columns would be empty"
     if isinstance(tactic, K64Tactic) and tactic.prefetch and ceil_div(problem.k, K64Spec.step) <= tactic.stages:
@@ -226,13 +238,8 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
     """Persistent: as many clusters as tiles, no more than fill the GPU."""
     clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
-    warps = _WRITERS + (2 if isinstance(tactic, K64Tactic) else 3)
-    return Geometry(
-        grid=(clusters * tactic.ctas, 1, 1),
-        block=(32 * warps, 1, 1),
-        cluster=(tactic.ctas, 1, 1),
-        shared_bytes=specialise(problem, tactic).shared_bytes,
-    )
+    spec, grid = specialise(problem, tactic), (clusters * tactic.ctas, 1, 1)
+    return Geometry(grid, block=(spec.threads, 1, 1), cluster=(tactic.ctas, 1, 1), shared_bytes=spec.shared_bytes)
 
 
 def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
@@ -244,32 +251,26 @@ def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
 # ---- what is worth trying --------------------------------------------------------------------------------------------
 
 
-def _most(kind: type[BlockScaledSpec], **cut: int | bool) -> int:
-    """The most stages that shared memory has room for. NVFP4's are the larger ones."""
-    made = (kind(format=NVFP4, out_dtype=DType.BF16, stages=stages, **cut) for stages in _STAGES)  # type: ignore[arg-type]
-    return max(spec.stages for spec in made if spec.shared_bytes <= _SHARED_BYTES)
+def _most(spec: BlockScaledSpec, ring: str) -> int:
+    """The most stages of a ring that shared memory has room for."""
+    return max(n for n in _STAGES if replace(spec, **{ring: n}).shared_bytes <= _SHARED_BYTES)  # type: ignore[arg-type]
 
 
-def _cuts() -> Iterator[dict[str, int | bool]]:
-    """Tiles and how they are written, the ones that the model prefers of equals first."""
-    for tile_n, ctas, swap_ab, tma_store in product(reversed(NARROW_NS + WIDE_NS), (2, 1), (False, True), (True, False)):
-        if (swap_ab or tile_n >= WIDE_NS[0]) and (tma_store or not swap_ab) and (tile_n % 16 == 0 or ctas == 1):
-            yield {"tile_n": tile_n, "ctas": ctas, "swap_ab": swap_ab, "tma_store": tma_store}
+def _tactics() -> Iterator[Tactic]:
+    """Rings as large as they can be. NVFP4's are the larger ones."""
+    for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
+        if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
+            continue
+        cut = {"tile_n": tile_n, "ctas": ctas, "swap_ab": swap_ab, "tma_store": tma_store}
+        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **cut)  # type: ignore[arg-type]
+        for prefetch in (False, True):
+            yield K64Tactic(tile_n, ctas, _most(short, "stages"), swap_ab, tma_store, prefetch)
+        if tile_n % 16:
+            continue
+        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **cut)  # type: ignore[arg-type]
+        long = replace(long, stages=_most(long, "stages"))
+        yield K96Tactic(tile_n, ctas, long.stages, _most(long, "scale_stages"), swap_ab, tma_store)
 
 
-def _k96_stages(cut: dict[str, int | bool]) -> tuple[int, int]:
-    """Slices as many as fit beside three pieces of scales, then pieces in what is left, at least one more than slices."""
-    stages = _most(K96Spec, scale_stages=3, **cut)
-    fits = [n for n in _STAGES if K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=stages, scale_stages=n, **cut).shared_bytes <= _SHARED_BYTES]  # type: ignore[arg-type]
-    return stages, max(fits)
-
-
-K64_TACTICS = tuple(
-    K64Tactic(stages=_most(K64Spec, prefetch=prefetch, **cut), prefetch=prefetch, **cut)  # type: ignore[arg-type]
-    for prefetch, cut in product((False, True), tuple(_cuts()))
-)
-K96_TACTICS = tuple(
-    K96Tactic(stages=stages, scale_stages=scale_stages, **cut)  # type: ignore[arg-type]
-    for cut in _cuts()
-    for stages, scale_stages in (_k96_stages(cut),)
-)
+K64_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K64Tactic))
+K96_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K96Tactic))

@@ -15,7 +15,17 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.blockscaled import K64_TACTICS, K96_TACTICS, K64Tactic, Tactic, rejects, sides, specialise, tiles
+from jitfp4.families.gemm.blockscaled import (
+    K64_TACTICS,
+    K96_TACTICS,
+    K64Tactic,
+    K96Tactic,
+    Tactic,
+    rejects,
+    sides,
+    specialise,
+    tiles,
+)
 from jitfp4.layouts import ceil_div
 
 if TYPE_CHECKING:
@@ -57,16 +67,19 @@ def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
     return Estimate(number, waves, tactic.stages, in_flight, products, copies, clocks)
 
 
-def _selectable() -> tuple[Tactic, ...]:
-    """Few, so that all can be built ahead: the first of equals is taken. The rest is for a tuner."""
-    cuts = {(tactic.tile_n, tactic.ctas, tactic.swap_ab): tactic for tactic in reversed(K64_TACTICS) if tactic.tma_store}
-    longer = {(tactic.tile_n, tactic.ctas, tactic.swap_ab): tactic for tactic in K96_TACTICS if tactic.tma_store}
-    wide = ((256, 2, False), (128, 2, False), (128, 1, False))
-    narrow = ((64, 1, False), (64, 1, True), (32, 1, True), (16, 1, True), (8, 1, True))
-    return (*(longer[cut] for cut in wide), *(cuts[cut] for cut in wide + narrow))
-
-
-SELECTABLE = _selectable()
+# Few, so that all can be built ahead; the rest is for a tuner. Columns of a tile, CTAs, whether swapped.
+_WIDE = ((256, 2, False), (128, 2, False), (128, 1, False))
+_NARROW = ((64, 1, False), (64, 1, True), (32, 1, True), (16, 1, True), (8, 1, True))
+_plain: dict[tuple[type, tuple[int, int, bool]], Tactic] = {
+    (type(tactic), (tactic.tile_n, tactic.ctas, tactic.swap_ab)): tactic
+    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # the first of each: no prefetch
+    if tactic.tma_store
+}
+# PTX lists products of 96 columns for pairs; CUTLASS has them for one CTA too: tactics may, selection does not.
+SELECTABLE = (
+    *(_plain[K96Tactic, cut] for cut in _WIDE if cut[1] == 2),
+    *(_plain[K64Tactic, cut] for cut in _WIDE + _NARROW),
+)
 
 
 @functools.lru_cache(maxsize=4096)  # rows of a table ask one after the other

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.blockscaled_model import Tactic, cheapest
+from jitfp4.families.gemm.blockscaled import Tactic
+from jitfp4.families.gemm.blockscaled_model import cheapest
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec

@@ -64,6 +64,12 @@ _chosen = (row.tactic for table in (TABLE, SCALED) for row in table.rows)
 TACTICS: tuple[PortableTactic, ...] = tuple(dict.fromkeys((*_chosen, *_searched)))
 
 
+_BLOCKSCALED_SHAPES = (  # m and n
+    *((m, 14336) for m in (8, 16, 32, 128)),
+    *((64, 57344), (64, 2048), (256, 8192), (1024, 4096)),
+)
+
+
 def problems(arch: Arch) -> Iterator[Fp4Problem]:
     """Few, some and many tiles of the output, for every number of rows of a that differs."""
     layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
@@ -73,6 +79,5 @@ def problems(arch: Arch) -> Iterator[Fp4Problem]:
         for m, n in ((128, 64), (16, 32)):
             yield Fp4Problem(block_format, layout, dtype, m=m, n=n, k=4096)
     if arch.name in BLOCKSCALED.archs:
-        shapes = ((8, 14336), (16, 14336), (32, 14336), (64, 57344), (64, 2048), (128, 14336), (256, 8192), (1024, 4096))
-        for block_format, dtype, (m, n) in product(BlockFormat, dtypes, shapes):
+        for block_format, dtype, (m, n) in product(BlockFormat, dtypes, _BLOCKSCALED_SHAPES):
             yield Fp4Problem(block_format, SfLayout.layout_128x4, dtype, m=m, n=n, k=4096)
