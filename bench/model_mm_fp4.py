@@ -10,6 +10,7 @@ import argparse
 from itertools import product
 from pathlib import Path
 
+from bench.bench_mm_fp4 import COMPARED
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.arch import Arch
@@ -18,18 +19,12 @@ from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout
 
-SHAPES = (  # m, n, k
-    *((m, 4096, 7168) for m in (1, 4, 8, 16, 32, 64)),
-    *((128, 4096, 7168), (128, 7168, 2048), (256, 4096, 7168), (256, 14336, 4096), (512, 14336, 4096)),
-    *((1024, 4096, 7168), (2048, 4096, 7168), (4096, 4096, 7168), (4096, 4096, 4096)),
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/cpu"))
     rows = []
-    for arch, (m, n, k) in product(("sm_100a", "sm_103a"), SHAPES):
+    for arch, (m, n, k) in product(("sm_100a", "sm_103a"), COMPARED):
         problem = Fp4Problem(NVFP4, SfLayout.layout_128x4, DType.BF16, m, n, k)
         tactic = cheapest(problem, Arch.of(arch))
         assert tactic is not None

@@ -50,6 +50,7 @@ def test_the_public_names_are_these() -> None:
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
         "mm_bf16_fp4",
+        "mm_fp4",
         "mxfp4_dequantize",
         "mxfp4_quantize",
         "nvfp4_batched_quantize",

@@ -46,8 +46,8 @@ def mm_fp4(
             of 16 bytes.
         b: codes [k / 2, n], the transpose ``b_fp4.T`` of a matrix [n, k / 2] like a; n a multiple of 8.
         a_descale: block scales of a in the 128x4 layout, contiguous, 16-byte aligned: E4M3 for blocks of 16, UE8M0 for
-            32; uint8 is taken too. [m, k / block_size] padded as SfLayout.shape() says, or flat. Of padding nothing
-            counts.
+            32; uint8 is taken too. [m, k / block_size] padded as SfLayout.shape() says, or flat. What padding holds
+            does not matter.
         b_descale: block scales of b likewise, always in 128x4: the transpose ``b_sf.T``, or flat.
         alpha: one float32 on a's device, what the product is multiplied by: for NVFP4 the *decode* factor, the inverse
             of the product of both global encode scales. Read on the device only. None means 1.
@@ -57,19 +57,19 @@ def mm_fp4(
         block_size: 16 with NVFP4, 32 with MXFP4.
         use_8x4_sf_layout: whether a_descale is in the 8x4 layout.
         backend: "auto", or a name of FlashInfer's: cudnn, trtllm, cutlass, cute-dsl, b12x. All are the same kernels of
-            jitfp4, without what the libraries of these names do not support. But b is expected as the name's library
-            expects it: with "trtllm", b and b_descale are shuffled (do_shuffle=True, or shuffle_matrix_a() and
-            shuffle_matrix_sf_a() with a tile of 128) and n is a multiple of 128; the result is put in order by a copy.
+            jitfp4, and what only the library of a name does not support is supported. Only "trtllm" changes what is
+            expected, as it does there. Then b and b_descale are shuffled (do_shuffle=True, or shuffle_matrix_a() and
+            shuffle_matrix_sf_a() with a tile of 128), n is a multiple of 128, and the result is put in order by a copy.
         use_nvfp4: False for MXFP4.
         enable_pdl: programmatic dependent launch; True and None mean wherever the GPU has it.
         skip_check: accepted and without effect: checks protect memory, and repeated calls do not pay for them.
     Returns:
         [m, n] in ``out_dtype``.
     Numerics:
-        ``round(alpha * sum over k of a[m, k] * b[k, n])``, where an element is its code times its block's scale.
-        Elements and products are exact, sums and alpha float32; ``jitfp4.reference.gemm.error_bound`` bounds the error.
-        The order of a sum depends on shapes and on the GPU, never on chance: equal calls give equal bits. MXFP4
-        elements of 2^128 or more count as infinite.
+        ``round(alpha * sum over k of a[m, k] * b[k, n])``, where an element is its code times its block's scale, whose
+        sign does not count. Elements and products are exact, sums and alpha float32;
+        ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends on shapes and on the GPU,
+        never on chance: equal calls give equal bits. MXFP4 elements of 2^128 or more may count as infinite.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
 
@@ -123,12 +123,12 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
             raise ArgumentError(name, f"shape {tuple(codes.shape)}", shape)
     check_same_device("b", b, a)
     k, n = 2 * a.shape[1], b.shape[1]
-    if differ(b.shape[:1], a.shape[1:]):
-        raise ArgumentError("b", f"shape {tuple(b.shape)}", f"[{k // 2}, n], as a of shape {tuple(a.shape)}")
     if k == 0 or k % COLS:
         raise ArgumentError("a", f"k = {k}", f"a positive multiple of {COLS}: K % {COLS} == 0")
-    if n == 0 or n % ROWS:
-        raise ArgumentError("b", f"n = {n}", f"a positive multiple of {ROWS}: N % {ROWS} == 0")
+    if differ(b.shape[:1], a.shape[1:]):
+        raise ArgumentError("b", f"shape {tuple(b.shape)}", f"[{k // 2}, n], as a of shape {tuple(a.shape)}")
+    if differ((n % ROWS,), (0,)):
+        raise ArgumentError("b", f"n = {n}", f"a multiple of {ROWS}: N % {ROWS} == 0")
     if b.stride(0) != 1:
         raise ArgumentError("b", f"strides {b.stride()}", "the transpose of a matrix [n, k / 2] of adjacent bytes")
     bytes_a, bytes_b = a.view(torch.uint8), b.view(torch.uint8).T
