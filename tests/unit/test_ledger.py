@@ -19,6 +19,7 @@ _SPILLED = {
     ("sm_90a", "state_dtype=f32,head_dim=128,max_tokens=8,warps="): 4,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
+    ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 24  # one build in so many is compiled
 
