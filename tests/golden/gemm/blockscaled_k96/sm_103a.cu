@@ -610,8 +610,12 @@ __device__ __forceinline__ void multiply(uint32 sums, uint64 left, uint64 right,
 }
 // One arrival, in each CTA of a pair, when all that this thread has issued so far is done.
 __device__ __forceinline__ void commit(Barrier* b) {
-  asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;"
-               ::"r"(shared_address(b)), "h"(uint16(3)) : "memory");
+  if constexpr (kCtas == 1)
+    asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
+                 ::"r"(shared_address(b)) : "memory");
+  if constexpr (kCtas == 2)
+    asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;"
+                 ::"r"(shared_address(b)), "h"(uint16(3)) : "memory");
 }
 
 // The place of a barrier in the first CTA of the pair.
