@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OfflineError,
         RenderError,
         SimError,
+        TacticsError,
         ToolchainError,
         UnsupportedArchError,
     )
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
         silu_and_mul_scaled_nvfp4_experts_quantize,
     )
     from jitfp4.layouts import SfLayout
+    from jitfp4.tuning import load_tactics, tune
 
 _HOMES = {
     "jitfp4.cache": ("CacheInfo",),
@@ -83,6 +85,7 @@ _HOMES = {
         "OfflineError",
         "RenderError",
         "SimError",
+        "TacticsError",
         "ToolchainError",
         "UnsupportedArchError",
     ),
@@ -122,6 +125,7 @@ _HOMES = {
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
     "jitfp4.layouts": ("SfLayout",),
+    "jitfp4.tuning": ("load_tactics", "tune"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -109,4 +109,5 @@ MM_FP4 = Operation(
     output="out",
     aligned=("a", "b", "a_descale", "b_descale", "out"),
     exclusive=("out",),
+    growing=("m",),
 )
