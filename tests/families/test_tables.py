@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -281,7 +282,7 @@ def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any
 def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     """A field that no problem and no candidate sets otherwise is dead."""
     (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
-    constant = {name: set() for name in kernel.spec.__dataclass_fields__}
+    constant = {field.name: set() for field in dataclasses.fields(kernel.spec)}
     for arch in ARCHS.values():
         problems = list(operation._problems(arch))
         random.Random(0).shuffle(problems)  # so that a few of them show all values

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4.families.gemm.blockscaled_kernels import K64, K96
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableSpec, geometry, rejects, specialise
-from jitfp4.families.gemm.fp4_tables import SCALED, TABLE, TACTICS, problems
+from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, SCALED, TABLE, TACTICS, problems
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.kernel import Kernel, Plan
@@ -100,10 +101,10 @@ PORTABLE = Kernel(
 MM_FP4 = Operation(
     Arguments,
     name="mm_fp4",
-    kernels=(PORTABLE,),
+    kernels=(PORTABLE, K64, K96),
     problem=_problem,
     problems=problems,
-    tables=(TABLE, SCALED),
+    tables=(TABLE, SCALED, BLOCKSCALED),
     reference=_reference,
     output="out",
     aligned=("a", "b", "a_descale", "b_descale", "out"),

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.blockscaled import Tactic
+from jitfp4.families.gemm.blockscaled_model import cheapest
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -34,6 +36,10 @@ class Fp4Problem(NamedTuple):
     def tiles_per_sm(self, arch: Arch) -> float:
         """Tiles of 128 rows of a by 128 rows of b."""
         return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
+
+    def cheapest(self, arch: Arch) -> Tactic | None:
+        """By the model of the kernels of the sm_100 family; None where none of those that it weighs can run it."""
+        return cheapest(self, arch)
 
 
 @dataclass(frozen=True, slots=True)

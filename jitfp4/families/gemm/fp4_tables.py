@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from jitfp4.arch import Arch
+from jitfp4.families.gemm.blockscaled_model import SELECTABLE
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout
@@ -36,6 +38,12 @@ SCALED = Table(
     archs=("sm_120a", "sm_121a"),
 )
 
+BLOCKSCALED: Table[Any] = Table(
+    (*(Row(tactic, {"cheapest": tactic}) for tactic in SELECTABLE), *TABLE.rows),
+    measured=None,
+    archs=("sm_100a", "sm_103a"),
+)
+
 _CUTS = (  # tile_m, tile_n, warp_m, warp_n, groups, stages
     (16, 32, 16, 32, 2, 3),
     (16, 64, 16, 32, 4, 3),
@@ -57,6 +65,12 @@ _chosen = (row.tactic for table in (TABLE, SCALED) for row in table.rows)
 TACTICS: tuple[PortableTactic, ...] = tuple(dict.fromkeys((*_chosen, *_searched)))
 
 
+_BLOCKSCALED_SHAPES = (  # m and n
+    *((m, 14336) for m in (8, 16, 32, 128)),
+    *((64, 57344), (64, 2048), (256, 8192), (1024, 4096)),
+)
+
+
 def problems(arch: Arch) -> Iterator[Fp4Problem]:
     """Few, some and many tiles of the output, for every number of rows of a that differs."""
     layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
@@ -64,3 +78,6 @@ def problems(arch: Arch) -> Iterator[Fp4Problem]:
         for m, load in product((16, 32, 64, 128), (0.2, 0.4, 2.0)):
             yield Fp4Problem(block_format, layout, dtype, m=m, n=round(load * arch.num_sms) * 128, k=4096)
         yield Fp4Problem(block_format, layout, dtype, m=16, n=32, k=4096)  # few rows of b
+    if arch.name in BLOCKSCALED.archs:
+        for block_format, dtype, (m, n) in product(BlockFormat, dtypes, _BLOCKSCALED_SHAPES):
+            yield Fp4Problem(block_format, SfLayout.layout_128x4, dtype, m=m, n=n, k=4096)

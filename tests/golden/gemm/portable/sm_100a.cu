@@ -1,5 +1,5 @@
 // gemm_portable, generated from templates/gemm/portable.cu.j2
-// spec: {"a_layout":"layout_128x4","format":"nvfp4","groups":2,"out_dtype":"bf16","scaled_mma":false,"stages":3,"tile_m":16,"tile_n":128,"warp_m":16,"warp_n":32}
+// spec: {"a_layout":"layout_8x4","format":"nvfp4","groups":2,"out_dtype":"bf16","scaled_mma":false,"stages":3,"tile_m":16,"tile_n":128,"warp_m":16,"warp_n":32}
 //
 // out [m, n] = a [m, k] times the transpose of b [n, k], both FP4 with block scales, as quantizers leave them.
 //
@@ -519,7 +519,7 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 enum class Format { kNvfp4, kMxfp4 };
 using Out = bf16;
 constexpr Format   kFormat  = Format::kNvfp4;
-constexpr SfLayout kALayout = SfLayout::k128x4;
+constexpr SfLayout kALayout = SfLayout::k8x4;
 constexpr int kTileM  = 16;
 constexpr int kTileN  = 128;
 constexpr int kWarpM  = 16;
@@ -703,7 +703,7 @@ union Shared {
   Sums sums;  // once every warp is through
 };
 
-static_assert(sizeof(Shared) == 67584, "the launch counts on it");
+static_assert(sizeof(Shared) == 62208, "the launch counts on it");
 
 // ---- sums over warps and CTAs ----------------------------------------------
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
