@@ -31,6 +31,13 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
         raise ArgumentTypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
 
 
+def check_strided(name: str, *tensors: torch.Tensor) -> None:
+    """No tensor is sparse or of another layout than torch's usual one."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ArgumentTypeError(name, f"a tensor of layout {tensor.layout}", "a strided tensor")
+
+
 def check_device(name: str, tensor: torch.Tensor) -> None:
     """``tensor`` is on a CUDA device, on the CPU, or abstract."""
     if not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):

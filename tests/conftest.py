@@ -1,5 +1,5 @@
-"""Marks, isolation and the GPU gate: every test has its own kernel cache, and `gpu` tests run only where there is
-one.
+"""Marks, isolation, samples and the GPU gate: no test sees the user's kernel cache, `gpu` tests run only where there
+is a GPU, and what takes long runs as a sample unless ``--all`` is given.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ import torch
 
 from jitfp4 import engine
 from jitfp4.errors import ToolchainError
+from tests.support.sample import beside_the_sample
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", dest="whole", help="run every case and full counts, not samples")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m: what they choose is sampled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=on_gpu)
-    items[:] = [item for item in items if item not in on_gpu]
+    left_out: set[pytest.Item] = set()
+    if not torch.cuda.is_available():
+        left_out.update(item for item in items if item.get_closest_marker("gpu"))
+    if not config.getoption("whole"):
+        left_out.update(beside_the_sample([item for item in items if item not in left_out]))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -45,6 +54,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("fault campaign")
         for (name, outcome), count in sorted(counts.items()):
             terminalreporter.line(f"{name:<28} {count:>5} {outcome}")
+
+
+@pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether this run does everything (``--all``): full counts, not samples."""
+    return bool(request.config.getoption("whole"))
 
 
 @pytest.fixture(scope="session")

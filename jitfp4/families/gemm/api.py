@@ -9,14 +9,13 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
-from jitfp4.families.gemm.weight import Fp4Weight, prepare
+from jitfp4.families.gemm.weight import COLS, ROWS, Fp4Weight, prepare
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
-from jitfp4.public import public
+from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 
-_ROWS, _COLS = 8, 32  # n and k are multiples of them
 _CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
 _SCALE_DTYPES = {
     16: (torch.uint8, torch.float8_e4m3fn),
@@ -24,6 +23,7 @@ _SCALE_DTYPES = {
 }
 
 
+@checked
 def prepare_fp4_weight(
     weight: torch.Tensor | Fp4Weight,
     scales: torch.Tensor | None = None,
@@ -61,10 +61,10 @@ def prepare_fp4_weight(
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", "[n, k / 2]")
     check_contiguous("weight", weight)
     n, k = weight.shape[0], 2 * weight.shape[1]
-    if n == 0 or n % _ROWS:
-        raise ArgumentError("weight", f"n = {n}", f"a positive multiple of {_ROWS}")
-    if k == 0 or k % _COLS:
-        raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {_COLS}")
+    if n == 0 or n % ROWS:
+        raise ArgumentError("weight", f"n = {n}", f"a positive multiple of {ROWS}")
+    if k == 0 or k % COLS:
+        raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {COLS}")
     if scales is None:
         raise ArgumentTypeError("scales", "None", "a torch.Tensor")
     check_dtype("scales", scales, _SCALE_DTYPES[block_size])
@@ -78,6 +78,7 @@ def prepare_fp4_weight(
     return prepare(weight.view(torch.uint8), linear, NVFP4 if block_size == NVFP4.block else MXFP4)
 
 
+@checked
 def mm_bf16_fp4(
     a: torch.Tensor,
     weight: Fp4Weight,
@@ -133,14 +134,14 @@ def _multiply(
     check_same_device("weight", data, a)
     if a.dim() == 0 or a.shape[-1] != k:
         raise ArgumentError("a", f"shape {tuple(a.shape)}", f"[..., {k}], as the weight")
-    dtype = a.dtype if out is None else out.dtype
-    dtype = dtype if out_dtype is None else out_dtype
-    if dtype not in DTYPES:
-        raise ArgumentError("out_dtype", dtype, "torch.bfloat16 or torch.float16")
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise ArgumentError("out_dtype", out_dtype, "torch.bfloat16 or torch.float16")
+    if out is not None:
+        check_dtype("out", out, tuple(DTYPES) if out_dtype is None else (out_dtype,))
+    dtype = out_dtype or (a if out is None else out).dtype
     shape = (*a.shape[:-1], n)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=a.device)
-    check_dtype("out", out, (dtype,))
     check_same_device("out", out, a)
     if tuple(out.shape) != shape:
         raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{shape}")
@@ -157,12 +158,12 @@ def _multiply(
         check_contiguous("bias", bias)
     MM_BF16_FP4(
         Arguments(
-            a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), _COLS),
+            a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), COLS),
             data=data,
             row_scale=row_scale,
             alpha=alpha,
             bias=bias,
-            out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), _ROWS),
+            out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), ROWS),
             enable_pdl=enable_pdl,
             names="data=weight",
         )

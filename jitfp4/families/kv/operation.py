@@ -273,6 +273,7 @@ dequantize = Operation(
     reference=_dequantize_reference,
     output="k_out",
     aligned=("k_out", "v_out"),
+    exclusive=("k_out", "v_out"),
 )
 
 
