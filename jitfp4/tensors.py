@@ -14,10 +14,20 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
 from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 
 _LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
+"""What holds two codes in a byte; a torch that lacks a dtype has no tensors of it."""
+
+SF_DTYPES = {
+    NVFP4: (torch.uint8, torch.float8_e4m3fn),
+    MXFP4: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
+}
+"""What holds the block scales of a format."""
 
 ALIGNMENT = 16
 """Bytes of the widest access that every kernel makes."""

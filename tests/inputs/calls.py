@@ -102,12 +102,14 @@ _LISTS = (
 def is_allowed(bad: Bad) -> bool:
     """Whether a value is accepted on purpose: the documented list."""
     scales = "scale" in bad.argument or "global_sf" in bad.argument or bad.argument in _FLAT
-    anything = bad.function in ("block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a")
+    anything = bad.function in _PERMUTATIONS or bad.argument == "input_tensor"
     return (
         (bad.what == "of another rank" and scales)  # flattened or not, the elements are what counts
-        or (bad.what == "of another rank" and bad.argument in ("input", "a", "e2m1_tensor"))  # leading dimensions
+        or (bad.what == "of another rank" and bad.argument in _LEADING)  # leading dimensions
         or (bad.what == "one row too many" and bad.argument in ("a", "input", "e2m1_tensor"))  # m is free
         or (anything and bad.what.startswith(("one ", "broadcast", "every other", "of torch.", "on meta")))
+        or (bad.function == "make_nvfp4_global_scale" and bad.what == "of another rank")  # an amax of any tensor
+        or (bad.function == "silu_and_mul" and bad.what in ("broadcast", "every other element"))  # torch operations
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
         or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another
@@ -116,6 +118,8 @@ def is_allowed(bad: Bad) -> bool:
     )
 
 
+_PERMUTATIONS = ("block_scale_interleave", "nvfp4_block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a")
+_LEADING = ("input", "a", "e2m1_tensor", "weight")
 _FLAT = ("a_sf", "ufp8_scale_tensor", "alpha")
 _BUFFERS = ("workspace_buffer", "float_workspace_buffer")  # of any type; too small ones are refused at the launch
 _LEGAL = {

@@ -66,6 +66,9 @@ def good_calls() -> Calls:
             "global_scale_tensor": one(),
         },
         "block_scale_interleave": lambda: {"unswizzled_sf": codes(4, 4)},
+        "make_nvfp4_global_scale": lambda: {"input_tensor": half(4, 64), "per_token_activation": False},
+        "mxfp4_dequantize_host": lambda: {"weight": codes(4, 32), "scale": codes(4, 2)},
+        "silu_and_mul": lambda: {"input": half(4, 64), "out": half(4, 32)},
         "shuffle_matrix_a": lambda: {"input_tensor": codes(128, 32), "epilogue_tile_m": 128},
         "shuffle_matrix_sf_a": lambda: {"input_tensor": codes(128, 4), "epilogue_tile_m": 128},
         "rmsnorm_fp4quant": lambda: {
