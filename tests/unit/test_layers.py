@@ -17,7 +17,7 @@ FLOORS = (
     ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden"),
-    ("cli", "__init__", "__main__"),
+    ("cli", "flashinfer", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
