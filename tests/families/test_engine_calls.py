@@ -191,6 +191,38 @@ def test_decode_over_a_paged_cache(flashinfer: ModuleType) -> None:
     assert torch.equal(out, case.run()[0])
 
 
+def test_a_wrapper_over_a_paged_cache(flashinfer: ModuleType) -> None:
+    """vllm-project/vllm, vllm/v1/attention/backends/flashinfer.py: fast_plan_decode(), and forward() with a wrapper."""
+    case = Case(lengths=(20, 9), page=16, kv_layout="NHD")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "NHD", use_tensor_cores=True)
+    assert not wrapper.is_cuda_graph_enabled  # else the engine would go past plan()
+    lists = (
+        torch.tensor([0, 2, 3]),
+        torch.cat((case.block_tables[0, :2], case.block_tables[1, :1])),
+        torch.tensor([4, 9]),
+    )
+    sizes = case.query.shape[1], 2, 128, 16
+    dtypes = torch.bfloat16, torch.uint8, None, None
+    options = "NONE", -1, None, *dtypes, case.bmm1, None, None, True, None, None, -1, False
+    wrapper.plan(*(x.int() for x in lists), *sizes, *options)
+    assert wrapper._window_left == -1
+    assert wrapper._logits_soft_cap == 0.0
+    assert wrapper._sm_scale == case.bmm1
+    out = torch.empty_like(case.query)
+    wrapper.run(case.query, case.kv_cache, k_scale=1.0, v_scale=case.bmm2, out=out, kv_cache_sf=case.kv_cache_sf)
+    assert torch.equal(out, case.run()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_delta_rule_into_an_output_of_another_dtype(flashinfer: ModuleType, dtype: torch.dtype) -> None:
+    """FlashInfer's gated_delta_rule_decode_pretranspose() converts into an output that was given."""
+    decode, state = flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose, torch.randn(2, 4, 64, 64)
+    want, _ = decode(**gates(2, 1), state=state.clone())
+    output = torch.empty(2, 1, 4, 64, dtype=dtype)
+    assert decode(**gates(2, 1), state=state.clone(), output=output)[0] is output
+    assert torch.equal(output, want.to(dtype))
+
+
 def test_quantize_for_a_linear_layer(flashinfer: ModuleType) -> None:
     """sgl-project/sglang, fp4_utils.py, and vllm-project/vllm, flashinfer_quant_nvfp4_8x4_sf_layout()."""
     x, scale = halves(5, 64), torch.tensor([3.0])

@@ -123,14 +123,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
             seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
             q_len_per_req: query tokens of a request, 1 to 8.
             pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
-                window_right: anything but the default is an error.
+                window_right: anything but the default is an error, -1 for fixed_split_size aside.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
         del block_tables  # the same pages again
+        # vLLM asserts that run() goes by what it planned, under these names.
+        self._window_left, self._sm_scale, self._logits_soft_cap = window_left, sm_scale, logits_soft_cap or 0.0
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         for name, value, default in (
-            ("fixed_split_size", fixed_split_size, None),
+            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
             ("disable_split_kv", disable_split_kv, False),
             ("window_right", window_right, 0),
         ):
@@ -181,6 +183,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
 
     begin_forward = plan
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """False: engines ask before they plan past plan(), into FlashInfer's buffers. Here plan() serves graphs too."""
+        return False
 
     @checked
     def run(
