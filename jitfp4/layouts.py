@@ -25,6 +25,8 @@ class SfLayout(IntEnum):
     layout_8x4 = 1
     layout_linear = 2
 
+    __hash__ = int.__hash__  # as a layout equals its number
+
     @property
     def tag(self) -> str:
         """The layout's name in specs, generated source and file names."""
@@ -34,7 +36,7 @@ class SfLayout(IntEnum):
     def tile(self) -> tuple[int, int, int]:
         """``(outer, inner, cols)``: a tile holds ``outer * inner`` rows by ``cols`` scale columns.
 
-        Inside a tile the order is [inner row][outer row][column]. Both dimensions are padded to whole tiles.
+        Inside a tile the order is ``[inner row][outer row][column]``. Both dimensions are padded to whole tiles.
         """
         return _TILES[self]
 

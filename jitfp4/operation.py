@@ -16,13 +16,13 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 import torch
 
 from jitfp4 import engine, replay, sim
+from jitfp4.addresses import ALIGNMENT, extent, meet
 from jitfp4.arch import Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
 from jitfp4.selection import Table, table_for
 from jitfp4.spec import KernelSpec
-from jitfp4.tensors import ALIGNMENT, extent, meet
 
 ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
 ProblemT = TypeVar("ProblemT")

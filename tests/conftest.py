@@ -4,6 +4,7 @@ is a GPU, and what takes long runs as a sample unless ``--all`` is given.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitfp4 import engine
+from jitfp4 import engine, nvrtc
 from jitfp4.errors import ToolchainError
+from tests.support import ptx
 from tests.support.sample import beside_the_sample
 
 
@@ -60,6 +62,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def whole(request: pytest.FixtureRequest) -> bool:
     """Whether this run does everything (``--all``): full counts, not samples."""
     return bool(request.config.getoption("whole"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_ptx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The PTX of each kernel is compiled once in a run, also where its tests are spread over workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ptx"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "compile_ptx", ptx.kept(folder, nvrtc.compile_ptx))
+        yield
 
 
 @pytest.fixture(scope="session")

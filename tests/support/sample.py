@@ -9,6 +9,9 @@ from math import ceil
 
 import pytest
 
+SIM_ARCHS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.one_in(4))]
+"""What kernels are simulated for. Their sources for both differ in little: the conversions, and fp32 pairs."""
+
 
 def beside_the_sample(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """What ``one_in(n)`` leaves out: of each marked test's cases, one in ``n`` stays, chosen by the digest of its name.
