@@ -3,11 +3,11 @@
 ``import jitfp4.flashinfer as flashinfer`` gives FlashInfer's names of functions that jitfp4 has, in FlashInfer's
 modules: ``flashinfer.norm.rmsnorm_fp4quant`` and so on. An engine that imports ``flashinfer`` by itself gets them after
 
-    installed = jitfp4.flashinfer.install()
+    jitfp4.flashinfer.install()
     ...
-    installed.remove()
+    jitfp4.flashinfer.uninstall()
 
-which also works as ``with jitfp4.flashinfer.install(): ...``. Nothing is substituted before that call. A name that
+or inside ``with jitfp4.flashinfer.install(): ...``. Nothing is substituted before that call. A name that
 jitfp4 lacks is an AttributeError that says so, which ``hasattr`` and ``from flashinfer.norm import ...`` understand.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import jitfp4
 
-__all__ = ["Installed", "install"]
+__all__ = ["Installed", "install", "uninstall"]
 
 _FP4 = (
     "SfLayout",
@@ -125,10 +125,14 @@ class Installed:
 
     def remove(self) -> None:
         """Undo it; a second time does nothing. Modules that kept a function keep it."""
-        if sys.modules.get("flashinfer") is self._installed["flashinfer"]:
+        if self.is_in_place():
             for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
                 del sys.modules[name]
             sys.modules.update(self._before)
+
+    def is_in_place(self) -> bool:
+        """Whether ``import flashinfer`` gives it."""
+        return sys.modules.get("flashinfer") is self._installed["flashinfer"]
 
     def __enter__(self) -> Installed:
         return self
@@ -138,12 +142,24 @@ class Installed:
 
 
 def install() -> Installed:
-    """Make ``import flashinfer`` give this package, in this process, until the result's remove() is called.
+    """Make ``import flashinfer`` give this package, in this process, until uninstall().
 
     A FlashInfer that was imported before is put aside, and comes back. Modules that hold its functions already go on
     using them: call this before the engine is imported.
     """
-    return Installed()
+    global _latest
+    if _latest is None or not _latest.is_in_place():
+        _latest = Installed()
+    return _latest
+
+
+def uninstall() -> None:
+    """Bring back what ``flashinfer`` was before install(); without that, nothing."""
+    if _latest is not None:
+        _latest.remove()
+
+
+_latest: Installed | None = None
 
 
 def __getattr__(name: str) -> Any:

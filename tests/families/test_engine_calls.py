@@ -45,8 +45,9 @@ def test_it_is_explicit_and_reversible() -> None:
         from flashinfer.norm import rmsnorm_fp4quant
 
         assert rmsnorm_fp4quant is jitfp4.rmsnorm_fp4quant
-        installed.remove()
-        installed.remove()
+        assert jitfp4.flashinfer.install() is installed
+        jitfp4.flashinfer.uninstall()
+        jitfp4.flashinfer.uninstall()
         assert sys.modules["flashinfer"] is other
         assert not [name for name in sys.modules if name.startswith("flashinfer.")]
     finally:
