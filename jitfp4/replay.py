@@ -65,6 +65,7 @@ _notes: ContextVar[_Notes | None] = ContextVar("jitfp4_notes", default=None)
 _memories: list[_Memory] = []
 _MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
 _suspended = 0
+_generation = 0  # of what calls were chosen by: forget() begins a new one
 _counting = threading.Lock()
 
 
@@ -91,7 +92,10 @@ def is_noting() -> bool:
 
 
 def forget() -> None:
-    """Forget every call."""
+    """Forget every call, also those that threads are about to remember."""
+    global _generation
+    with _counting:
+        _generation += 1
     for memory in _memories:
         memory.clear()
 
@@ -180,7 +184,7 @@ def _nothing(_values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
-    notes = _Notes([], [])
+    notes, generation = _Notes([], []), _generation
     token = _notes.set(notes)
     try:
         result = function()
@@ -191,7 +195,9 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
         if lasting:
             if len(memory) >= _MOST:
                 memory.clear()
-            memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
+            with _counting:
+                if generation == _generation:
+                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
     return result
 
 

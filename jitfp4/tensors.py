@@ -151,6 +151,12 @@ def device_arch(index: int) -> Arch:
     return Arch.of_capability(*torch.cuda.get_device_capability(index))
 
 
+@functools.cache
+def device_name(index: int) -> str:
+    """What the driver calls CUDA device ``index``, such as ``NVIDIA H200``."""
+    return torch.cuda.get_device_name(index)
+
+
 class on_device:  # noqa: N801 - used as a statement: with on_device(index) as stream
     """Makes CUDA device ``index`` current and yields its current raw stream."""
 

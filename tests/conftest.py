@@ -84,8 +84,8 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def isolated_cache(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
     """No test reads or writes the user's cache, and none sees another's configuration."""
-    for name in ("JITFP4_CACHE_RO", "JITFP4_CACHE", "JITFP4_OFFLINE", "JITFP4_STRICT", "JITFP4_BUNDLE_SHA256"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("CACHE_RO", "CACHE", "OFFLINE", "STRICT", "BUNDLE_SHA256", "TACTICS"):
+        monkeypatch.delenv(f"JITFP4_{name}", raising=False)
     monkeypatch.setenv("JITFP4_CACHE_DIR", str(shared_cache))
     engine.reset()
     yield

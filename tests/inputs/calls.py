@@ -53,7 +53,8 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
             arguments = make()
             tensor = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
             if other != parameter.name and isinstance(tensor, torch.Tensor) and tensor.nbytes >= given.nbytes:
-                memory = tensor.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
+                dense = tensor if tensor.is_contiguous() else tensor.T
+                memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
 
 

@@ -89,6 +89,14 @@ def good_calls() -> Calls:
             "block_scale_unswizzled": codes(4, 4),
             "y_out": half(4, 64),
         },
+        "mm_fp4": lambda: {
+            "a": codes(4, 32),
+            "b": codes(8, 32).T,
+            "a_descale": codes(128, 4),
+            "b_descale": codes(128, 4).T,
+            "alpha": one(),
+            "out": half(4, 8),
+        },
         "gated_delta_rule_mtp": lambda: {
             **qkv(),
             "initial_state": state(),

@@ -115,6 +115,10 @@ def test_a_missing_end_of_line_is_drift(golden: Path) -> None:
     assert f"changed: {path}" in result.stderr
 
 
+def test_every_kernel_has_a_golden_file_also_one_of_another_architecture() -> None:
+    assert {path.rpartition("/")[0] for path in goldens()} == {kernel.name for kernel in kernels()}
+
+
 def test_a_golden_table_has_every_specialisation_and_the_digest_of_its_source() -> None:
     texts, kernel = goldens(FAMILY), lookup(FAMILY)
     for arch in map(Arch.of, GOLDEN_ARCHS):

@@ -39,6 +39,7 @@ def test_the_public_names_are_these() -> None:
         "RenderError",
         "SfLayout",
         "SimError",
+        "TacticsError",
         "ToolchainError",
         "UnsupportedArchError",
         "add_rmsnorm_fp4quant",
@@ -49,8 +50,10 @@ def test_the_public_names_are_these() -> None:
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
+        "load_tactics",
         "make_nvfp4_global_scale",
         "mm_bf16_fp4",
+        "mm_fp4",
         "mxfp4_dequantize",
         "mxfp4_dequantize_host",
         "mxfp4_quantize",
@@ -75,6 +78,7 @@ def test_the_public_names_are_these() -> None:
         "sim",
         "single_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
+        "tune",
     ]
 
 
@@ -124,6 +128,7 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert documented["JITFP4_OFFLINE"] == str(int(defaults.offline))
     assert documented["JITFP4_STRICT"] == str(int(defaults.strict))
     assert documented["JITFP4_LOCK_TIMEOUT"] == f"{defaults.lock_timeout:.0f}"
+    assert defaults.tactics is None and documented["JITFP4_TACTICS"] == "none"
     assert defaults.cache_ro == () and defaults.bundle_sha256 is None
     assert (documented["JITFP4_CACHE_RO"], documented["JITFP4_BUNDLE_SHA256"]) == ("none", "none")
     assert defaults.record is None and documented["JITFP4_RECORD"] == "none"

@@ -25,16 +25,27 @@ FLOORS = (
         "addresses",
     ),
     ("cache", "bundle", "wheel", "remote", "render", "keys", "kernel"),
-    ("tensors", "replay", "driver", "nvrtc", "sim"),
+    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics"),
     ("engine", "operation", "public"),
     ("families",),
-    ("warmup", "golden"),
+    ("warmup", "golden", "tuning"),
     ("cli", "flashinfer", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
     # sim takes torch tensors at its edge
-    "torch": {"addresses", "tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
+    "torch": {
+        "addresses",
+        "tensors",
+        "dispatch",
+        "replay",
+        "operation",
+        "public",
+        "reference",
+        "families",
+        "sim",
+        "tuning",
+    },
     "cuda": {"nvrtc", "driver", "cli"},  # cli asks where nvdisasm is
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},

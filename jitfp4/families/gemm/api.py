@@ -16,8 +16,8 @@ from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 
-_CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
-_SCALE_DTYPES = {
+CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
+SCALE_DTYPES = {
     16: (torch.uint8, torch.float8_e4m3fn),
     32: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
 }
@@ -53,9 +53,9 @@ def prepare_fp4_weight(
         if scales is not None:
             raise ArgumentError("scales", "a tensor", "None with a weight that is prepared already")
         return weight
-    if block_size not in _SCALE_DTYPES:
+    if block_size not in SCALE_DTYPES:
         raise ArgumentError("block_size", block_size, "16 or 32")
-    check_dtype("weight", weight, _CODE_DTYPES)
+    check_dtype("weight", weight, CODE_DTYPES)
     check_device("weight", weight)
     if weight.dim() != 2:
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", "[n, k / 2]")
@@ -67,7 +67,7 @@ def prepare_fp4_weight(
         raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {COLS}")
     if scales is None:
         raise ArgumentTypeError("scales", "None", "a torch.Tensor")
-    check_dtype("scales", scales, _SCALE_DTYPES[block_size])
+    check_dtype("scales", scales, SCALE_DTYPES[block_size])
     check_same_device("scales", scales, weight)
     check_contiguous("scales", scales)
     layout, cols = check_layout("sf_layout", sf_layout), k // block_size

@@ -186,6 +186,7 @@ quantize = Operation(
     reference=_quantize_reference,
     output="k",
     aligned=("k", "v"),
+    growing=("tokens",),
 )
 
 
@@ -274,6 +275,7 @@ dequantize = Operation(
     output="k_out",
     aligned=("k_out", "v_out"),
     exclusive=("k_out", "v_out"),
+    growing=("sequences", "tokens"),
 )
 
 
