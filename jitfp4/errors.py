@@ -24,6 +24,7 @@ Jitfp4Error
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 
@@ -56,6 +57,11 @@ class ArgumentError(Jitfp4Error, ValueError):
 
 class ArgumentTypeError(ArgumentError, TypeError):
     """An argument's dtype, device or Python type is not allowed."""
+
+
+def renamed(error: ArgumentError, names: Mapping[str, str]) -> ArgumentError:
+    """The error under the names that the caller of a public function knows."""
+    return type(error)(names.get(error.name, error.name), *error.args[1:])
 
 
 class UnsupportedArchError(Jitfp4Error):

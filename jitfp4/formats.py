@@ -10,6 +10,7 @@ from enum import StrEnum
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of codes 0 to 7; bit 3 of a code is the sign. There is no Inf and no NaN."""
 
+E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 
 INV_6_BITS = 0x3E2AAAAB

@@ -18,6 +18,8 @@ from jitfp4.replay import replayed
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_MOST_BITS = 63  # of an int and its sign: what an operator takes
+
 # By annotation: the exact types that a value may have, and what an error calls them.
 _ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
     NoneType: ((NoneType,), "None"),
@@ -32,19 +34,20 @@ _ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function.
+    """Decorate a public function of tensors and flags: ``checked`` says what is refused, ``replayed`` what is more."""
+    return replayed(checked(function))
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function that takes more than tensors and flags, and calls one that is ``public``.
 
     An argument that is not of a type that its annotation names is an ArgumentTypeError (a bool is no number, and a
     number is no bool), as is a sparse tensor; a number that is NaN, infinite or too large for float64 is an
-    ArgumentError. Annotations that name other types are not looked at. See ``replayed`` for what follows.
+    ArgumentError, like an int of more than 64 bits. Annotations that name other types are not looked at.
     """
-    return replayed(_checked(function))
-
-
-def _checked(function: Callable[P, R]) -> Callable[P, R]:
     hints = get_type_hints(function)
     names = list(inspect.signature(function).parameters)
-    rules = {name: rule for name in names if (rule := _rule(hints[name])) is not None}
+    rules = {name: rule for name in names if (rule := _rule(hints.get(name, object))) is not None}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,8 +75,12 @@ def _check(name: str, value: Any, types: frozenset[type], may_be_tensor: bool, w
         return
     if type(value) not in types:
         raise ArgumentTypeError(name, f"{type(value).__name__} {value!r}"[:100], words)
-    if float in types and value is not None and not torch.compiler.is_dynamo_compiling() and not _is_finite(value):
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if float in types and value is not None and not _is_finite(value):
         raise ArgumentError(name, f"{value}"[:40] if type(value) is float else "an int of over 1000 bits", words)
+    if int in types and type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ArgumentError(name, f"an int of {value.bit_length()} bits", words)
 
 
 def _is_finite(number: float) -> bool:

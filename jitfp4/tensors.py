@@ -15,10 +15,20 @@ from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
 from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 
 _LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
+"""What holds two codes in a byte; a torch that lacks a dtype has no tensors of it."""
+
+SF_DTYPES = {
+    NVFP4: (torch.uint8, torch.float8_e4m3fn),
+    MXFP4: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
+}
+"""What holds the block scales of a format."""
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
@@ -27,6 +37,13 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
         raise ArgumentTypeError(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
         raise ArgumentTypeError(name, tensor.dtype, " or ".join(map(str, dtypes)))
+
+
+def check_strided(name: str, *tensors: torch.Tensor) -> None:
+    """No tensor is sparse or of another layout than torch's usual one."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ArgumentTypeError(name, f"a tensor of layout {tensor.layout}", "a strided tensor")
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:

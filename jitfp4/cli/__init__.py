@@ -38,12 +38,23 @@ class _Commands(TyperGroup):
         if sys.stdout is None:  # closed: the work is done all the same, and no file of ours takes its number
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the end
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
         except BrokenPipeError:
             raise
         except (Jitfp4Error, OSError) as error:
             say(f"jitfp4: {error}")
+            _drop_what_cannot_be_written()
             raise typer.Exit(2) from None
+
+
+def _drop_what_cannot_be_written() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would try again, and exit with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

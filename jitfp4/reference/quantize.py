@@ -105,9 +105,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``.
 
     ``silu(g) = g / (1 + exp(-g))`` in float32; exp is the only operation that is not correctly rounded everywhere.
+    Below -80, where the 1 does not count, it is ``g * exp(g)``, whose exp does not overflow.
     """
     gate, up = x.float().chunk(2, dim=-1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(x.dtype)
+    root = torch.exp(gate / 2)  # twice, so that it is no subnormal
+    silu = torch.where(gate < -80, gate * root * root, gate / (1.0 + torch.exp(-gate)))
+    return (silu * up).to(x.dtype)
 
 
 def dequantize(

@@ -77,8 +77,6 @@ def test_general_entry_agrees_with_the_others() -> None:
     assert torch.equal(general, nvfp4_dequantize(q, sf, 0.5, SfLayout.layout_8x4))
     with pytest.raises(ArgumentError, match="global_scale_tensor"):
         e2m1_and_ufp8sf_scale_to_float(q, sf)
-    with pytest.raises(ArgumentError, match="global_scale_tensor"):
-        e2m1_and_ufp8sf_scale_to_float(q, sf, torch.ones(1), 32, 0)
     with pytest.raises(ArgumentError, match="sf_vec_size"):
         e2m1_and_ufp8sf_scale_to_float(q, sf, torch.ones(1), 32)
     with pytest.raises(ArgumentError, match="is_sf_8x4_layout"):

@@ -92,7 +92,7 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
         "intermediate_states_buffer",
         mtp(intermediate_states_buffer=torch.zeros(2, 2, 2, 64, 64).bfloat16()),
     ),
-    "output dtype": (ArgumentTypeError, "output", mtp(output=torch.zeros(2, 2, 2, 64))),
+    "output dtype": (ArgumentTypeError, "output", mtp(output=torch.zeros(2, 2, 2, 64, dtype=torch.int32))),
     "output strides": (
         ArgumentError,
         "output",

@@ -94,7 +94,9 @@ def test_a_bad_argument_is_a_message(arguments: list[str]) -> None:
 
 def jitfp4(*arguments: object, redirect: str = "") -> subprocess.CompletedProcess[str]:
     command = " ".join([sys.executable, "-m", "jitfp4", *map(str, arguments), redirect])
-    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)  # noqa: S602
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # output is written late
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 900}
+    return subprocess.run(command, shell=True, check=False, **options)  # type: ignore[call-overload]  # noqa: S602
 
 
 @pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-", "<&-", ">/dev/full", "| true", "| head -c 1"])

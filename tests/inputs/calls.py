@@ -1,18 +1,27 @@
-"""A good call of every public function, and bad values for each of its arguments."""
+"""Bad values for each argument of every public function, and what becomes of them."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 import jitfp4
 from jitfp4.errors import ArgumentError
+from tests.inputs.good import Arguments, good_calls
 
-Arguments = dict[str, Any]
 _HUGE = 10**400
+
+
+def function_of(call: str) -> Callable[..., Any]:
+    """The function, class or method that a good call is of."""
+    return functools.reduce(getattr, call.split()[0].split("."), jitfp4)  # type: ignore[return-value]
 
 
 class Bad(NamedTuple):
@@ -27,155 +36,107 @@ class Bad(NamedTuple):
         return f"{self.function}({self.argument}={self.what})"
 
 
-def good_calls() -> dict[str, Callable[[], Arguments]]:
-    """By function: arguments that it accepts, fresh each time."""
-
-    def half(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape).bfloat16()
-
-    def codes(*shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.uint8)
-
-    one = lambda: torch.ones(1)  # noqa: E731
-    gates = lambda: {"A_log": torch.zeros(2), "a": half(2, 1, 2), "dt_bias": torch.zeros(2), "b": half(2, 1, 2)}  # noqa: E731
-    qkv = lambda: {"q": half(2, 1, 1, 64), "k": half(2, 1, 1, 64), "v": half(2, 1, 2, 64)}  # noqa: E731
-    state = lambda: torch.zeros(2, 2, 64, 64)  # noqa: E731
-    return {
-        "nvfp4_quantize": lambda: {
-            "a": half(4, 64),
-            "a_global_sf": one(),
-            "out": codes(4, 32),
-            "out_sf": codes(128, 4),
-        },
-        "mxfp4_quantize": lambda: {"a": half(4, 64), "out": codes(4, 32), "out_sf": codes(128, 4)},
-        "fp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
-        "silu_and_mul_nvfp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
-        "nvfp4_batched_quantize": lambda: {"a": half(2, 4, 64), "a_global_sf": one()},
-        "scaled_fp4_grouped_quantize": lambda: {
-            "a": half(2, 4, 64),
-            "mask": torch.ones(2, dtype=torch.int32),
-            "a_global_sf": torch.ones(2),
-        },
-        "silu_and_mul_scaled_nvfp4_experts_quantize": lambda: {
-            "a": half(2, 4, 64),
-            "mask": torch.ones(2, dtype=torch.int32),
-            "a_global_sf": torch.ones(2),
-        },
-        "nvfp4_dequantize": lambda: {
-            "a_fp4": codes(4, 32),
-            "a_sf": codes(128, 4),
-            "global_decode_scale": one(),
-            "out": torch.zeros(4, 64),
-        },
-        "mxfp4_dequantize": lambda: {"a_fp4": codes(4, 32), "a_sf": codes(128, 4), "out": torch.zeros(4, 64)},
-        "e2m1_and_ufp8sf_scale_to_float": lambda: {
-            "e2m1_tensor": codes(4, 32),
-            "ufp8_scale_tensor": codes(128, 4),
-            "global_scale_tensor": one(),
-        },
-        "block_scale_interleave": lambda: {"unswizzled_sf": codes(4, 4)},
-        "shuffle_matrix_a": lambda: {"input_tensor": codes(128, 32), "epilogue_tile_m": 128},
-        "shuffle_matrix_sf_a": lambda: {"input_tensor": codes(128, 4), "epilogue_tile_m": 128},
-        "rmsnorm_fp4quant": lambda: {
-            "input": half(4, 64),
-            "weight": half(64),
-            "y_fp4": codes(4, 32),
-            "block_scale": codes(4, 4),
-            "global_scale": one(),
-        },
-        "add_rmsnorm_fp4quant": lambda: {
-            "input": half(4, 64),
-            "residual": half(4, 64),
-            "weight": half(64),
-            "y_fp4": codes(4, 32),
-            "block_scale": codes(512),
-            "global_scale": one(),
-            "output_both_sf_layouts": True,
-            "block_scale_unswizzled": codes(4, 4),
-            "y_out": half(4, 64),
-        },
-        "mm_fp4": lambda: {
-            "a": codes(4, 32),
-            "b": codes(8, 32).T,
-            "a_descale": codes(128, 4),
-            "b_descale": codes(128, 4).T,
-            "alpha": one(),
-            "out": half(4, 8),
-        },
-        "gated_delta_rule_mtp": lambda: {
-            **qkv(),
-            "initial_state": state(),
-            "initial_state_indices": torch.arange(2),
-            **gates(),
-            "output": half(2, 1, 2, 64),
-            "intermediate_states_buffer": torch.zeros(2, 1, 2, 64, 64),
-            "output_state_indices": torch.arange(2),
-        },
-        "gated_delta_rule_decode_pretranspose": lambda: {
-            **qkv(),
-            "state": state(),
-            **gates(),
-            "output": half(2, 1, 2, 64),
-        },
-        "gated_delta_rule_decode": lambda: {**qkv(), "state": state(), **gates(), "output": half(2, 1, 2, 64)},
-    }
-
-
 def bad_calls(name: str, device: str) -> Iterator[Bad]:
     """Every bad value of every argument of a function, one at a time."""
 
     def make() -> Arguments:
-        given = good_calls()[name]()
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        with torch.device(device):
+            return good_calls()[name]()
 
-    for parameter in inspect.signature(getattr(jitfp4, name)).parameters.values():
+    for parameter in inspect.signature(function_of(name)).parameters.values():
+        if parameter.name == "self":
+            continue
         given = make().get(parameter.name, parameter.default)
         for what, value in _bad_values(parameter, given):
             yield Bad(name, parameter.name, what, make() | {parameter.name: value})
         for other in make() if parameter.name in _WRITTEN and isinstance(given, torch.Tensor) else ():
             arguments = make()
-            tensor = arguments[other]
+            tensor = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
             if other != parameter.name and isinstance(tensor, torch.Tensor) and tensor.nbytes >= given.nbytes:
                 dense = tensor if tensor.is_contiguous() else tensor.T
                 memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
 
 
-_WRITTEN = ("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual")
+_WRITTEN = (
+    *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
+    *("lse", "output_k", "output_v"),
+)
 
 
 def verdict(bad: Bad) -> str:
     """``clear`` for a typed error that names the argument; else what is wrong."""
     before = {name: value.clone() for name, value in bad.arguments.items() if _is_plain(value)}
     try:
-        getattr(jitfp4, bad.function)(**bad.arguments)
+        function_of(bad.function)(**bad.arguments)
     except ArgumentError as error:
         named = {part.strip() for part in error.name.split(",")}
-        fits_no_other = bad.what in _LEGAL_ALONE or bad.what.removeprefix("memory of ") in named
-        if bad.argument not in named and not (fits_no_other and named <= bad.arguments.keys()):
+        fits_no_other = _fits_no_other(bad) or bad.what.removeprefix("memory of ") in named
+        if bad.argument not in named and not (fits_no_other and named & bad.arguments.keys()):
             return f"names another: {error}"
         touched = [n for n, old in before.items() if not torch.equal(_bytes(bad.arguments[n]), _bytes(old))]
         return f"wrote {touched} before the error" if touched else "clear"
     except Exception as error:  # what the campaign looks for
         return f"untyped {type(error).__name__}: {str(error)[:90]}"
-    return "clear" if _is_allowed(bad) else "accepted"
+    return "clear" if is_allowed(bad) else "accepted"
 
 
-_LEGAL_ALONE = ("on meta", "of another rank", "one row too many")
-"""Values that the function would take if another argument fitted them: the error may name that one."""
+def _fits_no_other(bad: Bad) -> bool:
+    """The function would take the value if another argument fitted it: the error may name that one."""
+    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q")
+    return (
+        sized
+        or bad.what.removeprefix("K ").removeprefix("V ") in ("on meta", "of another rank", "one row too many")
+        or (bad.argument == "q_len_per_req" and bad.what == "7")
+        or (bad.argument == "cum_seq_lens_q" and bad.what in ("meta", "complex"))
+    )
 
 
-def _is_allowed(bad: Bad) -> bool:
-    """What is accepted on purpose."""
-    scales = "scale" in bad.argument or "global_sf" in bad.argument or bad.argument in ("a_sf", "alpha")
-    anything = bad.function in ("block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a")
+_LISTS = (
+    *("batch_indices", "positions", "slot_mapping", "kv_indices", "kv_indptr", "seq_lens", "cum_seq_lens_q"),
+    *("indptr", "indices", "last_page_len", "paged_kv_indptr_buffer", "paged_kv_indices_buffer"),
+    "paged_kv_last_page_len_buffer",
+)
+"""Arguments that are lists of integers, whose lengths go together."""
+
+
+def is_allowed(bad: Bad) -> bool:
+    """Whether a value is accepted on purpose: the documented list."""
+    scales = "scale" in bad.argument or "global_sf" in bad.argument or bad.argument in _FLAT
+    anything = bad.function in _PERMUTATIONS or bad.argument == "input_tensor"
     return (
         (bad.what == "of another rank" and scales)  # flattened or not, the elements are what counts
-        or (bad.what == "of another rank" and bad.argument in ("input", "a", "e2m1_tensor"))  # leading dimensions
+        or (bad.what == "of another rank" and bad.argument in _LEADING)  # leading dimensions
         or (bad.what == "one row too many" and bad.argument in ("a", "input", "e2m1_tensor"))  # m is free
         or (anything and bad.what.startswith(("one ", "broadcast", "every other", "of torch.", "on meta")))
+        or (bad.function == "make_nvfp4_global_scale" and bad.what == "of another rank")  # an amax of any tensor
+        or (bad.function == "silu_and_mul" and bad.what in ("broadcast", "every other element"))  # torch operations
         or (bad.argument == "block_size" and bad.what == "16")
+        or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
+        or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another
+        or (bad.what == "K twice" and "append" not in bad.function)  # a cache may be read twice
+        or (bad.argument, bad.what) in _LEGAL
     )
+
+
+_PERMUTATIONS = ("block_scale_interleave", "nvfp4_block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a")
+_LEADING = ("input", "a", "e2m1_tensor", "weight")
+_FLAT = ("a_sf", "ufp8_scale_tensor", "alpha")
+_BUFFERS = ("workspace_buffer", "float_workspace_buffer")  # of any type; too small ones are refused at the launch
+_LEGAL = {
+    *itertools.product(("window_left",), ("0", "7")),
+    *itertools.product(("max_seq_len",), ("0", "7")),  # it only helps to choose a kernel
+    *itertools.product(("page_size", "q_len_per_req", "max_q_len"), ("7",)),
+    ("window_right", "0"),
+    ("num_qo_heads", "7"),
+    ("named", "data on meta"),  # a weight without memory, as torch's modules may have
+    ("q", "one row too many"),  # another head
+    *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
+    *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
+    *itertools.product(("kv_indices", "indices", "paged_kv_indptr_buffer"), ("one element too many",)),  # room
+    *itertools.product(("paged_kv_indices_buffer",), ("one element too many", "one element too few")),
+    *itertools.product(("slot_mapping", "indices", "paged_kv_last_page_len_buffer"), ("one element too few",)),
+}
 
 
 def _is_plain(value: object) -> bool:
@@ -188,37 +149,60 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bad_values(parameter: inspect.Parameter, given: Any) -> Iterator[tuple[str, Any]]:
     kind = str(parameter.annotation)
-    may_be_none = "None" in kind
     yield from (("an object", object()), ("a dict", {}), ("bytes", b"x"), ("a list", [1.0]))
-    if not may_be_none:
+    if "None" not in kind:
         yield "None", None
     if isinstance(given, torch.Tensor):
         yield from _bad_tensors(given)
         if "float" in kind:
             yield from _bad_scales(positive=True)
-    elif "bool" in kind:
-        yield from (("a str", "x"), ("2", 2), ("two elements", torch.ones(2)), ("nan", float("nan")))
-    elif "SfLayout" in kind:
-        yield from (("99", 99), ("a str", "128x4"), ("-1", -1), ("1.5", 1.5), ("nan", float("nan")))
-    elif "int" in kind:
-        yield from (
-            ("a str", "16"),
-            ("0", 0),
-            ("-16", -16),
-            ("7", 7),
-            ("16.5", 16.5),
-            ("nan", float("nan")),
-            ("10**400", _HUGE),
-        )
-    elif "dtype" in kind:
-        yield from (("a str", "float32"), ("int64", torch.int64), ("float", float))
-    elif "str" in kind:
-        yield from (("another", "nothing"), ("7", 7), ("two elements", torch.ones(2)))
-    elif "float" in kind:
-        yield from _bad_scales(positive=False)
-    elif "Tensor" in kind:
-        yield from (("a str", "x"), ("7", 7), ("meta", torch.empty(1, device="meta")))
-        yield "complex", torch.zeros(1, dtype=torch.complex64)
+    elif isinstance(given, tuple):
+        yield from _bad_pairs(given)
+    elif isinstance(given, dict):
+        yield from _bad_dicts(given)
+    elif isinstance(given, jitfp4.Fp4Weight):
+        yield from (("a str", "x"), ("7", 7), ("its data", given.data))
+        data, scale = given.data.to("meta"), given.row_scale
+        yield "on meta", dataclasses.replace(given, data=data, row_scale=None if scale is None else scale.to("meta"))
+    else:
+        yield from next((values for part, values in _BY_KIND.items() if part in kind), tuple)()
+
+
+_BY_KIND: dict[str, Callable[[], Iterable[tuple[str, Any]]]] = {
+    "bool": lambda: (("a str", "x"), ("2", 2), ("two elements", torch.ones(2)), ("nan", math.nan)),
+    "SfLayout": lambda: (("99", 99), ("a str", "128x4"), ("-1", -1), ("1.5", 1.5), ("nan", math.nan)),
+    "int": lambda: (("a str", "16"), *((str(n), n) for n in (0, -16, 7, 16.5, math.nan)), ("10**400", _HUGE)),
+    "dtype": lambda: (("a str", "float17"), ("int64", torch.int64), ("float", float), ("7", 7)),
+    "str": lambda: (("another", "nothing"), ("7", 7), ("two elements", torch.ones(2))),
+    "float": lambda: _bad_scales(positive=False),
+    "object": lambda: (("a str", "x"), ("7", 7)),
+    "Tensor": lambda: _BAD_IN_PLACE_OF_NONE,
+    "Pair": lambda: _BAD_IN_PLACE_OF_NONE,
+    "BlockFormat": lambda: (("a str", "nvfp4"), ("16", 16)),
+}
+"""By what an annotation holds: bad values for what is neither a tensor nor made of tensors."""
+
+_BAD_IN_PLACE_OF_NONE = (
+    ("a str", "x"),
+    ("7", 7),
+    ("meta", torch.empty(1, device="meta")),
+    ("complex", torch.zeros(1, dtype=torch.complex64)),
+)
+
+
+def _bad_pairs(good: tuple[torch.Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    k, v = good
+    yield from (("a str", "x"), ("7", 7), ("one of two", (k,)), ("three", (k, v, v)), ("K and None", (k, None)))
+    yield from (("K twice", (k, k)), ("K by itself", k), ("K on a str", (k, "x")))
+    yield from ((f"K {what}", (bad, v)) for what, bad in _bad_tensors(k))
+    yield from ((f"V {what}", (k, bad)) for what, bad in _bad_tensors(v))
+
+
+def _bad_dicts(good: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    yield from (("a str", "x"), ("one more", {**good, "more": torch.ones(1)}))
+    for name, tensor in good.items():
+        yield f"without {name}", {key: value for key, value in good.items() if key != name}
+        yield from ((f"{name} {what}", {**good, name: bad}) for what, bad in _bad_tensors(tensor))
 
 
 def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -242,7 +226,7 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _bad_scales(*, positive: bool) -> Iterator[tuple[str, Any]]:
-    yield from (("a str", "1.0"), ("nan", float("nan")), ("inf", float("inf")), ("10**400", _HUGE))
+    yield from (("a str", "1.0"), ("nan", math.nan), ("inf", math.inf), ("10**400", _HUGE))
     yield from (("complex", 1j), ("six elements", torch.ones(3, 2)))
     if positive:
         yield from (("0.0", 0.0), ("-1.0", -1.0))

@@ -5,34 +5,18 @@ The same table runs on the CPU, under the simulator and on a GPU.
 
 from __future__ import annotations
 
+import inspect
+import zlib
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import jitfp4
 from jitfp4 import sim
-from tests.inputs.calls import bad_calls, good_calls, verdict
-
-ELSEWHERE = {
-    **dict.fromkeys(("mm_bf16_fp4", "prepare_fp4_weight"), "test_gemm.py"),
-    **dict.fromkeys(
-        ("single_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"), "test_attention_arguments.py"
-    ),
-    **dict.fromkeys(
-        (
-            "nvfp4_kv_dequantize",
-            "nvfp4_kv_dequantize_paged",
-            "nvfp4_kv_quantize",
-            "nvfp4_quantize_append_paged_kv_cache",
-            "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-            "nvfp4_quantize_paged_kv_cache",
-        ),
-        "test_kv_append.py",
-    ),
-}
-"""Functions whose arguments have a table of their own, below tests/families."""
+from tests.inputs.calls import bad_calls, function_of, is_allowed, verdict
+from tests.inputs.good import good_calls
 
 
 @pytest.fixture(
@@ -50,27 +34,52 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The tensors are small, and the threads of a machine in use wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("name", good_calls())
-def test_every_bad_value_of_every_argument(name: str, device: str) -> None:
+def test_every_bad_value_of_every_argument(name: str, device: str, whole: bool) -> None:
+    """Under the simulator, which is slow, one in six of the values that are refused, by digest; all with ``--all``."""
     counts: Counter[str] = Counter()
     wrong = []
     for bad in bad_calls(name, device):
+        if sim.active_device() is not None and not whole and (is_allowed(bad) or zlib.crc32(str(bad).encode()) % 6):
+            continue
         found = verdict(bad)
         counts[found.split()[0]] += 1
         if found != "clear":
             wrong.append(f"{bad}: {found}")
     print(f"{name} on {device}: {dict(counts)}")  # noqa: T201
     assert not wrong, "\n".join(wrong)
-    assert counts["clear"] > 10
+    assert counts["clear"] > 1
 
 
 @pytest.mark.parametrize("name", good_calls())
 def test_the_good_call_is_good(name: str) -> None:
-    getattr(jitfp4, name)(**good_calls()[name]())
+    function_of(name)(**good_calls()[name]())
 
 
-def test_every_public_function_of_tensors_is_in_the_table() -> None:
-    functions = {name for name in jitfp4.__all__ if name[0].islower()}
-    assert functions - good_calls().keys() - ELSEWHERE.keys() == {"sim", "cache_info", "tune", "load_tactics"}
-    for file in set(ELSEWHERE.values()):
-        assert (Path(__file__).parents[1] / "families" / file).is_file()
+def callables() -> Iterator[tuple[str, Callable[..., object]]]:
+    """What the package exports and takes arguments: functions, classes and their methods, but for exceptions."""
+    for name in jitfp4.__all__:
+        value = getattr(jitfp4, name)
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
+            members = [key for key in vars(value) if key[0] != "_"] if isinstance(value, type) else []
+            methods = ((f"{name}.{key}", getattr(value, key)) for key in members)
+            for called, function in ((name, value), *methods):
+                if callable(function) and inspect.signature(function).parameters.keys() - {"self"}:
+                    yield called, function
+
+
+def test_everything_that_can_be_called_is_in_the_table() -> None:
+    """A new function fails here until tests/inputs/good.py has a good call of it."""
+    in_table = [function_of(call) for call in good_calls()]
+    missing = {name.split(".")[0] for name, function in callables() if function not in in_table}
+    of_no_tensors = {"CacheInfo", "SfLayout", "load_tactics", "tune"}  # a result, an enumeration, the tuner
+    assert missing == of_no_tensors, "everything else needs a good call"

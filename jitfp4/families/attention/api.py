@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.operation import DECODE, Arguments
 from jitfp4.families.attention.problem import DTYPES
-from jitfp4.public import public
+from jitfp4.public import checked, public
 from jitfp4.tensors import output
 
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
 
 
+@checked
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: checks.Pair,
@@ -83,8 +84,8 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         o_scale: 1.
         mask: None.
-        max_q_len, cum_seq_lens_q: instead of q_len_per_req, a bound of 1 to 8, and int32 [batch + 1], where each
-            request's queries end.
+        max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
+            [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
             dimension and strides that are multiples of that, each side from a multiple of 16 bytes on.
@@ -125,7 +126,10 @@ def trtllm_batch_decode_with_kv_cache(
     if v_scale_layout not in V_SCALE_LAYOUTS:
         raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
     if (cum_seq_lens_q is None) != (max_q_len is None):
-        raise ArgumentError("max_q_len", max_q_len, "a number with cum_seq_lens_q, and None without")
+        got = "one without the other"
+        raise ArgumentError("max_q_len, cum_seq_lens_q", got, "a number and a tensor, or None for both")
+    if max_q_len is not None and q_len_per_req not in (None, 1):
+        raise ArgumentError("q_len_per_req", q_len_per_req, "None or 1 together with max_q_len")
     key, value = checks.pair("kv_cache", kv_cache)
     scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
     result = attend(
@@ -243,6 +247,7 @@ def attend(
     return (out,) if lse is None else (out, lse)
 
 
+@checked
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -285,40 +290,62 @@ def single_decode_with_kv_cache(
     del use_tensor_cores
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
     hnd = checks.check_layout(kv_layout)
+    if q.dim() != 2:
+        raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
     sides = (k, v, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
             raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
     tokens = k.shape[1 if hnd else 0]
+    if v.shape[1 if hnd else 0] != tokens:
+        raise ArgumentError("v", f"shape {tuple(v.shape)}", f"{tokens} tokens, as k")
     page = math.gcd(tokens, 128)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
-    result = attend(
-        q.unsqueeze(0),
-        paged[0],
-        paged[1],
-        paged[2] if len(paged) > 2 else None,
-        paged[3] if len(paged) > 2 else None,
-        new_workspace(q.device),
-        torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
-        torch.full((1,), tokens, dtype=torch.int32, device=q.device),
-        None,
-        None,
-        (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * (q_scale or 1.0) * (k_scale or 1.0),
-        v_scale or 1.0,
-        None,
-        None,
-        None,
-        tokens,
-        window_left,
-        None,
-        kv_layout,
-        "linear",
-        1,
-        True,
-        return_lse,
-        None,
-    )
+    try:
+        result = attend(
+            q.unsqueeze(0),
+            paged[0],
+            paged[1],
+            paged[2] if len(paged) > 2 else None,
+            paged[3] if len(paged) > 2 else None,
+            new_workspace(q.device),
+            torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
+            torch.full((1,), tokens, dtype=torch.int32, device=q.device),
+            None,
+            None,
+            (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale),
+            factor(v_scale),
+            None,
+            None,
+            None,
+            tokens,
+            window_left,
+            None,
+            kv_layout,
+            "linear",
+            1,
+            True,
+            return_lse,
+            None,
+        )
+    except ArgumentError as error:
+        raise renamed(error, _SINGLE_NAMES) from None
     return (result[0][0], result[1][0]) if return_lse else result[0][0]
+
+
+_SINGLE_NAMES = {
+    "query": "q",
+    "kv_cache": "k, v",
+    "bmm1_scale": "sm_scale, q_scale, k_scale",
+    "bmm2_scale": "v_scale",
+    "max_seq_len": "k",
+}
+"""What attend() calls arguments of single_decode_with_kv_cache()."""
+
+
+def factor(scale: float | None) -> float:
+    """A scale that may be left out."""
+    return 1.0 if scale is None else float(scale)
 
 
 WORKSPACE_BYTES = 32 << 20

@@ -21,7 +21,7 @@ from jitfp4.families.attention.problem import (
 )
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import ceil_div
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
 
 Pair = torch.Tensor | Sequence[torch.Tensor]
 """K and V: two tensors, or one with K and V along dimension 1."""
@@ -54,6 +54,7 @@ def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentTypeError(name, type(tensor).__name__, "tensors")
+    check_strided(name, *tensors)
     return tensors[0], tensors[1]
 
 
@@ -178,8 +179,8 @@ def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None)
     """A tensor that may also come as a list of one."""
     if tensors is None or isinstance(tensors, torch.Tensor):
         return tensors
-    if len(tensors) != 1:
-        raise ArgumentError(name, f"{len(tensors)} tensors", "one")
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != 1:
+        raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a list of one")
     return tensors[0]
 
 
@@ -191,7 +192,7 @@ def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[
     check_same_device(name, value, query)
     if value.numel() != 1:
         raise ArgumentError(name, f"{value.numel()} elements", "1")
-    return 1.0, value
+    return 1.0, value.view(1)
 
 
 def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -200,6 +201,8 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
         raise ArgumentTypeError("workspace_buffer", type(workspace).__name__, "a torch.Tensor")
     check_same_device("workspace_buffer", workspace, query)
     check_contiguous("workspace_buffer", workspace)
+    if workspace.dim() == 0:
+        raise ArgumentError("workspace_buffer", "a single element", "a buffer; 32 MiB are enough")
     return workspace.view(torch.uint8).flatten()
 
 

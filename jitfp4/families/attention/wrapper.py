@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain
-from jitfp4.families.attention.problem import CACHES
+from jitfp4.families.attention.api import attend, check_plain, factor
+from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE, MAX_Q_LEN
+from jitfp4.public import checked
 from jitfp4.tensors import check_dtype
 
 _COUNTER_BYTES = 1 << 16  # at the start of the workspace
@@ -44,6 +46,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         use_tensor_cores, backend: "auto" only; every kernel uses tensor cores. jit_args: None only.
     """
 
+    @checked
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -60,7 +63,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         checks.check_layout(kv_layout)
         checks.unused("backend", backend, "auto")
         checks.unused("jit_args", jit_args, None)
-        self._workspace = checks.check_workspace(float_workspace_buffer, float_workspace_buffer)
+        try:
+            self._workspace = checks.check_workspace(float_workspace_buffer, float_workspace_buffer)
+        except ArgumentError as error:
+            raise renamed(error, {"workspace_buffer": "float_workspace_buffer"}) from None
         self._workspace[:_COUNTER_BYTES].zero_()
         self._kv_layout = kv_layout
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -71,8 +77,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
                     raise ArgumentError(f"paged_kv_{name}_buffer", "None", "a tensor with use_cuda_graph")
                 checks.check_ints(f"paged_kv_{name}_buffer", buffer, (None,), self._workspace)
             self._buffers = (buffers[0], buffers[1], torch.zeros_like(buffers[2]))  # type: ignore[assignment, arg-type]
+            if (entries := len(buffers[0])) <= len(buffers[2]):  # type: ignore[arg-type]
+                got = f"{entries} elements"
+                raise ArgumentError("paged_kv_indptr_buffer", got, "one more than paged_kv_last_page_len_buffer")
         self._plan: _Plan | None = None
 
+    @checked
     def plan(
         self,
         indptr: torch.Tensor,
@@ -113,33 +123,39 @@ class BatchDecodeWithPagedKVCacheWrapper:
             seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
             q_len_per_req: query tokens of a request, 1 to 8.
             pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
-                window_right: anything but the default is an error.
+                window_right: anything but the default is an error, -1 for fixed_split_size aside.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
         del block_tables  # the same pages again
+        # vLLM asserts that run() goes by what it planned, under these names.
+        self._window_left, self._sm_scale, self._logits_soft_cap = window_left, sm_scale, logits_soft_cap or 0.0
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         for name, value, default in (
-            ("fixed_split_size", fixed_split_size, None),
+            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
             ("disable_split_kv", disable_split_kv, False),
             ("window_right", window_right, 0),
         ):
             checks.unused(name, value, default)
-        q_dtype = _dtype("q_data_type", q_data_type)
-        cache_dtype = q_dtype
-        if (given := kv_data_type if kv_data_type is not None else data_type) is not None:
-            cache_dtype = _dtype("kv_data_type", given)
-        if cache_dtype not in CACHES:
-            raise ArgumentError("kv_data_type", cache_dtype, " or ".join(map(str, CACHES)))
-        batch = last_page_len.shape[0]
+        q_dtype = _dtype("q_data_type", q_data_type, DTYPES)
+        older = None if data_type is None else _dtype("data_type", data_type, CACHES)
+        cache_dtype = q_dtype if older is None else older
+        if kv_data_type is not None:
+            cache_dtype = _dtype("kv_data_type", kv_data_type, CACHES)
+        _check_sizes(num_qo_heads, num_kv_heads, head_dim, page_size, window_left, q_len_per_req)
+        given = {"last_page_len": last_page_len, "indptr": indptr, "indices": indices, "seq_lens": seq_lens}
+        batch = None
+        for name, tensor in given.items():
+            if tensor is not None:
+                sizes = {"indptr": None if batch is None else batch + 1, "seq_lens": batch}
+                checks.check_ints(name, tensor, (sizes.get(name),), tensor)
+                if tensor.is_meta and not self._workspace.is_meta:
+                    raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
+                batch = tensor.shape[0] if batch is None else batch
         move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
         moved = [move(tensor) for tensor in (indptr, indices, last_page_len)]
-        names = ("indptr", "indices", "last_page_len")
-        for name, tensor, size in zip(names, moved, (batch + 1, None, batch), strict=True):
-            checks.check_ints(name, tensor, (size,), self._workspace)
         if seq_lens is not None:
             lengths = move(seq_lens)
-            checks.check_ints("seq_lens", lengths, (batch,), self._workspace)
         else:
             pages = moved[0][1:] - moved[0][:-1]
             lengths = torch.where(pages > 0, (pages - 1) * page_size + moved[2], 0).to(torch.int32)
@@ -161,13 +177,19 @@ class BatchDecodeWithPagedKVCacheWrapper:
             window_left=window_left,
             q_dtype=q_dtype,
             cache_dtype=cache_dtype,
-            out_dtype=q_dtype if o_data_type is None else _dtype("o_data_type", o_data_type),
+            out_dtype=q_dtype if o_data_type is None else _dtype("o_data_type", o_data_type, DTYPES),
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
             q_len=q_len_per_req,
         )
 
     begin_forward = plan
 
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """False: engines ask before they plan past plan(), into FlashInfer's buffers. Here plan() serves graphs too."""
+        return False
+
+    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -214,43 +236,72 @@ class BatchDecodeWithPagedKVCacheWrapper:
             wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
             raise ArgumentError("q", f"shape {tuple(q.shape)}", wanted)
         scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
-        result = attend(
-            q,
-            key,
-            value,
-            scales[0],
-            scales[1],
-            self._workspace,
-            plan.indices,
-            plan.seq_lens,
-            plan.indptr,
-            None,
-            plan.sm_scale * _factor(q_scale) * _factor(k_scale),
-            _factor(v_scale),
-            sinks,
-            out,
-            lse,
-            0,
-            plan.window_left if window_left is None else window_left,
-            plan.out_dtype,
-            self._kv_layout,
-            "linear",
-            plan.q_len if q_len_per_req is None else q_len_per_req,
-            True,
-            return_lse or lse is not None,
-            enable_pdl,
-        )
+        try:
+            result = attend(
+                q,
+                key,
+                value,
+                scales[0],
+                scales[1],
+                self._workspace,
+                plan.indices,
+                plan.seq_lens,
+                plan.indptr,
+                None,
+                plan.sm_scale * factor(q_scale) * factor(k_scale),
+                factor(v_scale),
+                sinks,
+                out,
+                lse,
+                0,
+                plan.window_left if window_left is None else window_left,
+                plan.out_dtype,
+                self._kv_layout,
+                "linear",
+                plan.q_len if q_len_per_req is None else q_len_per_req,
+                True,
+                return_lse or lse is not None,
+                enable_pdl,
+            )
+        except ArgumentError as error:
+            raise renamed(error, _RUN_NAMES) from None
         return (result[0], result[1]) if return_lse else result[0]
 
     forward = run
 
 
-def _factor(scale: float | None) -> float:
-    return 1.0 if scale is None else float(scale)
+_RUN_NAMES = {
+    "query": "q",
+    "kv_cache": "paged_kv_cache",
+    "bmm1_scale": "q_scale, k_scale",
+    "bmm2_scale": "v_scale",
+    "workspace_buffer": "float_workspace_buffer",
+}
+"""What attend() calls arguments of run() and of the wrapper."""
 
 
-def _dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype:
+def _dtype(name: str, dtype: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ArgumentError(name, repr(dtype), "a torch dtype")
-    return found
+    if found not in allowed:
+        raise ArgumentError(name, repr(dtype), " or ".join(map(str, allowed)))
+    return found  # type: ignore[return-value]
+
+
+def _check_sizes(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, window_left: int, q_len_per_req: int
+) -> None:
+    """What a plan says in numbers, within what the kernels take."""
+    for name, value, least, most in (
+        ("num_kv_heads", num_kv_heads, 1, None),
+        ("page_size", page_size, 1, MAX_PAGE),
+        ("window_left", window_left, -1, None),
+        ("q_len_per_req", q_len_per_req, 1, MAX_Q_LEN),
+    ):
+        if value < least or (most is not None and value > most):
+            raise ArgumentError(name, value, f"{least} or more" if most is None else f"{least} to {most}")
+    if head_dim not in HEAD_DIMS:
+        raise ArgumentError("head_dim", head_dim, " or ".join(map(str, HEAD_DIMS)))
+    group, rest = divmod(num_qo_heads, num_kv_heads)
+    if rest or not 1 <= group <= MAX_GROUP:
+        wanted = f"1 to {MAX_GROUP} query heads for each KV head"
+        raise ArgumentError("num_qo_heads, num_kv_heads", f"{num_qo_heads} and {num_kv_heads}", wanted)

@@ -46,7 +46,8 @@ def gated_delta_rule_mtp(
         dt_bias: [HV] float32, bf16 or fp16.
         b: [B, T, HV], q's dtype, heads dense, the update gate before its non-linearity.
         scale: factor of q; None means 1 / sqrt(K).
-        output: [B, T, HV, V], q's dtype, contiguous, filled in place; allocated when None.
+        output: [B, T, HV, V], contiguous, filled in place; allocated when None. Of bf16, fp16 or float32; where that is
+            not q's dtype, what was rounded to q's is copied into it afterwards.
         intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, indexed by request and token through
             its own strides; gets the state after every token.
         ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that gets the state after each token, in

@@ -13,6 +13,7 @@ from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS
 from jitfp4.tensors import check_device, check_dtype, check_same_device, output
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Call:
@@ -115,7 +116,11 @@ class Call:
         enable_pdl: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch. Returns the output and the state."""
-        out = output("output", out, tuple(self.v.shape), (self.q.dtype,), like=self.q)
+        given, shape = out, tuple(self.v.shape)
+        if given is not None and given.dtype in OUTPUT_DTYPES and given.dtype != self.q.dtype:
+            output("output", given, shape, OUTPUT_DTYPES, like=self.q)
+            out = None
+        out = output("output", out, shape, (self.q.dtype,), like=self.q)
         A_log, a, dt_bias, b = self.gates  # noqa: N806
         GATED_DELTA_RULE(
             Arguments(
@@ -140,4 +145,6 @@ class Call:
                 names=f"state={self.state_name}",
             )
         )
+        if given is not None and given is not out:
+            out = given.copy_(out)
         return out, self.state

@@ -9,14 +9,13 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
-from jitfp4.families.gemm.weight import Fp4Weight, prepare
+from jitfp4.families.gemm.weight import COLS, ROWS, Fp4Weight, prepare
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
-from jitfp4.public import public
+from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 
-ROWS, COLS = 8, 32  # n and k are multiples of them
 CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
 SCALE_DTYPES = {
     16: (torch.uint8, torch.float8_e4m3fn),
@@ -24,6 +23,7 @@ SCALE_DTYPES = {
 }
 
 
+@checked
 def prepare_fp4_weight(
     weight: torch.Tensor | Fp4Weight,
     scales: torch.Tensor | None = None,
@@ -78,6 +78,7 @@ def prepare_fp4_weight(
     return prepare(weight.view(torch.uint8), linear, NVFP4 if block_size == NVFP4.block else MXFP4)
 
 
+@checked
 def mm_bf16_fp4(
     a: torch.Tensor,
     weight: Fp4Weight,
@@ -133,14 +134,14 @@ def _multiply(
     check_same_device("weight", data, a)
     if a.dim() == 0 or a.shape[-1] != k:
         raise ArgumentError("a", f"shape {tuple(a.shape)}", f"[..., {k}], as the weight")
-    dtype = a.dtype if out is None else out.dtype
-    dtype = dtype if out_dtype is None else out_dtype
-    if dtype not in DTYPES:
-        raise ArgumentError("out_dtype", dtype, "torch.bfloat16 or torch.float16")
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise ArgumentError("out_dtype", out_dtype, "torch.bfloat16 or torch.float16")
+    if out is not None:
+        check_dtype("out", out, tuple(DTYPES) if out_dtype is None else (out_dtype,))
+    dtype = out_dtype or (a if out is None else out).dtype
     shape = (*a.shape[:-1], n)
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=a.device)
-    check_dtype("out", out, (dtype,))
     check_same_device("out", out, a)
     if tuple(out.shape) != shape:
         raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{shape}")

@@ -9,9 +9,10 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError, UnsupportedArchError
-from jitfp4.families.gemm.api import CODE_DTYPES, COLS, ROWS, SCALE_DTYPES
+from jitfp4.families.gemm.api import CODE_DTYPES, SCALE_DTYPES
 from jitfp4.families.gemm.fp4_operation import MM_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
+from jitfp4.families.gemm.weight import COLS, ROWS
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 from jitfp4.public import public

@@ -27,16 +27,19 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
+from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, check_strided
 
+ROWS, COLS = 8, 32  # n and k are multiples of them
 TILE_ROWS, TILE_COLS = 64, 128
 CODE_BYTES = TILE_ROWS * TILE_COLS // 2
 _BIAS, _TOP = 21, 29  # of a scale byte's exponent; the largest that is used for a number
 _ONE, _NAN = _BIAS << 3, 0xFF
 _UE8M0_NAN = 255
+_MOST_ROWS = 1 << 31
 _SLAB = 1 << 24  # elements that are packed at a time
 
 
@@ -62,6 +65,23 @@ class Fp4Weight:
     k: int
     format: BlockFormat
 
+    def __post_init__(self) -> None:
+        for name, size, multiple in (("n", self.n, ROWS), ("k", self.k, COLS)):
+            if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+                raise ArgumentTypeError(name, type(size).__name__, "an int")
+            if size <= 0 or size % multiple or size >= _MOST_ROWS:
+                raise ArgumentError(name, str(size)[:40], f"a positive multiple of {multiple} below 2^31")
+        if not isinstance(self.format, BlockFormat):
+            raise ArgumentTypeError("format", type(self.format).__name__, "a BlockFormat")
+        shape = (ceil_div(self.n, TILE_ROWS), ceil_div(self.k, TILE_COLS), tile_bytes(self.format))
+        _check_part("data", self.data, torch.uint8, shape)
+        if (self.row_scale is None) != (self.format is NVFP4):
+            what = "None" if self.row_scale is None else "a tensor"
+            raise ArgumentError("row_scale", what, "a tensor for MXFP4, None for NVFP4")
+        if self.row_scale is not None:
+            _check_part("row_scale", self.row_scale, torch.float32, (shape[0] * TILE_ROWS,))
+            check_same_device("row_scale", self.row_scale, self.data)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weight as named tensors, for safetensors or a state_dict."""
         named = {"data": self.data, "size": torch.tensor([self.n, self.k])}
@@ -69,19 +89,20 @@ class Fp4Weight:
 
     @staticmethod
     def from_tensors(named: Mapping[str, torch.Tensor]) -> Fp4Weight:
-        """The inverse of tensors(). Raises ArgumentError where they do not fit together."""
+        """The inverse of tensors(). Raises ArgumentError, naming the tensor too, where they do not fit together."""
+        if not isinstance(named, Mapping):
+            raise ArgumentTypeError("named", type(named).__name__, "a mapping, as tensors() gives it")
         if not {"data", "size"} <= named.keys() <= {"data", "size", "row_scale"}:
-            raise ArgumentError("named", sorted(named), "data, size and, for MXFP4, row_scale")
+            raise ArgumentError("named", sorted(map(str, named)), "data, size and, for MXFP4, row_scale")
         data, row_scale = named["data"], named.get("row_scale")
-        n, k = (int(size) for size in named["size"].tolist())
-        block_format = NVFP4 if row_scale is None else MXFP4
-        shape = (ceil_div(n, TILE_ROWS), ceil_div(k, TILE_COLS), tile_bytes(block_format))
-        if data.dtype != torch.uint8 or tuple(data.shape) != shape:
-            raise ArgumentError("data", f"{data.dtype} {tuple(data.shape)}", f"torch.uint8 {shape}")
-        if row_scale is not None and (row_scale.dtype != torch.float32 or row_scale.shape != (shape[0] * TILE_ROWS,)):
-            allowed = f"torch.float32 [{shape[0] * TILE_ROWS}]"
-            raise ArgumentError("row_scale", f"{row_scale.dtype} {tuple(row_scale.shape)}", allowed)
-        return Fp4Weight(data, row_scale, n, k, block_format)
+        _check_part("named, size", named["size"], torch.int64, (2,))
+        if named["size"].is_meta:
+            raise ArgumentTypeError("named, size", "a tensor on meta", "a tensor with values")
+        n, k = named["size"].tolist()
+        try:
+            return Fp4Weight(data, row_scale, n, k, NVFP4 if row_scale is None else MXFP4)
+        except ArgumentError as error:
+            raise renamed(error, {part: f"named, {part}" for part in ("data", "row_scale", "n", "k")}) from None
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32, [n, k], exact."""
@@ -90,6 +111,14 @@ class Fp4Weight:
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
         return values[: self.n, : self.k]
+
+
+def _check_part(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    check_dtype(name, tensor, (dtype,))
+    check_strided(name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{shape}")
+    check_contiguous(name, tensor)
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from jitfp4.families.kv.arguments import (
     is_interleaved,
     nhd,
     pair,
+    written_pair,
 )
 from jitfp4.families.kv.calls import (
     NO_LISTS,
@@ -32,7 +33,7 @@ from jitfp4.families.kv.calls import (
 )
 from jitfp4.families.kv.problem import DTYPES
 from jitfp4.formats import E4M3_MAX, NVFP4
-from jitfp4.public import public
+from jitfp4.public import checked, public
 from jitfp4.reference.formats import divide
 from jitfp4.tensors import check_dtype, check_same_device, scalar_f32
 
@@ -135,6 +136,7 @@ def nvfp4_quantize_paged_kv_cache(
     return (codes[0], codes[1]), (sf[0], sf[1]), float(scales[0]), float(scales[1])
 
 
+@checked
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -173,13 +175,14 @@ def nvfp4_quantize_append_paged_kv_cache(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
+    codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, DTYPES)
     scales = decode_scales(k_scale, v_scale, append_key)
     lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     append_by_position(append_key, append_value, *lists, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
 
+@checked
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -219,7 +222,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
+    codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
     check_rows("append_key", append_key, 3, DTYPES)
     scales = decode_scales(k_scale, v_scale, append_key)
     append_by_slot(append_key, append_value, slot_mapping, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
@@ -267,6 +270,7 @@ def nvfp4_kv_dequantize(
     return out
 
 
+@checked
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: Cache,
     kv_cache_sf: Cache,

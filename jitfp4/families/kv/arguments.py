@@ -13,7 +13,7 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """K and V: stacked in the second dimension, or a pair."""
@@ -58,7 +58,16 @@ def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         raise ArgumentTypeError(name, type(cache).__name__, allowed)
     if len(cache) != 2 or not all(isinstance(side, torch.Tensor) for side in cache):
         raise ArgumentTypeError(name, f"({', '.join(type(side).__name__ for side in cache)})", allowed)
+    check_strided(name, *cache)
     return cache[0], cache[1]
+
+
+def written_pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a cache that is written."""
+    k, v = pair(name, cache)
+    if k is v:
+        raise ArgumentError(name, "one tensor as K and as V", "memory of its own for each")
+    return k, v
 
 
 def sides(
@@ -191,6 +200,8 @@ def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, ca
     allowed = f"one float32 on {like.device}, while a CUDA graph is captured"
     if isinstance(scale, torch.Tensor):
         check_dtype(name, scale, (torch.float32,))
+        if scale.is_meta and not like.is_meta:
+            raise ArgumentTypeError(name, "a tensor on meta", "a tensor with a value")
         if scale.numel() != 1:
             raise ArgumentError(name, f"{scale.numel()} elements", "one")
         if capturing and scale.device != like.device:

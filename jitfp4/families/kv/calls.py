@@ -165,7 +165,7 @@ def _dequantize_sides(
             v_out=outs[1],
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names="k_out=output_k,v_out=output_v",
+            names="k_out=output_k,v_out=output_v,k_codes=paged_kv_cache,v_codes=paged_kv_cache",
         )
     )
 

@@ -274,6 +274,7 @@ dequantize = Operation(
     reference=_dequantize_reference,
     output="k_out",
     aligned=("k_out", "v_out"),
+    exclusive=("k_out", "v_out"),
     growing=("sequences", "tokens"),
 )
 

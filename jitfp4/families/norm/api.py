@@ -11,9 +11,10 @@ from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
+from jitfp4.formats import MXFP4
 from jitfp4.layouts import SfLayout
 from jitfp4.public import public
-from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, output, scalar_f32
+from jitfp4.tensors import SF_DTYPES, as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
 
@@ -34,11 +35,12 @@ def rmsnorm_fp4quant(
     """Normalise rows and quantize them to FP4 in one pass.
 
     Args:
-        input: [m, h] or [b, s, h], fp16 or bf16, contiguous, 16-byte aligned; h a multiple of block_size from 64 to
-            65536. Leading dimensions count as m rows.
+        input: [m, h] or [b, s, h], fp16 or bf16, 16-byte aligned; h a multiple of block_size from 64 to 65536. Leading
+            dimensions count as m rows. One that is not contiguous, as a slice of a packed projection, is copied first.
         weight: [h] of input's dtype.
         y_fp4, block_scale: contiguous tensors on input's device to fill in place, of the shapes below; allocated when
-            None. Buffers of dtype uint8 are taken too.
+            None. Buffers of dtype uint8 are taken too, float8_e8m0fnu for "ue8m0", and the 128x4 layout in its two
+            dimensions.
         global_scale: the *encode* scale, ``448 * 6 / amax(y)``: one float32 on input's device (fp16 and bf16 are
             widened), or a Python float. Read on the device only. None means 1. An error with "ue8m0".
         eps: added to the mean of squares.
@@ -89,7 +91,8 @@ def add_rmsnorm_fp4quant(
 
     Args:
         input: [m, h] or [b, s, h], as in rmsnorm_fp4quant().
-        residual: like input, contiguous, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``.
+        residual: like input, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``. One that is not
+            contiguous is copied, and copied back.
         weight: [h] of input's dtype.
         y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant(); block_scale is the swizzled one where
             both are asked for.
@@ -98,8 +101,8 @@ def add_rmsnorm_fp4quant(
         block_size, scale_format: the FP4 format, as in rmsnorm_fp4quant().
         is_sf_swizzled_layout: scales in the 128x4 layout instead of the linear one; padding is zero.
         output_both_sf_layouts: give the scales in both layouts; is_sf_swizzled_layout then does not matter.
-        block_scale_unswizzled: the linear scales to fill in place when output_both_sf_layouts; allocated when None. An
-            error without output_both_sf_layouts.
+        block_scale_unswizzled: the linear scales to fill in place when output_both_sf_layouts; allocated when None.
+            Without output_both_sf_layouts it stays as it is; engines always pass one.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         y_out: like input, contiguous, 16-byte aligned, overlapping neither input nor residual: receives y as well.
     Returns:
@@ -111,8 +114,8 @@ def add_rmsnorm_fp4quant(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    if block_scale_unswizzled is not None and not output_both_sf_layouts:
-        raise ArgumentError("block_scale_unswizzled", "a tensor", "None without output_both_sf_layouts")
+    if not output_both_sf_layouts:
+        block_scale_unswizzled = None
     recipe = _Recipe.of(
         block_size,
         scale_format,
@@ -171,9 +174,15 @@ def _fused(
     *lead, h = input.shape
     if h % recipe.block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
         raise ArgumentError("input", f"h = {h}", f"a multiple of {recipe.block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
-    check_contiguous("input", input)
+    as_rows("input", input, recipe.block)
+    input, given = input.contiguous(), residual  # noqa: A001 - as it is, where it is
     if residual is not None:
-        _check_like("residual", residual, input)
+        check_dtype("residual", residual, (input.dtype,))
+        check_same_device("residual", residual, input)
+        if differ(residual.shape, input.shape):
+            raise ArgumentError("residual", f"shape {tuple(residual.shape)}", f"{tuple(input.shape)}, as the input")
+        as_rows("residual", residual, recipe.block)
+        residual = residual.contiguous()
     check_dtype("weight", weight, (input.dtype,))
     check_same_device("weight", weight, input)
     if tuple(weight.shape) != (h,):
@@ -188,12 +197,13 @@ def _fused(
     if outputs.y_out is not None:
         _check_like("y_out", outputs.y_out, input)
     m, cols = math.prod(lead), h // recipe.block
-    sf_dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else (torch.uint8,)
+    sf_dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else SF_DTYPES[MXFP4]
     codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
     flat, linear_shape = (SfLayout.layout_128x4.numel(m, cols),), (*lead, cols)
     swizzled = linear = None
     if recipe.swizzled:
-        swizzled = output("block_scale", outputs.block_scale, flat, sf_dtypes, like=input)
+        shape, out = SfLayout.layout_128x4.shape(m, cols), outputs.block_scale
+        swizzled = output("block_scale", out, flat if out is None or out.dim() != 2 else shape, sf_dtypes, like=input)
     if recipe.linear:
         name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
         linear = output(name, getattr(outputs, name), linear_shape, sf_dtypes, like=input)
@@ -204,7 +214,7 @@ def _fused(
             weight=weight,
             global_scale=global_scale,
             y_fp4=codes.view(torch.uint8).view(m, h // 2),
-            block_scale=None if swizzled is None else swizzled.view(torch.uint8),
+            block_scale=None if swizzled is None else swizzled.view(torch.uint8).flatten(),
             block_scale_unswizzled=None if linear is None else linear.view(torch.uint8).view(m, cols),
             y_out=None if outputs.y_out is None else outputs.y_out.view(m, h),
             eps=eps,
@@ -214,6 +224,8 @@ def _fused(
             names="" if recipe.swizzled else "block_scale_unswizzled=block_scale",
         )
     )
+    if given is not None and residual is not None and given is not residual:
+        given.copy_(residual)
     return tuple(out for out in (codes, swizzled, linear) if out is not None)
 
 

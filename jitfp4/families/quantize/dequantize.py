@@ -12,6 +12,8 @@ from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.public import public
 from jitfp4.tensors import (
+    CODE_DTYPES,
+    SF_DTYPES,
     check_contiguous,
     check_device,
     check_dtype,
@@ -21,8 +23,6 @@ from jitfp4.tensors import (
     output,
     scalar_f32,
 )
-
-_SCALE_DTYPES = {NVFP4: (torch.uint8, torch.float8_e4m3fn), MXFP4: (torch.uint8,)}
 
 
 @public
@@ -40,7 +40,8 @@ def nvfp4_dequantize(
     """NVFP4 codes and scales, as nvfp4_quantize() returns them, to floats.
 
     Args:
-        a_fp4: uint8 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading dimensions count as m rows.
+        a_fp4: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading
+            dimensions count as m rows.
         a_sf: E4M3 block scales, uint8 or float8_e4m3fn, contiguous, ``sfLayout.shape(m, k/16)``.
         global_decode_scale: the *decode* scale, the inverse of what nvfp4_quantize() took: one float32 on a_fp4's
             device (fp16 and bf16 are widened), or a Python float.
@@ -76,9 +77,9 @@ def mxfp4_dequantize(
     """MXFP4 codes and scales, as mxfp4_quantize() returns them, to floats.
 
     Args:
-        a_fp4: uint8 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading dimensions count as m rows;
-            k is a multiple of 32.
-        a_sf: UE8M0 block scales, uint8, contiguous, ``sfLayout.shape(m, k/32)``.
+        a_fp4: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading
+            dimensions count as m rows; k is a multiple of 32.
+        a_sf: UE8M0 block scales, uint8 or float8_e8m0fnu, contiguous, ``sfLayout.shape(m, k/32)``.
         sfLayout: where the block scales lie.
         out_dtype, enable_pdl, out: as in nvfp4_dequantize().
     Returns:
@@ -104,11 +105,11 @@ def _to_float(
 ) -> torch.Tensor:
     """Check what both formats have in common, and run the operation. ``names`` are those of codes and scales."""
     codes_name, scales_name = names
-    check_dtype(scales_name, sf, _SCALE_DTYPES[block_format])
+    check_dtype(scales_name, sf, SF_DTYPES[block_format])
     layout = check_layout("sfLayout", sf_layout)
     if out_dtype not in OUT_DTYPES:
         raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, OUT_DTYPES)))
-    check_dtype(codes_name, q, (torch.uint8,))
+    check_dtype(codes_name, q, CODE_DTYPES)
     check_device(codes_name, q)
     check_contiguous(codes_name, q)
     block = block_format.block
@@ -125,7 +126,7 @@ def _to_float(
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     DEQUANTIZE(
         DequantizeArguments(
-            a_fp4=q.view(m, k // 2),
+            a_fp4=q.view(torch.uint8).view(m, k // 2),
             a_sf=sf.view(torch.uint8),
             scale=scale,
             out=result.view(m, k),
@@ -151,10 +152,10 @@ def e2m1_and_ufp8sf_scale_to_float(
     """FP4 codes and scales to float32, with FlashInfer's general signature.
 
     Args:
-        e2m1_tensor: uint8 [..., k/2], contiguous.
+        e2m1_tensor: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous.
         ufp8_scale_tensor: block scales in the layout that the two flags name.
-        global_scale_tensor: the *decode* scale, one float32; required for E4M3 scales, not allowed for UE8M0 scales,
-            which have none.
+        global_scale_tensor: the *decode* scale, one float32; required for E4M3 scales. UE8M0 scales have none: there it
+            is not looked at.
         sf_vec_size: 16 with E4M3 scales, 32 with UE8M0 scales.
         ufp8_type: 1 for E4M3 scales (NVFP4), 0 for UE8M0 scales (MXFP4).
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both flags) or linear (neither).
@@ -170,13 +171,30 @@ def e2m1_and_ufp8sf_scale_to_float(
             "ufp8_type, sf_vec_size", (ufp8_type, sf_vec_size), "(1, 16) for NVFP4 or (0, 32) for MXFP4"
         )
     form = NVFP4 if ufp8_type else MXFP4
-    if form is MXFP4 and global_scale_tensor is not None:
-        raise ArgumentError("global_scale_tensor", "a tensor", "None with ufp8_type 0: UE8M0 has no global scale")
     if form is NVFP4 and global_scale_tensor is None:
         raise ArgumentError("global_scale_tensor", None, "a decode scale with ufp8_type 1")
-    check_dtype("e2m1_tensor", e2m1_tensor, (torch.uint8,))
+    check_dtype("e2m1_tensor", e2m1_tensor, CODE_DTYPES)
     scale = None
-    if global_scale_tensor is not None:
+    if form is NVFP4 and global_scale_tensor is not None:
         scale = scalar_f32("global_scale_tensor", global_scale_tensor, like=e2m1_tensor)
     names = "e2m1_tensor", "ufp8_scale_tensor"
     return _to_float(form, e2m1_tensor, ufp8_scale_tensor, scale, layout, torch.float32, None, None, names)
+
+
+@public
+def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    """MXFP4 with linear scales to float32, under FlashInfer's name; here on any device.
+
+    Args:
+        weight: uint8 or float4_e2m1fn_x2 [n, k/2], contiguous.
+        scale: UE8M0, uint8 or float8_e8m0fnu, [n, k/32], contiguous.
+        group_size: 32.
+    Returns:
+        float32 [n, k] on weight's device. Numerics as mxfp4_dequantize().
+    Raises:
+        ArgumentError, ArgumentTypeError
+    """
+    if group_size != MXFP4.block:
+        raise ArgumentError("group_size", group_size, "32")
+    layout, names = SfLayout.layout_linear, ("weight", "scale")
+    return _to_float(MXFP4, weight, scale, None, layout, torch.float32, None, None, names)

@@ -10,6 +10,7 @@ from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.public import public
+from jitfp4.reference.quantize import widen_e4m3
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -24,7 +25,8 @@ def nvfp4_batched_quantize(
     """Quantize each matrix of a batch to NVFP4 with 128x4 scales.
 
     Args:
-        a: [b, m, k] fp16 or bf16, contiguous; k a positive multiple of 16.
+        a: [b, m, k] fp16, bf16 or float8_e4m3fn, contiguous; k a positive multiple of 16. float8_e4m3fn is widened to
+            fp16 first as nvfp4_quantize() says, in a pass of its own.
         a_global_sf: the *encode* scale: one float32 on a's device, or m of them, one for each row of every matrix.
         sf_vec_size: 16.
     Returns:
@@ -35,8 +37,10 @@ def nvfp4_batched_quantize(
     """
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
-    batch, m, k = _check_batch(a, NVFP4.block)
+    batch, m, k = _check_batch(a, NVFP4.block, (*_HALVES, torch.float8_e4m3fn))
     scale = scales_f32("a_global_sf", a_global_sf, (1, m), like=a)
+    if a.dtype == torch.float8_e4m3fn:
+        a = widen_e4m3(a, scale.view(-1, 1))
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     sf = torch.empty(batch, _LAYOUT.numel(m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
     _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
@@ -114,8 +118,8 @@ def _run(
     )
 
 
-def _check_batch(a: torch.Tensor, block: int) -> tuple[int, int, int]:
-    check_dtype("a", a, _HALVES)
+def _check_batch(a: torch.Tensor, block: int, dtypes: tuple[torch.dtype, ...] = _HALVES) -> tuple[int, int, int]:
+    check_dtype("a", a, dtypes)
     check_device("a", a)
     if a.dim() != 3:
         raise ArgumentError("a", f"shape {tuple(a.shape)}", "[b, m, k]")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 
 from jitfp4 import replay
+from jitfp4.addresses import extent, meet
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
 from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.public import public
+from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.tensors import (
+    CODE_DTYPES,
+    SF_DTYPES,
     as_rows,
     check_device,
     check_dtype,
@@ -60,7 +64,8 @@ def nvfp4_quantize(
         backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; each runs this package's kernels.
         per_token_activation: give every row its own global scale; a is fp16 or bf16.
         expanded_idx_to_permuted_idx: not supported; None.
-        out, out_sf: contiguous uint8 tensors on a's device to fill in place, of the shapes below; allocated when None.
+        out, out_sf: contiguous tensors on a's device to fill in place, of the shapes below: uint8, or float4_e2m1fn_x2
+            and float8_e4m3fn; allocated when None.
     Returns:
         codes, uint8 [..., k/2], element 2j in the low nibble of byte j; E4M3 block scales, uint8, 2-D:
         ``sfLayout.shape(m, k/16)``, padding zero; with per_token_activation also the decode scale of each row, float32
@@ -92,6 +97,7 @@ def nvfp4_quantize(
     if do_shuffle and (layout is not SfLayout.layout_128x4 or m % _SHUFFLE_TILE):
         raise ArgumentError("do_shuffle", f"True with {layout.name} and m = {m}", "layout_128x4 and m % 128 == 0")
     q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
+    q_bytes, sf_bytes = q.view(torch.uint8), sf.view(torch.uint8)
     per_token: tuple[torch.Tensor, ...] = ()
     if per_token_activation:
         encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
@@ -102,10 +108,10 @@ def nvfp4_quantize(
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
         _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl)
-        q.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
-        sf.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
+        q_bytes.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
+        sf_bytes.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
     else:
-        _run(rows, scale, q, sf, NVFP4, layout, enable_pdl)
+        _run(rows, scale, q_bytes, sf_bytes, NVFP4, layout, enable_pdl)
     return q, sf, *per_token
 
 
@@ -122,9 +128,9 @@ def mxfp4_quantize(
     """Quantize to MXFP4: E2M1 codes in blocks of 32, one power-of-two scale (UE8M0) each, no global scale.
 
     Args:
-        a: [..., k] fp16 or bf16; k a positive multiple of 32; leading dimensions count as m rows. Rows may be strided
-            by a multiple of 16 bytes.
-        backend, enable_pdl, sfLayout, out, out_sf: as in nvfp4_quantize().
+        a: [..., k] fp16, bf16 or float8_e4m3fn; k a positive multiple of 32; leading dimensions count as m rows. Rows
+            may be strided by a multiple of 16 bytes. float8_e4m3fn is copied to bf16 first, which is exact.
+        backend, enable_pdl, sfLayout, out, out_sf: as in nvfp4_quantize(); native scales are float8_e8m0fnu.
     Returns:
         codes, uint8 [..., k/2]; and UE8M0 block scales, uint8, 2-D: ``sfLayout.shape(m, k/32)``, padding zero.
     Numerics:
@@ -136,11 +142,11 @@ def mxfp4_quantize(
     """
     _check_backend(backend)
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, _HALVES)
+    check_dtype("a", a, DTYPES)
     check_device("a", a)
-    rows = as_rows("a", a, MXFP4.block)
+    rows = _halves(as_rows("a", a, MXFP4.block))
     q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
-    _run(rows, None, q, sf, MXFP4, layout, enable_pdl)
+    _run(rows, None, q.view(torch.uint8), sf.view(torch.uint8), MXFP4, layout, enable_pdl)
     return q, sf
 
 
@@ -159,8 +165,9 @@ def fp4_quantize(
     """Quantize to NVFP4 or MXFP4, with FlashInfer's general signature.
 
     Args:
-        input: [..., k] fp16, bf16 or (NVFP4) float8_e4m3fn; as ``a`` of nvfp4_quantize() and mxfp4_quantize(). A 2-D
-            column-major input is quantized along its contiguous dimension, and both results are transposed back.
+        input: [..., k] fp16, bf16 or float8_e4m3fn; as ``a`` of nvfp4_quantize() and mxfp4_quantize(). A column-major
+            input (unit stride in the last dimension but one) is quantized along that, and the last two dimensions of
+            both results are transposed back.
         global_scale: the *encode* scale: one float32, or one for each of the m rows; None is 1 (not for float8 input).
             Engines pass one with MXFP4 too, where it is not used.
         sf_vec_size, sf_use_ue8m0: (16, False) for NVFP4, (32, True) for MXFP4.
@@ -177,16 +184,16 @@ def fp4_quantize(
     if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
-    check_dtype("input", input, _HALVES if form is MXFP4 else DTYPES)
+    check_dtype("input", input, DTYPES)
     check_device("input", input)
-    transposed = input.dim() == 2 and input.stride(-1) != 1 and input.stride(-2) == 1
-    a = input.t() if transposed else input
+    transposed = input.dim() >= 2 and input.stride(-1) != 1 and input.stride(-2) == 1
+    a = input.transpose(-2, -1) if transposed else input
     rows = as_rows("input", a, form.block)
-    m = rows.shape[0]
+    rows, m = rows if form is NVFP4 else _halves(rows), rows.shape[0]
     scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
     q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
     _run(rows, scale, q, sf, form, layout, enable_pdl, names="a=input")
-    return (q.t(), sf.t()) if transposed else (q, sf)
+    return (q.transpose(-2, -1), sf.transpose(-2, -1)) if transposed else (q, sf)
 
 
 @public
@@ -211,8 +218,7 @@ def silu_and_mul_nvfp4_quantize(
     Numerics:
         ``silu(v) = v / (1 + exp(-v))`` and the product in float32, rounded to the input's dtype, then as
         nvfp4_quantize(). The GPU's exp is ``ex2.approx``, with a relative error of up to 2^-22 + |v| 2^-23: the only
-        step in which the CPU and the GPU may differ. It flushes subnormals: there silu(v) is 0 below about -87.3, and
-        silu(-0.0) may lose its sign.
+        step in which the CPU and the GPU may differ.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -230,6 +236,34 @@ def silu_and_mul_nvfp4_quantize(
     return q, sf
 
 
+@public
+def silu_and_mul(
+    input: torch.Tensor,  # noqa: A002 - FlashInfer's name
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """``silu(input[..., :k]) * input[..., k:]`` without quantizing, by torch operations: no kernel of this package.
+
+    Args:
+        input: [..., 2k] fp16 or bf16.
+        out: contiguous [..., k] of input's dtype to fill in place; allocated when None.
+        enable_pdl: accepted; there is no kernel of its own to launch.
+    Returns:
+        [..., k]. Numerics as silu_and_mul_nvfp4_quantize(), with torch's exp.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    del enable_pdl
+    check_dtype("input", input, _HALVES)
+    check_device("input", input)
+    if input.dim() == 0 or input.shape[-1] % 2:
+        raise ArgumentError("input", f"shape {tuple(input.shape)}", "[..., 2k]")
+    out = output("out", out, (*input.shape[:-1], input.shape[-1] // 2), (input.dtype,), like=input)
+    if out.numel() and meet(extent(out), extent(input)):
+        raise ArgumentError("out", "memory of input", "memory of its own")
+    return out.copy_(reference.silu_and_mul(input.detach()))
+
+
 def _check_backend(backend: str) -> None:
     if backend not in _BACKENDS:
         raise ArgumentError("backend", repr(backend), ", ".join(_BACKENDS))
@@ -244,8 +278,13 @@ def _outputs(
     out: torch.Tensor | None,
     out_sf: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    q = output("out", out, (*a.shape[:-1], k // 2), (torch.uint8,), like=a)
-    return q, output("out_sf", out_sf, layout.shape(m, k // form.block), (torch.uint8,), like=a)
+    q = output("out", out, (*a.shape[:-1], k // 2), CODE_DTYPES, like=a)
+    return q, output("out_sf", out_sf, layout.shape(m, k // form.block), SF_DTYPES[form], like=a)
+
+
+def _halves(rows: torch.Tensor) -> torch.Tensor:
+    """E4M3 rows as bf16, which holds every E4M3 value; others as they are."""
+    return rows.to(torch.bfloat16) if rows.dtype == torch.float8_e4m3fn else rows
 
 
 def _encode_scale(scale: torch.Tensor | float | None, inversed: bool, m: int, a: torch.Tensor) -> torch.Tensor:

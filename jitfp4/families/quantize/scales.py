@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 from jitfp4.public import public
-from jitfp4.reference.formats import swizzle
+from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.tensors import check_device, check_dtype
+from jitfp4.tensors import SF_DTYPES, check_device, check_dtype
 
 _ELEMENTS_PER_SF = (16, 32)
 _MAX_TILE = 1024
+_BYTES = tuple(dict.fromkeys((*SF_DTYPES[NVFP4], *SF_DTYPES[MXFP4])))
 
 
 @public
@@ -20,20 +22,57 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
     """Linear block scales to the 128x4 layout.
 
     Args:
-        unswizzled_sf: uint8 or bf16, [rows, cols] or [experts, rows, cols], on any device.
+        unswizzled_sf: uint8, float8_e4m3fn, float8_e8m0fnu or bf16, [rows, cols] or [experts, rows, cols], on any
+            device.
     Returns:
         1-D, same dtype and device: ``experts * round_up(rows, 128) * round_up(cols, 4)`` elements, each expert padded
         on its own, padding zero.
     Raises:
         ArgumentError, ArgumentTypeError: another dtype or rank.
     """
-    check_dtype("unswizzled_sf", unswizzled_sf, (torch.uint8, torch.bfloat16))
+    check_dtype("unswizzled_sf", unswizzled_sf, (*_BYTES, torch.bfloat16))
     check_device("unswizzled_sf", unswizzled_sf)
     if unswizzled_sf.dim() not in (2, 3):
         raise ArgumentError(
             "unswizzled_sf", f"shape {tuple(unswizzled_sf.shape)}", "[rows, cols] or [experts, rows, cols]"
         )
-    return swizzle(unswizzled_sf, SfLayout.layout_128x4).flatten()
+    moved = unswizzled_sf.view(torch.uint8) if unswizzled_sf.dtype in _BYTES else unswizzled_sf
+    return swizzle(moved, SfLayout.layout_128x4).flatten().view(unswizzled_sf.dtype)
+
+
+nvfp4_block_scale_interleave = block_scale_interleave
+"""FlashInfer's older name."""
+
+
+@public
+def make_nvfp4_global_scale(
+    input_tensor: torch.Tensor, per_token_activation: bool, global_scale: float | None = None
+) -> torch.Tensor:
+    """The *encode* scale with which a tensor fills the range of NVFP4: what nvfp4_quantize() takes.
+
+    Args:
+        input_tensor: any floating-point tensor, on any device but meta; its values count where the two below leave it
+            open.
+        per_token_activation: give ``1 / (448 * 6)``, which nvfp4_quantize(per_token_activation=True) takes.
+        global_scale: give this number.
+    Returns:
+        float32 [1] on input_tensor's device: ``448 * 6 / amax(input_tensor)``, the largest float32 where amax is 0.
+    Raises:
+        ArgumentError, ArgumentTypeError
+    """
+    if not (isinstance(input_tensor, torch.Tensor) and input_tensor.is_floating_point()):
+        raise ArgumentTypeError("input_tensor", getattr(input_tensor, "dtype", type(input_tensor)), "floating point")
+    if input_tensor.is_meta:
+        raise ArgumentTypeError("input_tensor", "a tensor on meta", "a tensor with values")
+    if not input_tensor.numel():
+        raise ArgumentError("input_tensor", f"shape {tuple(input_tensor.shape)}", "at least one element")
+    if per_token_activation or global_scale is not None:
+        value = 1 / (E4M3_MAX * E2M1_MAX) if per_token_activation else float(global_scale or 0)
+        if not value > 0:
+            raise ArgumentError("global_scale", value, "a finite number above 0")
+        return torch.full((1,), value, dtype=torch.float32, device=input_tensor.device)
+    amax = input_tensor.detach().float().abs().amax().reshape(1)
+    return divide(E4M3_MAX * E2M1_MAX, amax).clamp(max=torch.finfo(torch.float32).max)
 
 
 @public
@@ -58,22 +97,23 @@ def shuffle_matrix_sf_a(input_tensor: torch.Tensor, epilogue_tile_m: int, num_el
     """Linear block scales of a weight, shuffled with its rows and then put in the 128x4 layout.
 
     Args:
-        input_tensor: uint8 [m, n/num_elts_per_sf], linear; m a multiple of 128.
+        input_tensor: uint8, float8_e4m3fn or float8_e8m0fnu [m, n/num_elts_per_sf], linear; m a multiple of 128.
         epilogue_tile_m: rows of the epilogue tile, a multiple of 8 up to 1024.
         num_elts_per_sf: 16 or 32 elements of the weight share a scale; checked, the permutation is the same.
     Returns:
-        uint8, the shape of input_tensor when its columns are a multiple of 4, else padded to one.
+        1-D of the same dtype, as block_scale_interleave() gives it: ``m * round_up(columns, 4)`` elements.
     Raises:
         ArgumentError, ArgumentTypeError: another dtype, rank, number of rows or block size.
     """
-    check_dtype("input_tensor", input_tensor, (torch.uint8,))
+    check_dtype("input_tensor", input_tensor, _BYTES)
     _check_matrix("input_tensor", input_tensor)
     _check_tile(epilogue_tile_m)
     if num_elts_per_sf not in _ELEMENTS_PER_SF:
         raise ArgumentError("num_elts_per_sf", num_elts_per_sf, "16 or 32")
     if input_tensor.shape[0] % 128:
         raise ArgumentError("input_tensor", f"{input_tensor.shape[0]} rows", "a multiple of 128 rows")
-    return swizzle(shuffle_rows(input_tensor, epilogue_tile_m), SfLayout.layout_128x4)
+    rows = shuffle_rows(input_tensor.view(torch.uint8), epilogue_tile_m)
+    return swizzle(rows, SfLayout.layout_128x4).flatten().view(input_tensor.dtype)
 
 
 def _check_matrix(name: str, tensor: torch.Tensor) -> None:

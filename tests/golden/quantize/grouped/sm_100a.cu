@@ -499,13 +499,15 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
 
 // For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
-// corrected by its remainder, is correctly rounded (Markstein).
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
 __device__ __forceinline__ float silu_inside(float v) {
   const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
-  return fmaf(fmaf(-d, q, v), r, q);
+  return fmaf(-fmaf(d, q, -v), r, q);
 }
-// Beyond it, 1 + exp(-v) is 1 or exp(-v).
-__device__ __forceinline__ float silu_outside(float v) { return v > 0.0f ? v : v * ptx::ex2_approx(v * kLog2E); }
+// Beyond it, 1 + exp(-v) is 1 or exp(-v). ex2.approx flushes subnormals, which exp(v) soon is: 2^64 keeps it from them.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
 
 // round(silu(gate) * up)
 template <typename In>

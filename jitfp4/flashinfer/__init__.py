@@ -1,0 +1,171 @@
+"""This package under FlashInfer's module names, so that an engine's call sites run as they are.
+
+``import jitfp4.flashinfer as flashinfer`` gives FlashInfer's names of functions that jitfp4 has, in FlashInfer's
+modules: ``flashinfer.norm.rmsnorm_fp4quant`` and so on. An engine that imports ``flashinfer`` by itself gets them after
+
+    jitfp4.flashinfer.install()
+    ...
+    jitfp4.flashinfer.uninstall()
+
+or inside ``with jitfp4.flashinfer.install(): ...``. Nothing is substituted before that call. A name that
+jitfp4 lacks is an AttributeError that says so, which ``hasattr`` and ``from flashinfer.norm import ...`` understand.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import jitfp4
+
+__all__ = ["Installed", "install", "uninstall"]
+
+_FP4 = (
+    "SfLayout",
+    "block_scale_interleave",
+    "e2m1_and_ufp8sf_scale_to_float",
+    "fp4_quantize",
+    "mxfp4_dequantize",
+    "mxfp4_dequantize_host",
+    "mxfp4_quantize",
+    "nvfp4_batched_quantize",
+    "nvfp4_block_scale_interleave",
+    "nvfp4_dequantize",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize",
+    "nvfp4_quantize_paged_kv_cache",
+    "scaled_fp4_grouped_quantize",
+    "shuffle_matrix_a",
+    "shuffle_matrix_sf_a",
+    "silu_and_mul_nvfp4_quantize",
+    "silu_and_mul_scaled_nvfp4_experts_quantize",
+)
+_NORM = ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant")
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "activation": ("silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
+    "cute_dsl": _NORM,
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "single_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
+    ),
+    "fp4_quantization": _FP4,
+    "gdn_decode": (
+        "gated_delta_rule_decode",
+        "gated_delta_rule_decode_pretranspose",
+        "gated_delta_rule_mtp",
+    ),
+    "gemm": ("mm_bf16_fp4", "mm_fp4"),
+    "norm": _NORM,
+    "page": (
+        "nvfp4_kv_dequantize_paged",
+        "nvfp4_quantize_append_paged_kv_cache",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    ),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "single_prefill_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
+    ),
+    "quantization": (*_FP4, "make_nvfp4_global_scale"),
+    "utils": (),
+}
+"""FlashInfer's modules, and of their functions those that jitfp4 has or will have under these names."""
+
+_ALL = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
+
+
+class _Module(ModuleType):
+    """A module of names that are looked up in jitfp4 when they are used."""
+
+    def __init__(self, name: str, names: tuple[str, ...], modules: tuple[str, ...] = ()) -> None:
+        super().__init__(name, f"FlashInfer's {name.partition('.')[2] or 'package'}, as far as jitfp4 has it.")
+        self.__spec__ = ModuleSpec(name, None, is_package=bool(modules))
+        self.__path__: list[str] = []
+        self.__all__ = [public for public in names if public in jitfp4.__all__]
+
+    def __getattr__(self, name: str) -> Any:
+        return _look_up(self.__name__, self.__all__, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted(self.__all__)
+
+
+def _look_up(module: str, names: list[str], name: str) -> Any:
+    if name in names:
+        return getattr(jitfp4, name)
+    if name.startswith("__"):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    has = ", ".join(names) or "nothing yet"
+    raise AttributeError(f"{module}.{name} is not in jitfp4, which stands in for this module; it has {has}")
+
+
+def _modules(root: str) -> dict[str, ModuleType]:
+    """FlashInfer's modules below ``root``, by their full names."""
+    return {f"{root}.{name}": _Module(f"{root}.{name}", names) for name, names in MODULES.items()}
+
+
+class Installed:
+    """What install() put into sys.modules. Removing it brings back what was there before."""
+
+    def __init__(self) -> None:
+        taken = [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]
+        self._before = {name: sys.modules.pop(name) for name in taken}
+        modules = _modules("flashinfer")
+        package = _Module("flashinfer", _ALL, tuple(MODULES))
+        for name, module in modules.items():
+            setattr(package, name.rpartition(".")[2], module)
+        self._installed = {"flashinfer": package, **modules}
+        sys.modules.update(self._installed)
+
+    def remove(self) -> None:
+        """Undo it; a second time does nothing. Modules that kept a function keep it."""
+        if self.is_in_place():
+            for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+                del sys.modules[name]
+            sys.modules.update(self._before)
+
+    def is_in_place(self) -> bool:
+        """Whether ``import flashinfer`` gives it."""
+        return sys.modules.get("flashinfer") is self._installed["flashinfer"]
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def install() -> Installed:
+    """Make ``import flashinfer`` give this package, in this process, until uninstall().
+
+    A FlashInfer that was imported before is put aside, and comes back. Modules that hold its functions already go on
+    using them: call this before the engine is imported.
+    """
+    global _latest
+    if _latest is None or not _latest.is_in_place():
+        _latest = Installed()
+    return _latest
+
+
+def uninstall() -> None:
+    """Bring back what ``flashinfer`` was before install(); without that, nothing."""
+    if _latest is not None:
+        _latest.remove()
+
+
+_latest: Installed | None = None
+
+
+def __getattr__(name: str) -> Any:
+    return _look_up(__name__, [public for public in _ALL if public in jitfp4.__all__], name)
+
+
+for _name, _module in _modules(__name__).items():
+    sys.modules[_name] = _module
+    globals()[_name.rpartition(".")[2]] = _module

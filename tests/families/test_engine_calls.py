@@ -1,0 +1,255 @@
+"""Calls as engines make them, keyword for keyword, through FlashInfer's module names.
+
+Each test names the file and function of the public repository whose call it imitates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+import jitfp4.flashinfer
+from tests.support.attention import Case
+
+CODES = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
+@pytest.fixture
+def flashinfer() -> Iterator[ModuleType]:
+    with jitfp4.flashinfer.install():
+        import flashinfer
+
+        yield flashinfer
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+# ---- the substitution ------------------------------------------------------------------------------------------------
+
+
+def test_it_is_explicit_and_reversible() -> None:
+    assert "flashinfer" not in sys.modules
+    other = ModuleType("flashinfer")
+    sys.modules["flashinfer"] = other
+    try:
+        installed = jitfp4.flashinfer.install()
+        from flashinfer.norm import rmsnorm_fp4quant
+
+        assert rmsnorm_fp4quant is jitfp4.rmsnorm_fp4quant
+        assert jitfp4.flashinfer.install() is installed
+        jitfp4.flashinfer.uninstall()
+        jitfp4.flashinfer.uninstall()
+        assert sys.modules["flashinfer"] is other
+        assert not [name for name in sys.modules if name.startswith("flashinfer.")]
+    finally:
+        del sys.modules["flashinfer"]
+
+
+def test_without_a_substitution() -> None:
+    from jitfp4.flashinfer.decode import single_decode_with_kv_cache
+
+    import jitfp4.flashinfer as flashinfer
+
+    assert flashinfer.decode.single_decode_with_kv_cache is single_decode_with_kv_cache
+    assert flashinfer.nvfp4_quantize is jitfp4.nvfp4_quantize
+    assert {"fp4_quantize", "SfLayout"} <= set(dir(flashinfer.fp4_quantization))
+
+
+@pytest.mark.parametrize("name", jitfp4.flashinfer.MODULES)
+def test_every_name_is_the_function_of_that_name(name: str, flashinfer: ModuleType) -> None:
+    module = getattr(flashinfer, name)
+    assert importlib.util.find_spec(f"flashinfer.{name}") is not None
+    for public in module.__all__:
+        assert getattr(module, public) is getattr(jitfp4, public) is getattr(flashinfer, public)
+    with pytest.raises(AttributeError, match=f"flashinfer.{name}.nothing is not in jitfp4"):
+        _ = module.nothing
+
+
+def test_names_that_are_missing(flashinfer: ModuleType) -> None:
+    with pytest.raises(AttributeError, match="is not in jitfp4"):
+        _ = flashinfer.MultiLevelCascadeAttentionWrapper
+    with pytest.raises(ImportError, match="fused_add_rmsnorm"):
+        from flashinfer.norm import fused_add_rmsnorm  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.fused_moe"):
+        import flashinfer.fused_moe
+
+
+def test_probes(flashinfer: ModuleType) -> None:
+    """vllm/utils/flashinfer.py: has_flashinfer(), has_flashinfer_moe(), has_flashinfer_cutlass_fused_moe()."""
+    assert importlib.util.find_spec("flashinfer") is not None
+    assert importlib.util.find_spec("flashinfer.fused_moe") is None
+    for name in ("fp4_quantize", "nvfp4_block_scale_interleave"):
+        assert hasattr(importlib.import_module("flashinfer"), name)
+    assert not hasattr(flashinfer, "autotune")
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("unswizzled", [False, True])
+def test_norm_and_quantize(flashinfer: ModuleType, residual: bool, unswizzled: bool) -> None:
+    """vllm-project/vllm, fusion of RMSNorm and NVFP4: _flashinfer_fused_add_rms_norm_nvfp4_quant()."""
+    x, weight = halves(3, 128), halves(128)
+    result, result_block_scale = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(128, 8, dtype=torch.uint8)
+    input_global_scale = torch.tensor(2.0)
+    kwargs: dict[str, Any] = {
+        "y_fp4": result.view(CODES),
+        "block_scale": result_block_scale.view(torch.float8_e4m3fn).flatten(),
+        "global_scale": input_global_scale.reshape(1),
+        "eps": 1e-6,
+        "block_size": 16,
+        "scale_format": "e4m3",
+        "is_sf_swizzled_layout": True,
+    }
+    if not residual:
+        flashinfer.norm.rmsnorm_fp4quant(x, weight, **kwargs)
+    else:
+        spare = torch.zeros(3, 8, dtype=torch.uint8).view(torch.float8_e4m3fn) if unswizzled else None
+        flashinfer.norm.add_rmsnorm_fp4quant(
+            x, x * 0, weight, output_both_sf_layouts=False, block_scale_unswizzled=spare, **kwargs
+        )
+    want = jitfp4.rmsnorm_fp4quant(x, weight, global_scale=2.0, is_sf_swizzled_layout=True)
+    assert torch.equal(result, want[0].view(torch.uint8))
+    assert torch.equal(result_block_scale.flatten(), want[1].view(torch.uint8))
+
+
+def gates(batch: int, tokens: int) -> dict[str, torch.Tensor]:
+    return {
+        "q": halves(batch, tokens, 2, 64),
+        "k": halves(batch, tokens, 2, 64),
+        "v": halves(batch, tokens, 4, 64),
+        "A_log": torch.zeros(4),
+        "a": halves(batch, tokens, 4),
+        "dt_bias": torch.ones(4),
+        "b": halves(batch, tokens, 4),
+    }
+
+
+def test_delta_rule_on_gathered_states_and_on_a_pool(flashinfer: ModuleType) -> None:
+    """sgl-project/sglang, gdn_flashinfer.py: FlashInferGDNKernel.decode(), both of its branches."""
+    ssm_states, cache_indices = torch.randn(5, 4, 64, 64), torch.tensor([3, 1], dtype=torch.int32)
+    pool, decode = ssm_states.clone(), flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose
+    output, _ = decode(
+        **gates(2, 1), state=None, use_qk_l2norm=True, initial_state=pool, initial_state_indices=cache_indices
+    )
+    gathered = ssm_states[cache_indices]
+    want, new_state = decode(**gates(2, 1), state=gathered, scale=None, output=None, use_qk_l2norm=True)
+    ssm_states[cache_indices] = new_state
+    assert torch.equal(output, want)
+    assert torch.equal(pool, ssm_states)
+
+
+def test_delta_rule_that_verifies_drafts(flashinfer: ModuleType) -> None:
+    """sgl-project/sglang, gdn_flashinfer.py: FlashInferGDNKernel.target_verify()."""
+    ssm_states, buffer = torch.randn(5, 4, 64, 64), torch.zeros(2, 3, 4, 64, 64)
+    before = ssm_states.clone()
+    output, _ = flashinfer.gdn_decode.gated_delta_rule_mtp(
+        **gates(2, 3),
+        initial_state=ssm_states,
+        initial_state_indices=torch.tensor([3, 1], dtype=torch.int32),
+        scale=None,
+        output=None,
+        intermediate_states_buffer=buffer,
+        disable_state_update=True,
+        use_qk_l2norm=True,
+    )
+    assert output.view(1, 6, 4, 64).isfinite().all()
+    assert torch.equal(ssm_states, before)
+    assert buffer.flatten(2).any(-1).all()
+
+
+def test_decode_over_a_paged_cache(flashinfer: ModuleType) -> None:
+    """vllm-project/vllm, vllm/v1/attention/backends/flashinfer.py: FlashInferImpl.forward(), decode by trtllm-gen."""
+    case = Case(lengths=(20, 9), page=16, kv_layout="HND")
+    out = torch.empty_like(case.query)
+    flashinfer.decode.trtllm_batch_decode_with_kv_cache(
+        query=case.query,
+        kv_cache=case.kv_cache,
+        workspace_buffer=case.workspace,
+        block_tables=case.block_tables,
+        seq_lens=case.seq_lens,
+        max_seq_len=20,
+        bmm1_scale=case.bmm1,
+        bmm2_scale=case.bmm2,
+        window_left=-1,
+        sinks=None,
+        o_sf_scale=None,
+        out=out,
+        q_len_per_req=1,
+        kv_cache_sf=case.kv_cache_sf,
+        v_scale_layout="linear",
+    )
+    assert torch.equal(out, case.run()[0])
+
+
+def test_a_wrapper_over_a_paged_cache(flashinfer: ModuleType) -> None:
+    """vllm-project/vllm, vllm/v1/attention/backends/flashinfer.py: fast_plan_decode(), and forward() with a wrapper."""
+    case = Case(lengths=(20, 9), page=16, kv_layout="NHD")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "NHD", use_tensor_cores=True)
+    assert not wrapper.is_cuda_graph_enabled  # else the engine would go past plan()
+    lists = (
+        torch.tensor([0, 2, 3]),
+        torch.cat((case.block_tables[0, :2], case.block_tables[1, :1])),
+        torch.tensor([4, 9]),
+    )
+    sizes = case.query.shape[1], 2, 128, 16
+    dtypes = torch.bfloat16, torch.uint8, None, None
+    options = "NONE", -1, None, *dtypes, case.bmm1, None, None, True, None, None, -1, False
+    wrapper.plan(*(x.int() for x in lists), *sizes, *options)
+    assert wrapper._window_left == -1
+    assert wrapper._logits_soft_cap == 0.0
+    assert wrapper._sm_scale == case.bmm1
+    out = torch.empty_like(case.query)
+    wrapper.run(case.query, case.kv_cache, k_scale=1.0, v_scale=case.bmm2, out=out, kv_cache_sf=case.kv_cache_sf)
+    assert torch.equal(out, case.run()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_delta_rule_into_an_output_of_another_dtype(flashinfer: ModuleType, dtype: torch.dtype) -> None:
+    """FlashInfer's gated_delta_rule_decode_pretranspose() converts into an output that was given."""
+    decode, state = flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose, torch.randn(2, 4, 64, 64)
+    want, _ = decode(**gates(2, 1), state=state.clone())
+    output = torch.empty(2, 1, 4, 64, dtype=dtype)
+    assert decode(**gates(2, 1), state=state.clone(), output=output)[0] is output
+    assert torch.equal(output, want.to(dtype))
+
+
+def test_quantize_for_a_linear_layer(flashinfer: ModuleType) -> None:
+    """sgl-project/sglang, fp4_utils.py, and vllm-project/vllm, flashinfer_quant_nvfp4_8x4_sf_layout()."""
+    x, scale = halves(5, 64), torch.tensor([3.0])
+    codes, scales = flashinfer.fp4_quantize(x, scale, 16, False, True, False, backend="cute-dsl", enable_pdl=True)
+    assert (codes.shape, scales.shape) == ((5, 32), (128, 4))
+    layout = flashinfer.SfLayout.layout_8x4
+    small = flashinfer.nvfp4_quantize(x, scale, sfLayout=layout, do_shuffle=False, sf_vec_size=16)
+    assert torch.equal(small[0], codes)
+    assert small[1].view(torch.float8_e4m3fn).shape == (8, 4)
+
+
+def test_experts(flashinfer: ModuleType) -> None:
+    """vllm-project/vllm and sgl-project/sglang, masked NVFP4 experts: flashinfer_cutedsl_moe_masked()."""
+    from flashinfer import scaled_fp4_grouped_quantize, silu_and_mul_scaled_nvfp4_experts_quantize
+
+    mask, scale = torch.tensor([3, 0], dtype=torch.int32), torch.ones(2)
+    a_q, a_q_sf = scaled_fp4_grouped_quantize(halves(2, 4, 64), mask, scale)
+    assert (a_q.shape, a_q_sf.shape) == ((4, 32, 2), (32, 4, 1, 4, 1, 2))
+    q, sf = silu_and_mul_scaled_nvfp4_experts_quantize(halves(2, 4, 128), mask, scale)
+    assert (q.shape, sf.shape) == (a_q.shape, a_q_sf.shape)
+
+
+def test_weights_of_experts(flashinfer: ModuleType) -> None:
+    """vllm-project/vllm and sgl-project/sglang, weights for trtllm-gen: reorder, shuffle, interleave."""
+    weight, scales = torch.zeros(256, 32, dtype=torch.uint8), torch.zeros(256, 4, dtype=torch.uint8)
+    assert flashinfer.shuffle_matrix_a(weight.view(torch.uint8), 128).shape == weight.shape
+    shuffled = flashinfer.shuffle_matrix_sf_a(scales.view(torch.uint8), 128, num_elts_per_sf=16)
+    assert shuffled.reshape(256, 4).view(torch.float8_e4m3fn).shape == (256, 4)
+    assert flashinfer.nvfp4_block_scale_interleave(scales).shape == (1024,)
