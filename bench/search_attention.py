@@ -14,7 +14,7 @@ from bench.bench_attention import Case, Pool
 from bench.harness import time_us, write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
 
 LOADS = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (256, 1024), (64, 8192), (16, 131072))
@@ -35,7 +35,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
                 continue
             tactic = Tactic(*fields)
             try:
-                with DECODE.forced(tactic):
+                with ATTENTION.forced(tactic):
                     us = time_us(lambda case=case: pool.call(case), case.bytes)  # type: ignore[misc]
             except ArgumentError:  # it does not fit
                 continue

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jitfp4.families.attention import (
         BatchDecodeWithPagedKVCacheWrapper,
         single_decode_with_kv_cache,
+        trtllm_batch_context_with_kv_cache,
         trtllm_batch_decode_with_kv_cache,
     )
     from jitfp4.families.gdn import (
@@ -89,6 +90,7 @@ _HOMES = {
     "jitfp4.families.attention": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "single_decode_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
     ),
     "jitfp4.families.gdn": (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
@@ -36,7 +36,7 @@ from jitfp4.selection import Row, Table, table_for
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
 OPERATIONS = [
-    DECODE,
+    ATTENTION,
     GATED_DELTA_RULE,
     MM_BF16_FP4,
     RMSNORM,

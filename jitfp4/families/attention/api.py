@@ -9,8 +9,8 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.operation import DECODE, Arguments
-from jitfp4.families.attention.problem import DTYPES
+from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.problem import DTYPES, MAX_Q_LEN
 from jitfp4.public import public
 from jitfp4.tensors import output
 
@@ -118,16 +118,12 @@ def trtllm_batch_decode_with_kv_cache(
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
-    if kv_block_scales is not None:
-        if kv_cache_sf is not None:
-            raise ArgumentError("kv_block_scales", "a value besides kv_cache_sf", "one of the two")
-        kv_cache_sf = kv_block_scales
-    if v_scale_layout not in V_SCALE_LAYOUTS:
-        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
     if (cum_seq_lens_q is None) != (max_q_len is None):
         raise ArgumentError("max_q_len", max_q_len, "a number with cum_seq_lens_q, and None without")
+    q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
+    checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len, MAX_Q_LEN)
     key, value = checks.pair("kv_cache", kv_cache)
-    scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+    scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
         query,
         key,
@@ -149,7 +145,8 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype,
         kv_layout,
         v_scale_layout,
-        (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len,
+        q_len,
+        True,
         uses_shared_paged_kv_idx,
         return_lse or lse is not None,
         enable_pdl,
@@ -180,11 +177,17 @@ def attend(
     kv_layout: str,
     v_scale_layout: str,
     q_len: int,
+    causal: bool,
     shared_pages: bool,
     with_lse: bool,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    """What all decode functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``."""
+    """What all functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``.
+
+    Each request has ``q_len`` query tokens; with cum_seq_lens_q, that is a bound.
+    """
+    if v_scale_layout not in V_SCALE_LAYOUTS:
+        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
     hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
     checks.check_query(query)
     cache = checks.check_cache(
@@ -200,8 +203,9 @@ def attend(
         max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
     if cum_seq_lens_q is not None:
         checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
-    checks.check_lengths(query, batch, q_len, ragged=cum_seq_lens_q is not None)
-    checks.check_work(query, cache, max_seq_len)
+    elif query.shape[0] != batch * q_len:
+        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
+    checks.check_work(query, cache, q_len, max_seq_len)
     if window_left < -1:
         raise ArgumentError("window_left", window_left, "-1 or more")
     checks.check_sinks(sinks, query)
@@ -213,7 +217,7 @@ def attend(
         lse = output("lse", lse, tuple(query.shape[:2]), (torch.float32,), like=query)
     bmm1, bmm1_tensor = checks.scale("bmm1_scale", bmm1_scale, query)
     bmm2, bmm2_tensor = checks.scale("bmm2_scale", bmm2_scale, query)
-    DECODE(
+    ATTENTION(
         Arguments(
             query=query,
             key_cache=cache.key,
@@ -234,6 +238,7 @@ def attend(
             bmm2=bmm2,
             q_len_per_req=q_len,
             window_left=window_left,
+            causal=causal,
             max_tokens=max_seq_len,
             hnd=hnd,
             interleaved=cache.interleaved,
@@ -314,6 +319,7 @@ def single_decode_with_kv_cache(
         kv_layout,
         "linear",
         1,
+        True,
         True,
         return_lse,
         None,

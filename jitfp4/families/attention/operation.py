@@ -1,4 +1,4 @@
-"""The operation behind all decode functions: its arguments, its kernel, its reference."""
+"""The operation behind all functions: its arguments, its kernels, its reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
+    MAX_Q_LEN,
+    MAX_ROWS,
+    ROW_BLOCK,
     TILE,
     Pages,
     Problem,
@@ -32,7 +35,9 @@ class Arguments(NamedTuple):
     The scales are those of an NVFP4 cache, which is uint8.
     Page numbers are [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends``, those of request b are
     block_tables[page_ends[b] : page_ends[b + 1]]. Scales multiply: ``bmm1`` by ``bmm1_scale`` where there is one.
-    ``max_tokens`` bounds a request, ``max_pages`` all of them; neither changes what is read.
+    Request b has queries cum_seq_lens_q[b] to [b + 1], or ``q_len_per_req`` of them; as the other, that is a bound.
+    ``max_tokens`` bounds a request of the cache. No bound changes what is read, or what comes out. Query i of n sees
+    tokens up to seq_lens[b] - n + i where it is ``causal``, and no more than ``window_left`` before that.
     """
 
     query: torch.Tensor
@@ -54,6 +59,7 @@ class Arguments(NamedTuple):
     bmm2: float
     q_len_per_req: int
     window_left: int
+    causal: bool
     max_tokens: int
     hnd: bool
     interleaved: bool
@@ -71,12 +77,17 @@ def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
     return (page, second, first) if hnd else (page, first, second)
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    a = arguments
-    pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
+def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     needed = plan.spec.workspace_bytes(plan.geometry.grid[0])
-    if a.workspace_buffer.numel() < needed:
-        raise ArgumentError("workspace_buffer", f"{a.workspace_buffer.numel()} bytes", f"{needed} or more")
+    workspace = arguments.workspace_buffer
+    if workspace.numel() < needed:
+        raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
+    return _bind(arguments) | {"workspace": workspace}
+
+
+def _bind(a: Arguments) -> dict[str, Any]:
+    """What every kernel takes."""
+    pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
     bound = {
         "q": a.query,
         "k": a.key_cache,
@@ -90,7 +101,6 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "sinks": a.sinks,
         "bmm1_tensor": a.bmm1_scale,
         "bmm2_tensor": a.bmm2_scale,
-        "workspace": a.workspace_buffer,
         "out": a.out,
         "lse": a.lse,
         "bmm1": a.bmm1,
@@ -126,24 +136,29 @@ def _problem(a: Arguments) -> Problem:
     d = a.query.shape[2]
     sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
     packed = all(_strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
-    rows = 8 if a.query.shape[1] // heads * a.q_len_per_req <= 8 else 16
+    batch, group = a.seq_lens.shape[0], a.query.shape[1] // heads
+    causal = a.causal or a.q_len_per_req == 1
+    few, rows = causal and a.q_len_per_req <= MAX_Q_LEN, group * a.q_len_per_req
+    blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all
-        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, a.seq_lens.shape[0]))
+        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
     tiles = _power_of_two(tiles)
     return Problem(
         cache=CACHES[a.key_cache.dtype],
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=rows,
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else (ROW_BLOCK if rows <= ROW_BLOCK else 2 * ROW_BLOCK),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),
         packed=packed,
         two_tables=a.block_tables.dim() == 3,
         tiles=tiles,
-        units=tiles * _power_of_two(a.seq_lens.shape[0] * heads),
+        units=tiles * _power_of_two(batch * heads),
+        causal=causal,
+        blocks=0 if few else _power_of_two(blocks),
     )
 
 
@@ -176,6 +191,7 @@ def _reference(a: Arguments) -> None:
         ends,
         bmm1_scale=a.bmm1 * (1.0 if a.bmm1_scale is None else a.bmm1_scale.double()),
         bmm2_scale=a.bmm2 * (1.0 if a.bmm2_scale is None else a.bmm2_scale.double()),
+        causal=a.causal,
         window_left=a.window_left,
         sinks=a.sinks,
     )
@@ -235,12 +251,12 @@ KERNEL = Kernel(
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind,
+    bind=_bind_decode,
 )
 
-DECODE = Operation(
+ATTENTION = Operation(
     Arguments,
-    name="attention_decode",
+    name="attention",
     kernels=(KERNEL,),
     problem=_problem,
     problems=problems,

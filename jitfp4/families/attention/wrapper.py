@@ -10,7 +10,7 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, check_plain
-from jitfp4.families.attention.problem import CACHES
+from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
 from jitfp4.tensors import check_dtype
 
 _COUNTER_BYTES = 1 << 16  # at the start of the workspace
@@ -214,6 +214,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
             raise ArgumentError("q", f"shape {tuple(q.shape)}", wanted)
         scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+        q_len = plan.q_len if q_len_per_req is None else q_len_per_req
+        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
         result = attend(
             q,
             key,
@@ -235,7 +237,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             plan.out_dtype,
             self._kv_layout,
             "linear",
-            plan.q_len if q_len_per_req is None else q_len_per_req,
+            q_len,
+            True,
             True,
             return_lse or lse is not None,
             enable_pdl,

@@ -1,0 +1,115 @@
+"""Attention of many query tokens: new requests (prefill), and chunks of tokens behind a cache (extend)."""
+
+from __future__ import annotations
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import checks
+from jitfp4.families.attention.api import attend
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: checks.Pair,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_cache_sf: checks.Pair | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    *,
+    kv_block_scales: checks.Pair | None = None,
+    v_scale_layout: str = "interleaved4",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of any number of query tokens a request over a paged cache that already holds their keys and values.
+
+    Args:
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
+            bytes. Request b owns rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
+        kv_cache, workspace_buffer, block_tables, bmm1_scale, bmm2_scale: as for trtllm_batch_decode_with_kv_cache().
+        seq_lens: int32 [batch], tokens of each request in the cache, the new ones included. Read on the device only.
+        max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
+            kernel.
+        batch_size: the length of seq_lens.
+        cum_seq_lens_q: int32 [batch + 1], where each request's queries end. Read on the device only.
+        cum_seq_lens_kv: int32 [batch + 1]; seq_lens says the same, and is what is read.
+        window_left: a query sees that many tokens before its own; -1: all.
+        out, out_dtype, sinks, kv_layout, enable_pdl, kv_cache_sf, uses_shared_paged_kv_idx, lse, return_lse,
+            kv_block_scales, v_scale_layout: as for trtllm_batch_decode_with_kv_cache().
+        causal: whether query i of n in a request of s tokens sees those up to s - n + i only. False: all of them; a
+            window still begins where that token would be.
+        o_sf_scale, o_sf_vec_size, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, use_fp16_softmax,
+            uses_spcompress: None; anything else belongs to kernels that FlashInfer ships as binaries and is an error.
+    Returns:
+        out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
+    Numerics:
+        As trtllm_batch_decode_with_kv_cache(); weights have the dtype of a 16-bit cache, float16 otherwise. Sums over
+        tokens are in order, whatever else is in the batch.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    for name, value in (
+        ("o_sf_scale", o_sf_scale),
+        ("o_sf_vec_size", o_sf_vec_size),
+        ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
+        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer),
+        ("use_fp16_softmax", use_fp16_softmax),
+        ("uses_spcompress", uses_spcompress),
+    ):
+        checks.unused(name, value, None)
+    checks.check_q_len("max_q_len", max_q_len)
+    checks.check_ints("cum_seq_lens_kv", cum_seq_lens_kv, (batch_size + 1,), query)
+    if seq_lens.shape != (batch_size,):
+        raise ArgumentError("batch_size", batch_size, f"the length of seq_lens, {tuple(seq_lens.shape)}")
+    key, value = checks.pair("kv_cache", kv_cache)
+    scales = checks.one_name(kv_cache_sf, kv_block_scales)
+    result = attend(
+        query,
+        key,
+        value,
+        scales[0],
+        scales[1],
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        None,
+        cum_seq_lens_q,
+        bmm1_scale,
+        bmm2_scale,
+        checks.one_tensor("sinks", sinks),
+        out,
+        lse,
+        max_kv_len,
+        window_left,
+        out_dtype,
+        kv_layout,
+        v_scale_layout,
+        max_q_len,
+        causal,
+        uses_shared_paged_kv_idx,
+        return_lse or lse is not None,
+        enable_pdl,
+    )
+    return (result[0], result[1]) if return_lse else result[0]
