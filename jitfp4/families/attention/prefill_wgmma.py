@@ -30,7 +30,8 @@ TILES = (64, 96, 128)
 _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
-_SPARE_REGISTERS = 32  # of a consumer, beside sums, scores and weights
+_WORK_REGISTERS = 44  # of a producer, beside what is on its way
+_SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
 
@@ -40,7 +41,7 @@ class WgmmaTactic:
     """How the kernel is cut: fields of its Spec."""
 
     teams: int = 2
-    producers: int = 2
+    producers: int = 1
     tile: int = 128
     stages: int = 2
     turns: bool = False
@@ -68,7 +69,7 @@ class WgmmaSpec(KernelSpec):
     turns: bool
 
     def __post_init__(self) -> None:
-        for name, allowed in (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (1, 2, 3, 4))):
+        for name, allowed in (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
 
@@ -83,8 +84,10 @@ class WgmmaSpec(KernelSpec):
 
     @property
     def producer_registers(self) -> int:
-        """Of a thread: one of few has more bytes under way."""
-        return 80 if self.producers == 1 else 56
+        """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
+        units = self.tile * self.head_dim * self.cache.bits // (128 * _WARPGROUP)  # of 16 bytes, of one side
+        unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
+        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers == 1 else 1), 8)
 
     @property
     def consumer_registers(self) -> int:
@@ -124,8 +127,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
     lanes = 32 // min(4, problem.head_dim * problem.cache.bits // 128)
-    if tactic.tile % (lanes * 4 * tactic.producers):
-        return f"{4 * tactic.producers} producer warps take {lanes} tokens each at a time"
+    if tactic.tile % (4 * lanes):
+        return f"four producer warps take {lanes} tokens each at a time"
     return None
 
 
