@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.attention.prefill import PrefillTactic
@@ -23,7 +24,7 @@ _FEW_UNITS = 32  # for each SM
 _MANY_UNITS = 128
 _SHORT = 128  # tiles of a request
 
-TABLE = Table(
+TABLE: Table[Any] = Table(
     (
         *rows(
             (Tactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
