@@ -10,7 +10,6 @@ for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,11 +88,14 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
         yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
         yield _problem(arch, Pages.HALVES, *loads[2], cache=cache, head_dim=256, rows=16)
-    for rows_ in (ROW_BLOCK, 2 * ROW_BLOCK):
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=rows_)
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=rows_, interleaved=True)
-    for cache, head_dim in itertools.product(Cache, (64, 128, 256)):
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache, head_dim=head_dim)
+    for block in (ROW_BLOCK, 2 * ROW_BLOCK):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
+    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache)
 
 
 def _problem(
