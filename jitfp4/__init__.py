@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     )
     from jitfp4.families.attention import (
         BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
         single_decode_with_kv_cache,
+        single_prefill_with_kv_cache,
         trtllm_batch_context_with_kv_cache,
         trtllm_batch_decode_with_kv_cache,
     )
@@ -89,7 +91,9 @@ _HOMES = {
     ),
     "jitfp4.families.attention": (
         "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
         "single_decode_with_kv_cache",
+        "single_prefill_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
     ),

@@ -21,6 +21,9 @@ ELSEWHERE = {
         ("single_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"), "test_attention_arguments.py"
     ),
     **dict.fromkeys(
+        ("single_prefill_with_kv_cache", "trtllm_batch_context_with_kv_cache"), "test_prefill_arguments.py"
+    ),
+    **dict.fromkeys(
         (
             "nvfp4_kv_dequantize",
             "nvfp4_kv_dequantize_paged",

@@ -10,7 +10,7 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.operation import ATTENTION, Arguments
-from jitfp4.families.attention.problem import DTYPES, MAX_Q_LEN
+from jitfp4.families.attention.problem import DTYPES, MAX_PAGE, MAX_Q_LEN
 from jitfp4.public import public
 from jitfp4.tensors import output
 
@@ -289,16 +289,34 @@ def single_decode_with_kv_cache(
     """
     del use_tensor_cores
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+    bmm1 = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * (q_scale or 1.0) * (k_scale or 1.0)
+    scales = (bmm1, v_scale or 1.0)
+    result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
+    return (result[0][0], result[1][0]) if return_lse else result[0][0]
+
+
+def single(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: checks.Pair | None,
+    scales: tuple[float, float],
+    kv_layout: str,
+    window_left: int,
+    out_dtype: torch.dtype | None,
+    causal: bool,
+    with_lse: bool,
+) -> tuple[torch.Tensor, ...]:
+    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
     hnd = checks.check_layout(kv_layout)
-    sides = (k, v, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
+    sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
             raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
-    tokens = k.shape[1 if hnd else 0]
-    page = math.gcd(tokens, 128)
+    tokens = kv[0].shape[1 if hnd else 0]
+    page = math.gcd(tokens, MAX_PAGE)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
-    result = attend(
-        q.unsqueeze(0),
+    return attend(
+        q,
         paged[0],
         paged[1],
         paged[2] if len(paged) > 2 else None,
@@ -308,23 +326,21 @@ def single_decode_with_kv_cache(
         torch.full((1,), tokens, dtype=torch.int32, device=q.device),
         None,
         None,
-        (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * (q_scale or 1.0) * (k_scale or 1.0),
-        v_scale or 1.0,
+        *scales,
         None,
         None,
         None,
         tokens,
         window_left,
-        None,
+        out_dtype,
         kv_layout,
         "linear",
-        1,
+        q.shape[0],
+        causal,
         True,
-        True,
-        return_lse,
+        with_lse,
         None,
     )
-    return (result[0][0], result[1][0]) if return_lse else result[0][0]
 
 
 WORKSPACE_BYTES = 32 << 20

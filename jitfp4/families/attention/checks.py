@@ -211,7 +211,10 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
     return workspace.view(torch.uint8).flatten()
 
 
-def unused(name: str, value: object, default: object) -> None:
-    """A parameter of kernels that are not open has its default."""
+def unused(
+    name: str, value: object, default: object, why: str = "it belongs to kernels that FlashInfer ships as binaries"
+) -> None:
+    """A parameter that no kernel here has keeps its default."""
     if value is not default and value != default:
-        raise ArgumentError(name, value, f"{default}: it belongs to kernels that FlashInfer ships as binaries")
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+        raise ArgumentError(name, what, f"{default}: {why}")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import prefill
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
@@ -21,12 +22,12 @@ from jitfp4.families.attention.problem import (
     rejects,
     specialise,
 )
-from jitfp4.families.attention.tables import TABLE, TACTICS, problems
+from jitfp4.families.attention.tables import PREFILL_TACTICS, TABLE, TACTICS, problems
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import attention as reference
-from jitfp4.spec import F32, I64, Ptr
+from jitfp4.spec import F32, I64, Param, Ptr
 
 
 class Arguments(NamedTuple):
@@ -83,6 +84,11 @@ def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
     return _bind(arguments) | {"workspace": workspace}
+
+
+def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    del plan  # nothing depends on it
+    return _bind(arguments) | {"causal": int(arguments.causal)}
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
@@ -200,52 +206,59 @@ def _reference(a: Arguments) -> None:
         a.lse.copy_(lse)
 
 
+_INPUTS: tuple[Param, ...] = (
+    Ptr("q", "const Query", "[tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)"),
+    Ptr("k", "const uint8", "rows aligned to 16 bytes"),
+    Ptr("v", "const uint8"),
+    Ptr("k_scales", "const uint8", "rows aligned to D / 16 bytes"),
+    Ptr("v_scales", "const uint8"),
+    Ptr("tables", "const int32", "[batch, max_pages], twice with v_table, or one list"),
+    Ptr("seq_lens", "const int32", "[batch]"),
+    Ptr("page_ends", "const int32", "[batch + 1], where requests end in the list; null: a row for each"),
+    Ptr("cum_q", "const int32", "[batch + 1]; null: q_len of each request"),
+    Ptr("sinks", "const float", "[heads] or null"),
+    Ptr("bmm1_tensor", "const float", "[1] or null: multiplies bmm1"),
+    Ptr("bmm2_tensor", "const float", "[1] or null: multiplies bmm2"),
+)
+_SIZES: tuple[Param, ...] = (
+    Ptr("out", "Out", "[tokens, heads, D]"),
+    Ptr("lse", "float", "[tokens, heads] or null; base 2"),
+    F32("bmm1"),
+    F32("bmm2"),
+    I64("batch", member="int"),
+    I64("kv_heads", member="int"),
+    I64("group", "heads / kv_heads", member="int"),
+    I64("q_len", member="int"),
+    I64("total_q", "tokens of q", member="int"),
+    I64("num_pages", member="int"),
+    I64("page", "tokens", member="int"),
+    I64("max_pages", "columns of tables, or the length of the list", member="int"),
+    I64("window_left", "negative: none", member="int"),
+    I64("q_token_stride", "elements"),
+    I64("q_head_stride"),
+    I64("k_page_stride", "bytes, as all of the cache", member="int"),
+    I64("k_token_stride", member="int"),
+    I64("k_head_stride"),
+    I64("v_page_stride", member="int"),
+    I64("v_token_stride", member="int"),
+    I64("v_head_stride"),
+    I64("k_scales_page_stride", member="int"),
+    I64("k_scales_token_stride", member="int"),
+    I64("k_scales_head_stride"),
+    I64("v_scales_page_stride", member="int"),
+    I64("v_scales_token_stride", member="int"),
+    I64("v_scales_head_stride"),
+    I64("table_stride", "elements", member="int"),
+    I64("v_table", "elements from a request's K pages to its V pages", member="int"),
+)
+
 KERNEL = Kernel(
     name="attention/decode",
     spec=Spec,
     params=(
-        Ptr("q", "const Query", "[tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)"),
-        Ptr("k", "const uint8", "rows aligned to 16 bytes"),
-        Ptr("v", "const uint8"),
-        Ptr("k_scales", "const uint8", "rows aligned to D / 16 bytes"),
-        Ptr("v_scales", "const uint8"),
-        Ptr("tables", "const int32", "[batch, max_pages], twice with v_table, or one list"),
-        Ptr("seq_lens", "const int32", "[batch]"),
-        Ptr("page_ends", "const int32", "[batch + 1], where requests end in the list; null: a row for each"),
-        Ptr("cum_q", "const int32", "[batch + 1]; null: q_len of each request"),
-        Ptr("sinks", "const float", "[heads] or null"),
-        Ptr("bmm1_tensor", "const float", "[1] or null: multiplies bmm1"),
-        Ptr("bmm2_tensor", "const float", "[1] or null: multiplies bmm2"),
+        *_INPUTS,
         Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
-        Ptr("out", "Out", "[tokens, heads, D]"),
-        Ptr("lse", "float", "[tokens, heads] or null; base 2"),
-        F32("bmm1"),
-        F32("bmm2"),
-        I64("batch", member="int"),
-        I64("kv_heads", member="int"),
-        I64("group", "heads / kv_heads", member="int"),
-        I64("q_len", member="int"),
-        I64("total_q", "tokens of q", member="int"),
-        I64("num_pages", member="int"),
-        I64("page", "tokens", member="int"),
-        I64("max_pages", "columns of tables, or the length of the list", member="int"),
-        I64("window_left", "negative: none", member="int"),
-        I64("q_token_stride", "elements"),
-        I64("q_head_stride"),
-        I64("k_page_stride", "bytes, as all of the cache", member="int"),
-        I64("k_token_stride", member="int"),
-        I64("k_head_stride"),
-        I64("v_page_stride", member="int"),
-        I64("v_token_stride", member="int"),
-        I64("v_head_stride"),
-        I64("k_scales_page_stride", member="int"),
-        I64("k_scales_token_stride", member="int"),
-        I64("k_scales_head_stride"),
-        I64("v_scales_page_stride", member="int"),
-        I64("v_scales_token_stride", member="int"),
-        I64("v_scales_head_stride"),
-        I64("table_stride", "elements", member="int"),
-        I64("v_table", "elements from a request's K pages to its V pages", member="int"),
+        *_SIZES,
     ),
     tactics=TACTICS,
     rejects=rejects,
@@ -254,10 +267,21 @@ KERNEL = Kernel(
     bind=_bind_decode,
 )
 
+KERNEL_PREFILL = Kernel(
+    name="attention/prefill",
+    spec=prefill.PrefillSpec,
+    params=(*_INPUTS, *_SIZES, I64("causal", "0 or 1", member="int")),
+    tactics=PREFILL_TACTICS,
+    rejects=prefill.rejects,
+    specialise=prefill.specialise,
+    geometry=prefill.geometry,
+    bind=_bind_prefill,
+)
+
 ATTENTION = Operation(
     Arguments,
     name="attention",
-    kernels=(KERNEL,),
+    kernels=(KERNEL, KERNEL_PREFILL),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),
