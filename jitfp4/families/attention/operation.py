@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention import prefill
+from jitfp4.families.attention import prefill, wgmma
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
@@ -22,7 +22,7 @@ from jitfp4.families.attention.problem import (
     rejects,
     specialise,
 )
-from jitfp4.families.attention.tables import PREFILL_TACTICS, TABLE, TACTICS, problems
+from jitfp4.families.attention.tables import PREFILL_TACTICS, TABLE, TACTICS, WGMMA_TACTICS, problems
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.operation import Operation, Written
@@ -278,10 +278,21 @@ KERNEL_PREFILL = Kernel(
     bind=_bind_prefill,
 )
 
+KERNEL_WGMMA = Kernel(
+    name="attention/prefill_wgmma",
+    spec=wgmma.WgmmaSpec,
+    params=KERNEL_PREFILL.params,
+    tactics=WGMMA_TACTICS,
+    rejects=wgmma.rejects,
+    specialise=wgmma.specialise,
+    geometry=wgmma.geometry,
+    bind=_bind_prefill,
+)
+
 ATTENTION = Operation(
     Arguments,
     name="attention",
-    kernels=(KERNEL, KERNEL_PREFILL),
+    kernels=(KERNEL, KERNEL_PREFILL, KERNEL_WGMMA),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

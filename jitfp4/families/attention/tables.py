@@ -5,7 +5,8 @@ each other's pauses. Little work is over sooner with fewer parts to add up. Wher
 other, warps that take the heads of one token use whole sectors of it.
 
 Rows for many query rows have not been measured: they follow from registers, shared memory, and the products of a tile
-for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
+for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16. From
+128 rows on sm_90a takes its warpgroup products, by the model in wgmma.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
 
@@ -49,6 +51,15 @@ TABLE: Table[Any] = Table(
         Row(Tactic(4, 2, 1)),
         Row(Tactic(2, 2, 1)),
         Row(Tactic(1, 2, 1)),
+        # Many query rows, wgmma: by model, not measured
+        *rows(
+            (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.BF16}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.F16}),
+            (WgmmaTactic(turns=True), {"head_dim": 128}),
+            (WgmmaTactic(tile=64), {}),
+            rows=2 * ROW_BLOCK,
+        ),
         # Many query rows, mma.sync: by model, not measured
         *rows(
             (PrefillTactic(4, 16, 64, 2), {"head_dim": 128}),
@@ -66,6 +77,11 @@ TABLE: Table[Any] = Table(
 
 TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, Tactic)))
 PREFILL_TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, PrefillTactic)))
+
+WGMMA_TACTICS = (
+    *dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
+    WgmmaTactic(teams=3, tile=64, stages=3),
+)
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
