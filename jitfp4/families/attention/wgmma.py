@@ -1,18 +1,21 @@
 """The prefill kernel of sm_90a's warpgroup products: how it can be cut, where it runs, and how it is launched.
 
-**What it costs by model, not measured.** A tile of ``t`` tokens and ``r`` query rows with d = 128 takes the tensor cores
-of an SM ``r * t / 8`` cycles (2 * r * t * 128 multiplications, 2048 a cycle): 2048 for 128 x 128. Beside that run
+By model, not measured: what a tile of t tokens and r query rows costs an SM at d = 128. The tensor cores take r * t / 8
+cycles (256 * r * t multiplications and additions, 2048 a cycle), 2048 for 128 x 128. Beside that run, four instructions
+a cycle, as the machine code of that tile counts them:
 
-- the expansion of NVFP4, 2.4 instructions for each of the 256 t elements of K and V (1.9 to make fp16 of a code and
-  multiply it by its scale, 0.1 to store, 0.4 for loads, scales, pages), at 128 a cycle: 4.8 t cycles of issue, 614;
-- the softmax, 4.5 instructions for each of r * t scores: 576, and 1024 of the unit for powers of two;
-- shared memory, 128 bytes a cycle: each warpgroup reads 640 t bytes for 64 rows, the producers write 512 t:
-  1792 cycles of 128 x 128, which is what stands nearest to the tensor cores.
+- the expansion of NVFP4 by four producer warps, 930 instructions each: 3.6 for an element of K or V (1.9 make float16
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages and barriers). 930 cycles of issue;
+- the softmax, 490 instructions in each of eight consumer warps: 7.7 for a score (1 each for maximum, exponent, power of
+  two and sum, 0.5 to round it, the rest are descriptors and barriers). 980 cycles of issue, and 1024 of the unit for
+  powers of two;
+- shared memory, 128 bytes a cycle: for each token, a warpgroup reads 640 bytes and the producers write 512: 1792 cycles.
 
-So with 128 rows, 58 % of the issue slots and 88 % of shared memory's cycles are taken at the full rate of the tensor
-cores; with 192 rows 48 % and 79 %, but then registers leave room for tiles of 64 tokens only, whose queries are read
-twice as often (96 %). With 64 rows, the expansion alone would take 60 % of the issue slots. E4M3 takes 1.0 instruction
-to expand, 16-bit caches none.
+So 128 rows take 93 % of the issue slots and 88 % of shared memory at the full rate of the tensor cores, and 60 % and
+57 % at the 0.65 of it that cuDNN's attention reaches. With 64 rows the expansion alone would take 90 % of the slots.
+With 192 rows it falls to 30 %, but registers leave room for tiles of 64 tokens only, for which queries are read twice
+as often; selection takes 128. What a producer has of the next tile is on its way for one tile's time, 2048 cycles or
+more, which covers the latency of memory. 16-bit caches are copied past registers, by a warpgroup each for K and V.
 """
 
 from __future__ import annotations
