@@ -1,8 +1,8 @@
 """The gated delta rule: time, bandwidth, a copy of the same bytes and the peer, over batch and tokens.
 
-Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``: ``gdn.csv`` has a line for each case,
-``gdn_tables.csv`` and ``gdn.png`` show them as batch by tokens. ``--part compile`` times NVRTC on every specialisation
-instead, anywhere. bf16 inputs, 16 q and k heads of dimension 128, float32 states [V, K] unless a case says otherwise.
+Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``: ``gdn.csv`` has a line for each case.
+``--part compile`` times NVRTC on every specialisation instead, anywhere. bf16 inputs, 16 q and k heads of dimension
+128, float32 states [V, K] unless a case says otherwise.
 A case is a graph of ten calls on the same tensors, the median of 15 replays: the protocol of
 FlashInfer's figures below. Bytes are those of states alone: read once, written after every token that is kept, and once
 at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H200, as measured with this protocol on
@@ -12,12 +12,10 @@ at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -160,69 +158,6 @@ def measure(case: Case) -> dict[str, object]:
     }
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-Row = Mapping[str, Any]
-KINDS = {
-    (True, True): "states of every token kept, final state written",
-    (False, True): "states of every token kept",
-    (True, False): "final state written",
-}
-FIGURES = {"us": "time, us", "tb_per_s": "TB/s of states", "of_copy": "copy / ours", "speedup": "peer / ours"}
-
-
-def table(rows: Sequence[Row], figure: str) -> list[list[Any]]:
-    """Batches by tokens; None where nothing was measured."""
-    cells = {(row["batch"], row["tokens"]): row[figure] for row in rows}
-    return [[cells.get((batch, tokens)) for tokens in TOKENS] for batch in BATCHES]
-
-
-def kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The cases of a table, and what they have in common."""
-    for (update, steps), kind in KINDS.items():
-        for value_heads, state in dict.fromkeys((row["value_heads"], row["state"]) for row in rows):
-            same = {"value_heads": value_heads, "state": state, "update": update, "steps": steps}
-            if chosen := [row for row in rows if same.items() <= row.items()]:
-                yield f"{kind}; {value_heads} value heads; {state}", chosen
-
-
-def write_tables(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        for title, chosen in kinds(rows):
-            for figure, unit in FIGURES.items():
-                if any(row[figure] is not None for row in chosen):
-                    writer.writerow([title, unit])
-                    writer.writerow(["batch", *(f"T={tokens}" for tokens in TOKENS)])
-                    writer.writerows(
-                        [batch, *cells] for batch, cells in zip(BATCHES, table(chosen, figure), strict=True)
-                    )
-                    writer.writerow([])
-
-
-def heatmap(rows: Sequence[Row], path: Path) -> None:
-    """The tables of float32 states [V, K] as a picture."""
-    from matplotlib.figure import Figure
-
-    shown = [(title, chosen) for title, chosen in kinds(rows) if chosen[0]["state"] == "f32"]
-    scales = {"us": None, "tb_per_s": (1.0, 4.8), "of_copy": (0.6, 1.2), "speedup": (0.8, 2.0)}
-    picture = Figure(figsize=(3.4 * len(FIGURES), 3.6 * len(shown)), layout="constrained")
-    axes = picture.subplots(len(shown), len(FIGURES), squeeze=False)
-    for line, (title, chosen) in zip(axes, shown, strict=True):
-        for axis, (figure, unit) in zip(line, FIGURES.items(), strict=True):
-            cells = [[float("nan") if cell is None else float(cell) for cell in row] for row in table(chosen, figure)]
-            low, high = scales[figure] or (None, None)
-            norm = "log" if figure == "us" else None
-            axis.imshow(cells, cmap="RdYlGn_r" if norm else "RdYlGn", vmin=low, vmax=high, norm=norm, aspect="auto")
-            axis.set_xticks(range(len(TOKENS)), [f"T={tokens}" for tokens in TOKENS])
-            axis.set_yticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
-            axis.set_title(f"{title.split(';')[0]}\n{title.split(';')[1]}: {unit}", fontsize=8)
-            for (i, row), j in product(enumerate(cells), range(len(TOKENS))):
-                if row[j] == row[j]:  # measured
-                    axis.text(j, i, f"{row[j]:.{0 if row[j] >= 100 else 2}f}", ha="center", va="center", fontsize=7)
-    picture.savefig(path, dpi=90)
-
-
 # ---- compile time ----------------------------------------------------------------------------------------------------
 
 
@@ -258,8 +193,6 @@ def main() -> None:
                 rows.append(measure(case))
                 print(*rows[-1].values(), sep="\t", flush=True)
     write_results(out / "gdn", rows, stamp())
-    write_tables(rows, out / "gdn_tables.csv")
-    heatmap(rows, out / "gdn.png")
     for peer in ("flashinfer", "fla"):
         if gains := [float(str(row["speedup"])) for row in rows if row["peer"] == peer]:
             print(f"against {peer}: {min(gains):.2f} to {max(gains):.2f}, geometric mean {geomean(gains):.3f}")

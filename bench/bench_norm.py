@@ -138,26 +138,6 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"add_rmsnorm over a norm that adds: {fused:.3f}"
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over separate kernels, and achieved bandwidth, by hidden size."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
-    for column, op in enumerate(("rmsnorm", "add_rmsnorm")):
-        for axis, value, label in zip(
-            axes[:, column], ("speedup", "tb_per_s"), ("speed-up over separate kernels", "TB/s"), strict=True
-        ):
-            for h in HIDDEN:
-                line = [row for row in rows if row["op"] == op and row["hidden"] == h]
-                axis.plot([r["rows"] for r in line], [r[value] for r in line], marker=".", label=f"hidden {h}")
-            axis.set(xscale="log", xlabel="rows", ylabel=label, title=f"{op}_fp4quant")
-            axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
@@ -171,7 +151,6 @@ def main() -> None:
         write_results(out / name, rows, stamp())
         if name == "norm":
             print(*summary(rows), sep="\n")
-            plot(rows, out / "norm.png")
 
 
 if __name__ == "__main__":

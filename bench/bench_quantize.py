@@ -170,23 +170,6 @@ def summarise(name: str, rows: Sequence[dict[str, Any]]) -> None:
               f"{min(r['no_pdl_ratio'] for r in large):.3f}")  # fmt: skip
 
 
-def heatmap(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The grid's ratios as a picture."""
-    from matplotlib.figure import Figure
-
-    ratios = {(row["m"], row["k"]): row["ratio"] for row in rows}
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    axis = figure.subplots()
-    image = axis.imshow([[ratios[m, k] for k in COLUMNS] for m in ROWS], vmin=0.7, vmax=1.1, cmap="RdYlGn")
-    axis.set_xticks(range(len(COLUMNS)), [str(k) for k in COLUMNS])
-    axis.set_yticks(range(len(ROWS)), [str(m) for m in ROWS])
-    axis.set(xlabel="k", ylabel="m", title="nvfp4_quantize, bf16, 128x4, H200: copy time / kernel time")
-    for (i, m), (j, k) in product(enumerate(ROWS), enumerate(COLUMNS)):
-        axis.text(j, i, f"{ratios[m, k]:.2f}", ha="center", va="center", fontsize=7)
-    figure.colorbar(image)
-    figure.savefig(path, dpi=110)
-
-
 PARTS = {"grid": grid, "others": others, "variants": variants, "peers": peers}
 
 
@@ -199,8 +182,6 @@ def main() -> None:
         began, rows = time.time(), list(PARTS[part]())
         write_results(options.out / f"quantize_{part}", rows, stamp())
         summarise(part, rows)
-        if part == "grid":
-            heatmap(rows, options.out / "quantize_grid.png")
         print(f"{part}: {len(rows)} rows in {time.time() - began:.0f} s", flush=True)
 
 

@@ -137,6 +137,8 @@ __all__ = ["sim", *_HOME]
 def __getattr__(name: str) -> Any:
     if name == "sim":
         return importlib.import_module("jitfp4.sim")
+    if name == "__version__":
+        return importlib.import_module("jitfp4.version").version()
     if name not in _HOME:
         raise AttributeError(f"module 'jitfp4' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

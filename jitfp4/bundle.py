@@ -53,6 +53,22 @@ def normalized(files: EntryFiles) -> EntryFiles:
     return replace(files, manifest=replace(manifest, provenance=provenance).encode())
 
 
+def indexed(entries: Iterable[EntryFiles]) -> tuple[Index, dict[tuple[str, str], EntryFiles]]:
+    """The index of these entries, and each of them, normalized, by recipe and toolchain.
+
+    Raises:
+        ArgumentError: there are no entries.
+        CacheCorruptError: an entry is not what its manifest says.
+    """
+    listed, kept = [], {}
+    for files in map(normalized, entries):
+        listed.append(Listed.of(files))
+        kept[listed[-1].recipe, listed[-1].toolchain] = files
+    if not kept:
+        raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
+    return Index.of({(entry.recipe, entry.toolchain): entry for entry in listed}.values()), kept
+
+
 def export_bundle(entries: Iterable[EntryFiles], out: Path) -> str:
     """Write a bundle and return its digest. The same entries give the same bytes, in whatever order they come.
 
@@ -63,20 +79,14 @@ def export_bundle(entries: Iterable[EntryFiles], out: Path) -> str:
         CacheCorruptError: an entry is not what its manifest says.
     """
     check_out(out)
-    kept = {}
-    for files in map(normalized, entries):
-        listed = Listed.of(files)
-        kept[listed.recipe, listed.toolchain] = listed, files
-    if not kept:
-        raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
-    index = Index.of(listed for listed, _ in kept.values())
+    index, kept = indexed(entries)
     with (
-        _replacing(out) as raw,
+        replacing(out) as raw,
         zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(raw, closefd=False) as packed,
     ):
         written = _write(packed, INDEX, index.encode())
         for entry in index.entries:
-            contents = kept[entry.recipe, entry.toolchain][1].by_name()
+            contents = kept[entry.recipe, entry.toolchain].by_name()
             for name in _ORDER:
                 written += _write(packed, f"{entry_path(entry.recipe, entry.toolchain)}/{name}", contents[name])
         packed.write(_end(written))
@@ -91,7 +101,7 @@ def check_out(out: Path) -> None:
 
 
 @contextmanager
-def _replacing(out: Path) -> Iterator[IO[bytes]]:
+def replacing(out: Path) -> Iterator[IO[bytes]]:
     """A file that takes the name ``out`` when it is complete and on disk, and leaves nothing when it is not."""
     partial = out.with_name(f".{out.name}.{os.urandom(8).hex()}.partial")
     try:

@@ -10,6 +10,8 @@
 | JITFP4_STRICT | 1: errors of the store are raised, not logged | 0 |
 | JITFP4_BUNDLE_SHA256 | digest of the one bundle whose kernels are imported, and loaded from any cache | none |
 | JITFP4_LOCK_TIMEOUT | seconds to wait for another process that builds the same kernel | 60 |
+| JITFP4_RECORD | a file to which each process appends the kernels that it uses; ``jitfp4 warmup`` builds them | none |
+| JITFP4_LOG | to stderr: ``debug``, ``info`` (a line for each compiled kernel), ``warning``, ``error`` | none |
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from jitfp4.errors import ArgumentError, CacheError
 
 CACHE_MODES = ("rw", "ro", "off")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Config:
     strict: bool = False
     bundle_sha256: str | None = None
     lock_timeout: float = 60.0
+    record: Path | None = None
+    log_level: str | None = None
 
     def check_writable(self) -> None:
         """The user's cache may be written. Raises CacheError."""
@@ -48,19 +53,18 @@ class Config:
 def read_config(env: Mapping[str, str] | None = None) -> Config:
     """Parse the JITFP4_ variables of ``env`` (the process environment by default)."""
     env = os.environ if env is None else env
-    mode = env.get("JITFP4_CACHE", "rw")
-    if mode not in CACHE_MODES:
-        raise ArgumentError("JITFP4_CACHE", repr(mode), ", ".join(CACHE_MODES))
     return Config(
         cache_dir=_cache_dir(env),
         cache_ro=tuple(Path(part).absolute() for part in env.get("JITFP4_CACHE_RO", "").split(os.pathsep) if part),
-        cache_mode=mode,
+        cache_mode=_choice(env, "JITFP4_CACHE", CACHE_MODES) or "rw",
         cache_max_bytes=int(_number(env, "JITFP4_CACHE_MAX_BYTES", 2 << 30)),
         cache_max_entries=int(_number(env, "JITFP4_CACHE_MAX_ENTRIES", 50_000)),
         offline=_flag(env, "JITFP4_OFFLINE"),
         strict=_flag(env, "JITFP4_STRICT"),
         bundle_sha256=read_sha256("JITFP4_BUNDLE_SHA256", env.get("JITFP4_BUNDLE_SHA256") or None),
         lock_timeout=_number(env, "JITFP4_LOCK_TIMEOUT", 60.0),
+        record=Path(env["JITFP4_RECORD"]).absolute() if env.get("JITFP4_RECORD") else None,
+        log_level=(_choice(env, "JITFP4_LOG", LOG_LEVELS) or "").upper() or None,
     )
 
 
@@ -80,6 +84,13 @@ def _cache_dir(env: Mapping[str, str]) -> Path | None:
     if xdg.is_absolute():  # the XDG specification says to ignore a relative one
         return xdg / "jitfp4"
     return home / ".cache" / "jitfp4" if home.is_absolute() else None
+
+
+def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str | None:
+    text = env.get(name)
+    if text is not None and text not in choices:
+        raise ArgumentError(name, repr(text), ", ".join(choices))
+    return text
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:

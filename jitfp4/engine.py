@@ -12,7 +12,7 @@ Only a spec that is new to the process goes all the way::
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import json
 import logging
 import threading
 import time
@@ -28,6 +28,7 @@ from jitfp4.kernel import AnyKernel, Plan
 from jitfp4.keys import Recipe
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch, on_device
+from jitfp4.version import version
 
 if TYPE_CHECKING:
     from jitfp4.driver import LoadedKernel
@@ -95,6 +96,7 @@ def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> Loade
     key = kernel, spec, device
     with _build_lock(kernel, spec):
         if key not in _kernels:
+            _record(kernel, spec, arch)
             cubin = build(kernel, spec, arch).cubin
             _kernels[key] = LoadedKernel(cubin, kernel.symbol, kernel.params, device)
         return _kernels[key]
@@ -114,6 +116,7 @@ def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
 def _compile_ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     if cache().config.offline:
         raise OfflineError(f"the simulator compiles {kernel.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
+    _record(kernel, spec, arch)
     return nvrtc.compile_ptx(kernel.render(spec, arch), arch, symbol=kernel.symbol)
 
 
@@ -159,10 +162,57 @@ def is_cached(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> bool:
     return isinstance(found, Loaded)
 
 
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan_entry(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> dict[str, object]:
+    """One kernel as plans name it."""
+    return {"family": kernel.name, "arch": arch.name, "spec": spec.fields()}
+
+
+def _record(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> None:
+    """Append a kernel that is used for the first time to JITFP4_RECORD, one line of JSON that ``warmup`` reads.
+
+    A short line in one write at the end of the file: processes may share it.
+    """
+    config = cache().config
+    if config.record is None:
+        return
+    line = json.dumps(plan_entry(kernel, spec, arch)) + "\n"
+    try:
+        with config.record.open("ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError as error:
+        if config.strict:
+            raise
+        _warn_of_record(f"{config.record}: {error.strerror}")
+
+
+@functools.cache
+def _warn_of_record(trouble: str) -> None:
+    _log.warning("JITFP4_RECORD: %s; what this process uses is not recorded", trouble)
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
 @functools.cache
 def cache() -> Cache:
     """The process's cache, as the environment describes it at the first use."""
-    return Cache(read_config())
+    config = read_config()
+    if config.log_level is not None:
+        _show_log(config.log_level)
+    return Cache(config)
+
+
+def _show_log(level: str) -> None:
+    """Messages of jitfp4 from ``level`` on go to stderr, unless the program has set up logging itself."""
+    package = logging.getLogger("jitfp4")
+    package.setLevel(level)
+    if not package.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        package.addHandler(handler)
 
 
 def cache_info() -> CacheInfo:
@@ -174,17 +224,8 @@ def reset() -> None:
     """Forget calls, loaded kernels and the cache's configuration; the next call reads the environment again."""
     _kernels.clear()
     replay.forget()
-    for memo in (cache, _compile_ptx, _build_lock):
+    for memo in (cache, _compile_ptx, _build_lock, _warn_of_record):
         memo.cache_clear()
-
-
-@functools.cache
-def version() -> str:
-    """jitfp4's version; ``source`` when it runs from a checkout that is not installed."""
-    try:
-        return importlib.metadata.version("jitfp4")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"
 
 
 def _recipe(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Recipe:

@@ -34,7 +34,7 @@ class SfLayout(IntEnum):
     def tile(self) -> tuple[int, int, int]:
         """``(outer, inner, cols)``: a tile holds ``outer * inner`` rows by ``cols`` scale columns.
 
-        Inside a tile the order is [inner row][outer row][column]. Both dimensions are padded to whole tiles.
+        Inside a tile the order is ``[inner row][outer row][column]``. Both dimensions are padded to whole tiles.
         """
         return _TILES[self]
 

@@ -50,20 +50,29 @@ def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...
 
 def write_plan(tasks: Iterable[Task]) -> str:
     """A plan as JSON text: what ``read_plan`` takes."""
-    kernels = [{"family": t.kernel.name, "arch": t.arch.name, "spec": t.spec.fields()} for t in tasks]
+    kernels = [engine.plan_entry(task.kernel, task.spec, task.arch) for task in tasks]
     return json.dumps({"schema": PLAN_SCHEMA, "kernels": kernels}, indent=2) + "\n"
 
 
 def read_plan(text: str) -> tuple[Task, ...]:
-    """The tasks of a JSON plan. Raises ArgumentError when it is not one or names a kernel that does not exist."""
+    """The tasks of a JSON plan, or of what JITFP4_RECORD recorded: a kernel a line, each taken once.
+
+    Raises:
+        ArgumentError: it is neither, or names a kernel that does not exist.
+    """
     try:
-        document = json.loads(text)
+        document = _read_record(text) if text.startswith('{"family"') else json.loads(text)
     except ValueError as error:
         raise ArgumentError("plan", "text that is not JSON", str(error)) from None
     match document:
         case {"schema": int(schema), "kernels": list(entries)} if schema == PLAN_SCHEMA:
             return tuple(_read_task(entry) for entry in entries)
     raise ArgumentError("plan", "another document", f'{{"schema": {PLAN_SCHEMA}, "kernels": [...]}}')
+
+
+def _read_record(text: str) -> dict[str, object]:
+    lines = dict.fromkeys(text.splitlines())  # every process records what it uses
+    return {"schema": PLAN_SCHEMA, "kernels": [json.loads(line) for line in lines]}
 
 
 def _read_task(entry: Mapping[str, object]) -> Task:

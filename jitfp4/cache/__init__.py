@@ -8,6 +8,7 @@ lock.py      locks with a bounded wait that says what it waits for
 publish.py   stage, sync, rename; quarantine; sweep
 survey.py    which entries a root has, when they were used, what cannot be looked into
 evict.py     limits, least recently used first
+installed.py layers that were installed as Python packages
 store.py     Cache: find a kernel in the layers or build it once
 catalog.py   Catalog: list, verify, prune, clear
 """

@@ -21,6 +21,7 @@ from pathlib import Path
 from jitfp4.cache.entry import Built, EntryFiles, Manifest, is_toolchain, newest_first
 from jitfp4.cache.evict import Limits, enforce_now_and_then
 from jitfp4.cache.index import Index
+from jitfp4.cache.installed import installed_layers
 from jitfp4.cache.layer import INDEXES, Layer, entry_path
 from jitfp4.cache.lock import Lock, locked, stripe
 from jitfp4.cache.publish import check_entry_shared, open_root, publish, quarantine, sweep, write_file
@@ -108,6 +109,8 @@ class Cache:
         root, pin = config.cache_dir, config.bundle_sha256
         self.user = Layer(path=root, own=True, stamps=writable, pin=pin) if root else None
         self.layers = tuple(Layer(path=path, pin=pin) for path in config.cache_ro)
+        if config.cache_mode != "off":
+            self.layers += tuple(installed_layers(pin))
         self._all = ((self.user,) if self.user else ()) + self.layers
         self._counters: Counter[tuple[str, str]] = Counter()
         self._mutex = threading.Lock()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib.util
 import operator
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,19 +79,20 @@ def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     _exit_with_findings(catalog)
 
 
-@app.command("ls", epilog=examples("jitfp4 cache ls --arch sm_90a --sort size --limit 10", "jitfp4 cache ls -q"))
+@app.command("ls", epilog=examples("jitfp4 cache ls --arch sm_90a --sort size --limit 10", "jitfp4 cache ls --long"))
 def list_entries(
     arch: ArchNames = None,
     family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
     sort: Annotated[Order, typer.Option(help="Last used first, largest first, or by name.")] = Order.USED,
     limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="At most so many.")] = None,
+    long: Annotated[bool, typer.Option("--long", "-l", help="With parameters and compiler.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Digests only.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """List the kernels in the cache.
 
-    Damaged entries are listed too, with what is wrong in place of the parameters. Exit status: 0, 2 or 4 (or 6) when a
+    Damaged entries are listed too, with what is wrong in place of the family. Exit status: 0, 2 or 4 (or 6) when a
     folder of the cache is not to be trusted or cannot be read, so that kernels may be missing from the list.
     """
     archs = {a.name for a in read_archs(arch)} if arch is not None else None
@@ -108,8 +107,8 @@ def list_entries(
         for entry in entries:
             put(entry.use.digest)
     else:
-        columns = ["recipe", "family", "arch", "spec", "toolchain", "bytes", "last used"]
-        put_table(columns, [_row(entry) for entry in entries])
+        columns = ["recipe", "family", "arch", "bytes", "last used", *(("toolchain", "spec") if long else ())]
+        put_table(columns, [_row(entry)[: len(columns)] for entry in entries])
         say(plural(len(entries), "kernel"))
     _exit_with_findings(catalog)
 
@@ -290,8 +289,9 @@ def _sort_key(entry: Entry, order: Order) -> tuple[float, str]:
 
 def _row(entry: Entry) -> list[object]:
     manifest, use = entry.manifest, entry.use
-    what = [manifest.family, manifest.arch, _spec_text(manifest)] if manifest else ["?", "?", entry.problem]
-    return [use.digest[:_SHORT_DIGEST], *what, use.toolchain, use.disk_bytes, utc(use.last_used)]
+    what = [manifest.family, manifest.arch] if manifest else [entry.problem, "?"]
+    spec = _spec_text(manifest) if manifest else ""
+    return [use.digest[:_SHORT_DIGEST], *what, use.disk_bytes, utc(use.last_used), use.toolchain, spec]
 
 
 def _spec_text(manifest: Manifest) -> str:
@@ -365,20 +365,15 @@ def _recompile(recipe: Recipe, manifest: Manifest) -> bytes | None:
 
 
 def _disassemble(cubin: Path) -> str:
-    program = shutil.which("nvdisasm") or _packaged("nvdisasm")
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    program = find_nvidia_binary_utility("nvdisasm")
     if program is None:
         raise ToolchainError("nvdisasm is not installed; the package nvidia-cuda-nvdisasm has it")
     done = subprocess.run([program, cubin], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ToolchainError(f"nvdisasm: {done.stderr.strip()}")
     return done.stdout
-
-
-def _packaged(program: str) -> str | None:
-    """A program of NVIDIA's Python packages, which do not put theirs on PATH."""
-    nvidia = importlib.util.find_spec("nvidia")
-    roots = (nvidia.submodule_search_locations or ()) if nvidia else ()
-    return next((str(file) for root in roots for file in Path(root).glob(f"*/bin/{program}")), None)
 
 
 def _put_removed(command: str, uses: Sequence[Use], dry_run: bool, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.cache import Catalog
+from jitfp4.cache import Cache, Catalog
 from jitfp4.cache.layer import Layer
 from jitfp4.cache.lock import try_lock
 from jitfp4.cache.tree import check_trusted, open_folder
@@ -54,7 +54,7 @@ def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
         _versions(),
         _compiler(config),
         _cache(config),
-        *(_layer(root, config) for root in config.cache_ro),
+        *map(_layer, Cache(config).layers),
         _gpu(config),
     ]
     problems = [problem for finding in findings for problem in finding.problems]
@@ -138,13 +138,13 @@ def _cache(config: Config) -> Finding:
     return finding
 
 
-def _layer(root: Path, config: Config) -> Finding:
-    finding = Finding("read-only layer", {"path": str(root)})
-    exists = _exists(root, finding)
+def _layer(layer: Layer) -> Finding:
+    finding = Finding("read-only layer", {"path": str(layer.path)})
+    exists = _exists(layer.path, finding)
     if exists:
-        _inspect_root(Layer(path=root, pin=config.bundle_sha256), finding)
+        _inspect_root(layer, finding)
     elif exists is not None:
-        finding.problems.append(f"{root}: does not exist")
+        finding.problems.append(f"{layer.path}: does not exist")
     return finding
 
 

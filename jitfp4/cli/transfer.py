@@ -49,6 +49,27 @@ def export(
     _put_digest("cache export", digest, len(entries), str(out), as_json)
 
 
+@app.command("wheel", epilog=examples("jitfp4 cache wheel plan.json --out dist", "pip install dist/*.whl"))
+def wheel(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write the wheel into.")],
+    plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
+    arch: ArchNames = None,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write kernels from the cache as a wheel that pip installs, and print the digest of its bundle.
+
+    Where it is installed its kernels are a read-only layer of the cache, pinned by the digest in its metadata. Exit
+    status: 0, 1 when a kernel of the plan is not in the cache, 2 an error, such as a cache without kernels.
+    """
+    from jitfp4.version import version
+    from jitfp4.wheel import export_wheel
+
+    entries = _entries(configure(cache_dir), plan, arch)
+    path, digest = export_wheel(entries, out, version())
+    _put_digest("cache wheel", digest, len(entries), str(path), as_json)
+
+
 @app.command("import", epilog=examples("jitfp4 cache import kernels.tar.zst --digest 3f2a91c0..."))
 def import_(
     bundle: Annotated[Path, typer.Argument(metavar="FILE", help="A bundle that export wrote.")],

@@ -83,8 +83,10 @@ _OTHERS = {"all_tokens": PrefillTactic(8, 16, 64, 1), "d_256": PrefillTactic(4, 
 
 
 def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tensor]]:
-    """A case by this kernel, into poisoned outputs."""
+    """A case by this kernel, into poisoned outputs; one of them with a factor below zero."""
     case = Case(**CASES[name], **changes)
+    if name == "all_tokens":
+        case.bmm1 = -case.bmm1
     out = torch.full(case.query.shape, torch.nan, device=case.device).to(case.out_dtype or case.query.dtype)
     with ATTENTION.forced(_OTHERS.get(name, _TACTICS[case.head_dim])):
         return case, case.run_context(out=out, out_dtype=None)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import re
-import shutil
 import subprocess
 import tempfile
-from pathlib import Path
+
+from cuda.pathfinder import find_nvidia_binary_utility
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(.*?) ?;")
 
@@ -23,14 +21,8 @@ def disassemble(cubin: bytes) -> list[str]:
     return [match.group(1) for line in listing.splitlines() if (match := _INSTRUCTION.search(line))]
 
 
-@functools.cache
 def tool(name: str) -> str:
-    """nvdisasm or cuobjdump: the package's, else the one on the path."""
-    try:
-        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    packaged = [Path(str(file.locate())) for file in files if file.name == name]
-    found = str(packaged[0]) if packaged else shutil.which(name)
+    """nvdisasm or cuobjdump."""
+    found = find_nvidia_binary_utility(name)
     assert found, f"install nvidia-cuda-{name}"
     return found

@@ -135,9 +135,11 @@ def test_ls_puts_the_last_used_first(cache: Path) -> None:
 
 def test_ls_as_a_table(cache: Path) -> None:
     lines = run("ls").stdout.splitlines()
-    assert lines[0].split()[:4] == ["recipe", "family", "arch", "spec"]
+    assert lines[0].split() == ["recipe", "family", "arch", "bytes", "last", "used"]
     assert len(lines) == 1 + KERNELS
-    assert all("quantize/vector" in line and "in_dtype=bf16" in line for line in lines[1:])
+    assert all("quantize/vector" in line and len(line) <= 80 for line in lines[1:])
+    long = run("ls", "--long").stdout.splitlines()
+    assert all("nvrtc-" in line and "in_dtype=bf16" in line for line in long[1:])
 
 
 def test_ls_shows_a_damaged_entry_with_its_problem(cache: Path) -> None:

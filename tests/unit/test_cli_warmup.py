@@ -234,3 +234,22 @@ def test_jobs_are_limited_by_cores_and_by_memory(monkeypatch: pytest.MonkeyPatch
 
 def _fields(task: Task) -> dict[str, object]:
     return {"family": task.kernel.name, "arch": task.arch.name, "spec": task.spec.fields()}
+
+
+def test_dtype_keeps_the_kernels_of_these_activations(cache: Path, tmp_path: Path) -> None:
+    def planned(*options: str) -> list[dict[str, Any]]:
+        path = tmp_path / "out.json"
+        assert run("--arch", "sm_90a", *options, "--write-plan", path).exit_code == 0
+        return [kernel["spec"] for kernel in json.loads(path.read_text())["kernels"]]
+
+    everything, half = planned(), planned("--dtype", "bf16")
+    assert 0 < len(half) < 0.6 * len(everything)
+    assert all(spec[name] == "bf16" for spec in half for name in ("dtype", "in_dtype", "out_dtype") if name in spec)
+    refused = run("--arch", "sm_90a", "--dtype", "bf17", "--write-plan", tmp_path / "none.json")
+    assert refused.exit_code == 2
+    assert "--dtype" in refused.stderr and "bf16" in refused.stderr
+
+
+def test_it_says_how_long_it_will_take(cache: Path, small_plan: Path) -> None:
+    assert f"{KERNELS} kernels, {KERNELS} to compile: about " in run(small_plan, "--jobs", 1).stderr
+    assert f"{KERNELS} kernels, 0 to compile: about 0 s with 1 job" in run(small_plan, "--jobs", 1).stderr

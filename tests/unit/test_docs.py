@@ -125,6 +125,8 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert documented["JITFP4_LOCK_TIMEOUT"] == f"{defaults.lock_timeout:.0f}"
     assert defaults.cache_ro == () and defaults.bundle_sha256 is None
     assert (documented["JITFP4_CACHE_RO"], documented["JITFP4_BUNDLE_SHA256"]) == ("none", "none")
+    assert defaults.record is None and documented["JITFP4_RECORD"] == "none"
+    assert defaults.log_level is None and all(f"``{level}``" in (config.__doc__ or "") for level in config.LOG_LEVELS)
 
 
 def test_the_drawn_tree_of_errors_is_the_tree() -> None:

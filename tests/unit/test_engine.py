@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -122,6 +125,48 @@ def test_plans_survive_json_and_shards_are_a_partition() -> None:
     for index, count in ((5, 5), (-1, 5), (0, 0)):
         with pytest.raises(ArgumentError, match="shard"):
             warmup.shard(tasks, index, count)
+
+
+def test_a_process_records_what_it_uses(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each process; the plan has each kernel once, and nothing else."""
+    monkeypatch.setenv("JITFP4_RECORD", str(tmp_path / "used"))
+    for _ in range(2):
+        engine.reset()
+        with jitfp4.sim.device("sm_90a"):
+            for _ in range(2):
+                jitfp4.nvfp4_quantize(torch.ones(8, 32, dtype=torch.bfloat16), torch.ones(1), backend="cuda")
+    assert len((tmp_path / "used").read_text().splitlines()) == 2
+    (task,) = warmup.read_plan((tmp_path / "used").read_text())
+    assert (task.kernel, task.arch) == (KERNEL, ARCH) and task.spec in KERNEL.specs(ARCH)
+
+
+def test_a_record_that_cannot_be_written_stops_nothing_but_strict(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JITFP4_RECORD", str(tmp_path / "missing" / "used"))
+
+    def quantize() -> None:
+        engine.reset()
+        with jitfp4.sim.device("sm_90a"):
+            jitfp4.nvfp4_quantize(torch.ones(8, 32, dtype=torch.bfloat16), torch.ones(1), backend="cuda")
+
+    quantize()
+    assert [record.getMessage() for record in caplog.records if "JITFP4_RECORD" in record.getMessage()]
+    monkeypatch.setenv("JITFP4_STRICT", "1")
+    with pytest.raises(OSError, match="missing"):
+        quantize()
+
+
+def test_jitfp4_log_shows_what_is_compiled(tmp_path: Path) -> None:
+    code = "from tests.unit.test_engine import *; engine.build(KERNEL, SPEC, ARCH); engine.build(KERNEL, SPEC, ARCH)"
+    environment = {
+        "JITFP4_LOG": "info",
+        "JITFP4_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"INFO jitfp4.engine: compiled quantize/vector\[.*\] for sm_90a in \d+ ms \(absent\)", line)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 99, "kernels": []}', '{"schema": 1, "kernels": [{}]}'])

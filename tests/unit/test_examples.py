@@ -1,4 +1,4 @@
-"""The example on small models made here and, where it is installed, on the real one."""
+"""The examples: weights of small models made here and, where it is installed, of the real one; an engine's loop."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -128,3 +130,13 @@ def test_the_gpu_computes_the_same_bytes(example: ModuleType, model: Path, capsy
     on_gpu = run_json(example, capsys, model, "--device", "cuda")
     assert on_gpu["sha256"] == on_cpu["sha256"]
     assert on_gpu["weights"] == on_cpu["weights"]
+
+
+def test_the_decode_loop_agrees_with_itself() -> None:
+    command = [sys.executable, str(ROOT / "examples/decode_loop.py"), "--device", "cpu", "--batch", "3", "--steps", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\w+) .*, (.*)$", done.stdout, re.MULTILINE) == [
+        ("eager", "the same bytes"),
+        ("compiled", "the same bytes"),
+    ]

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jitfp4"
 FLOORS = (
-    ("spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
-    ("cache", "bundle", "remote", "render", "keys", "kernel"),
+    ("version", "spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
+    ("cache", "bundle", "wheel", "remote", "render", "keys", "kernel"),
     ("tensors", "replay", "driver", "nvrtc", "sim"),
     ("engine", "operation", "public"),
     ("families",),
@@ -23,7 +23,7 @@ FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in mod
 ROOMS = {
     # sim takes torch tensors at its edge
     "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
-    "cuda": {"nvrtc", "driver"},
+    "cuda": {"nvrtc", "driver", "cli"},  # cli asks where nvdisasm is
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
     "filelock": {"cache"},

@@ -93,7 +93,8 @@ def test_it_warms_up_and_verifies_a_kernel(installed: Path) -> None:
     run(installed, "jitfp4", "cache", "verify", "--recompile")
     (digest,) = run(installed, "jitfp4", "cache", "ls", "-q").split()
     provenance = json.loads(run(installed, "jitfp4", "cache", "show", digest, "--json"))["entries"][0]["provenance"]
-    assert provenance["jitfp4"] == PROJECT["version"]
+    version = run(installed, "python", "-c", "import jitfp4; print(jitfp4.__version__)").strip()
+    assert provenance["jitfp4"] == version == PROJECT["version"]
 
 
 def test_a_wheel_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def trtllm_batch_context_with_kv_cache(
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
-        As trtllm_batch_decode_with_kv_cache(); weights have the dtype of a 16-bit cache, float16 otherwise. Sums over
-        tokens are in order, whatever else is in the batch.
+        As trtllm_batch_decode_with_kv_cache(); weights have the dtype of a 16-bit cache, float16 otherwise. Where
+        max_q_len is more than 8, sums over tokens are in their order.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

@@ -180,7 +180,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             window_left: None means what plan() got.
             skip_softmax_threshold_scale_factor: None.
         Returns:
-            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_context_with_kv_cache() gives.
+            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_context_with_kv_cache() gives for a
+            max_q_len of max_token_per_sequence, or of all tokens.
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """

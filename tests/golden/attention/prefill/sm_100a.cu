@@ -721,8 +721,10 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   const uint32* present = s.present[tile % kPlaceTurns];
 #pragma unroll
   for (int i = 0; i < kSideBlocks; i += kThreads) {
-    const int at = i + threadIdx.x, row = at / kRowBlocks, block = at % kRowBlocks;
+    // Eight lanes take four blocks of two rows: what they write then lies in different banks.
+    const int at = i + threadIdx.x;
     if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
+    const int row = at / (2 * kRowBlocks) * 2 + at / 4 % 2, block = at / 8 % (kRowBlocks / 4) * 4 + at % 4;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       uint32 scale = 0;
@@ -733,11 +735,10 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
         if (grouped && !(present[row / kWarp] >> row % kWarp & 1)) scale = 0;
       }
       uint4 halves[2];
-      decode_block(raw + side * kRawSideBytes + at * (kCacheBits * 2), scale, halves);
+      decode_block(raw + side * kRawSideBytes + (row * kRowBlocks + block) * (kCacheBits * 2), scale, halves);
       uint8* to = s.halves[tile % 2] + side * kSideBytes;
-      const int second = kRowBlocks > 4 ? block / 4 & 1 : 0;  // eight lanes write to different banks
-      *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + second))     = second ? halves[1] : halves[0];
-      *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + 1 - second)) = second ? halves[0] : halves[1];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + j)) = halves[j];
     }
   }
 }
@@ -751,7 +752,7 @@ constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 constexpr int   kParts = kWarpRows / 16;
 
-using Logits = float[kParts][kTile / 8][4];  // of 8 tokens each
+using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
 
 // A row that a lane has a part of: part n, half i.
 __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
@@ -762,7 +763,7 @@ struct Queries {
   uint32 words[kHeldQueries ? kParts : 1][kHeldQueries ? kSteps : 1][4];
   uint32 at;  // of this lane's words in shared memory
 
-  // Gives factors from products to powers of two.
+  // Gives factors from products to powers of two, all positive: the largest product stays the largest.
   __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, float (&scales)[kParts][2]) {
     const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
     at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
@@ -773,7 +774,11 @@ struct Queries {
       for (int i = 0; i < 2; ++i) load_row(p, block, row_of(block, n, i), raw[i]);
       float factor[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales[n][i] = unit * normalise(raw[i], factor[i]);
+      for (int i = 0; i < 2; ++i) {
+        const float scale = fabsf(unit) * normalise(raw[i], factor[i]);
+        scales[n][i] = scale < 0x1p-126f ? 0x1p-126f : scale;  // times -inf is -inf
+        factor[i] = copysignf(factor[i], unit);
+      }
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
         uint32 a[4];
@@ -853,7 +858,7 @@ struct State {
   }
 
   // Moves references up where an exponent leaves too little room.
-  __device__ __forceinline__ void keep_above(const Logits& x) {
+  __device__ __forceinline__ void keep_above(const Products& x, const float (&scales)[kParts][2]) {
     float most = kNone, top[kParts][2];
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
@@ -862,6 +867,7 @@ struct State {
         top[n][i] = fmaxf(x[n][0][2 * i], x[n][0][2 * i + 1]);
 #pragma unroll
         for (int u = 1; u < kTile / 8; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[n][u][2 * i], x[n][u][2 * i + 1]));
+        top[n][i] *= scales[n][i];
         most = fmaxf(most, top[n][i] - reference[n][i]);
       }
     }
@@ -928,7 +934,7 @@ static_assert(sizeof(Shared) == 89088, "the launch counts on it");
 // ---- a tile ----------------------------------------------------------------
 // Takes what a row does not see, or what has no page, out of x.
 __device__ __forceinline__ void mask(
-    const Operands& p, const Block& block, int start, const uint32* present, Logits& x) {
+    const Operands& p, const Block& block, int start, const uint32* present, Products& x) {
   const int first_token = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
@@ -940,7 +946,7 @@ __device__ __forceinline__ void mask(
       for (int u = 0; u < kTile / 4; ++u) {
         const int token = first_token + u / 2 * 8 + u % 2, at = start + token;
         const bool there = present[token / kWarp] >> token % kWarp & 1;
-        if (at < first || at >= end || !there) x[n][u / 2][2 * i + u % 2] = -kFltMax;
+        if (at < first || at >= end || !there) x[n][u / 2][2 * i + u % 2] = __uint_as_float(0xFF800000u);
       }
     }
   }
@@ -951,7 +957,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, co
   const int lane = threadIdx.x % kWarp;
   const uint32 k = ptx::shared_address(s.halves[tile % 2]) + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const uint32 v = ptx::shared_address(s.halves[tile % 2]) + kSideBytes + place_of(lane % 16, lane / 16);
-  Logits x = {};
+  Products x = {};
 #pragma unroll
   for (int m = 0; m < kSteps; ++m) {
     uint32 a[kParts][4];
@@ -967,19 +973,11 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, co
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < kParts; ++n) {
-#pragma unroll
-    for (int u = 0; u < kTile / 8; ++u) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][u][i] *= scales[n][i / 2];
-    }
-  }
   const uint32* present = s.present[tile % kPlaceTurns];
   constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
   const bool whole = present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
   if (!whole || start < sight.all_first() || start + kTile > sight.all_end()) mask(p, block, start, present, x);
-  state.keep_above(x);
+  state.keep_above(x, scales);
 #pragma unroll
   for (int u = 0; u < kTile / 16; ++u) {
     uint32 weights[kParts][4];
@@ -990,7 +988,8 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, co
         float w[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          w[i] = ptx::ex2_approx(x[n][2 * u + j / 2][j % 2 * 2 + i] - state.reference[n][j % 2]);
+          const float product = x[n][2 * u + j / 2][j % 2 * 2 + i];
+          w[i] = ptx::ex2_approx(fmaf(product, scales[n][j % 2], -state.reference[n][j % 2]));
           state.sum[n][j % 2] += w[i];
         }
         weights[n][j] = to_pair<Mma>(w[0], w[1]);

@@ -1,0 +1,156 @@
+"""The pictures of the committed results, drawn from their CSV files: needs no GPU.
+
+python -m bench.plots [--out bench/results/h200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, str]
+
+
+def rows(folder: Path, name: str) -> list[Row]:
+    with (folder / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=110, metadata={"Software": None})  # the same picture from the same figures
+    print(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def cells(
+    axis: Any,
+    values: Mapping[tuple[str, str], float],
+    *,
+    title: str,
+    labels: tuple[str, str],
+    colours: tuple[float, float],
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """A table of figures with (y, x) as keys, coloured from red, the worse, to green, the better."""
+    down, across = list(dict.fromkeys(y for y, _ in values)), list(dict.fromkeys(x for _, x in values))
+    table = [[values.get((y, x), float("nan")) for x in across] for y in down]
+    axis.imshow(table, cmap="RdYlGn", vmin=colours[0], vmax=colours[1], aspect="auto")
+    axis.set_xticks(range(len(across)), across)
+    axis.set_yticks(range(len(down)), [(names or {}).get(y, y) for y in down])
+    axis.set(xlabel=labels[1], ylabel=labels[0])
+    axis.set_title(title, fontsize="medium")
+    for i, j in product(range(len(down)), range(len(across))):
+        if table[i][j] == table[i][j]:  # measured
+            axis.text(j, i, f"{table[i][j]:.2f}", ha="center", va="center", fontsize="small")
+
+
+def draw_quantize(folder: Path) -> None:
+    grid = rows(folder, "quantize_grid")
+    figure = new_figure(13, 6.5)
+    panels = (("ratio", "time of a copy of the same bytes / ours", (0.7, 1.1)), ("tb_per_s", "TB/s", (0, 4.5)))
+    for axis, (field, title, colours) in zip(figure.subplots(1, 2), panels, strict=True):
+        values = {(row["m"], row["k"]): float(row[field]) for row in grid}
+        cells(axis, values, title=title, labels=("m", "k"), colours=colours)
+    figure.suptitle("nvfp4_quantize, bf16 [m, k], scales in 128x4, one H200")
+    save(figure, folder / "quantize_grid.png")
+
+
+def draw_norm(folder: Path) -> None:
+    measured = rows(folder, "norm")
+    figure = new_figure(11, 7)
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    fields = (("speedup", "speed-up over separate kernels"), ("tb_per_s", "TB/s"))
+    for column, op in enumerate(("rmsnorm", "add_rmsnorm")):
+        for axis, (field, label) in zip(axes[:, column], fields, strict=True):
+            lines(axis, [row for row in measured if row["op"] == op], by="hidden", x="rows", y=field)
+            axis.set(xscale="log", xlabel="rows", ylabel=label, title=f"{op}_fp4quant", ylim=(0, None))
+    axes[0, 0].legend(fontsize="small", ncols=2)
+    figure.suptitle("bf16 in, NVFP4 out, one H200")
+    save(figure, folder / "norm.png")
+
+
+def lines(axis: Any, measured: Sequence[Row], *, by: str, x: str, y: str) -> None:
+    for name in dict.fromkeys(row[by] for row in measured):
+        line = [(float(row[x]), float(row[y])) for row in measured if row[by] == name]
+        axis.plot(*zip(*line, strict=True), marker=".", label=f"{by} {name}")
+    axis.grid(alpha=0.3)
+
+
+def draw_gdn(folder: Path) -> None:
+    measured = [row for row in rows(folder, "gdn") if (row["value_heads"], row["state"]) == ("32", "f32")]
+    figure = new_figure(13, 5)
+    kept = [row for row in measured if (row["update"], row["steps"]) == ("True", "True")]
+    final = [row for row in measured if (row["update"], row["steps"]) == ("True", "False")]
+    panels = (
+        ("every token's state kept: FlashInfer / ours", kept, "speedup", (0.5, 1.5)),
+        ("every token's state kept: copy / ours", kept, "of_copy", (0.6, 1.1)),
+        ("only the final state kept: copy / ours", final, "of_copy", (0.6, 1.1)),
+    )
+    for axis, (title, chosen, field, colours) in zip(figure.subplots(1, 3), panels, strict=True):
+        values = {(row["batch"], row["tokens"]): float(row[field]) for row in chosen if row[field]}
+        cells(axis, values, title=title, labels=("batch", "tokens of a call"), colours=colours)
+    figure.suptitle("gated_delta_rule_mtp, 32 value heads, float32 states, one H200, warm L2")
+    save(figure, folder / "gdn.png")
+
+
+def draw_attention(folder: Path) -> None:
+    chosen = {"cache": "nvfp4", "heads": "64", "kv_heads": "8", "kv_layout": "HND", "page": "64"}
+    measured = [row for row in rows(folder, "attention") if chosen.items() <= row.items()]
+    figure = new_figure(13, 4)
+    panels = (
+        ("best bf16 kernel / ours", "over_bf16", (0, 2)),
+        ("best FP8 kernel / ours", "over_fp8", (0, 2)),
+        ("bytes of the cache: share of the read bandwidth", "of_read", (0, 1)),
+    )
+    for axis, (title, field, colours) in zip(figure.subplots(1, 3), panels, strict=True):
+        values = {(row["batch"], row["context"]): float(row[field]) for row in measured if row[field]}
+        cells(axis, values, title=title, labels=("batch", "tokens of a request"), colours=colours)
+    figure.suptitle("decode attention, NVFP4 cache, 64 heads, 8 KV heads of 128, HND pages of 64, one H200")
+    save(figure, folder / "attention.png")
+
+
+def draw_gemm(folder: Path) -> None:
+    measured = [*rows(folder, "gemm"), *rows(folder, "gemm_wide")]
+    measured.sort(key=lambda row: (int(row["n"]) * int(row["k"]), int(row["n"]), int(row["m"])))
+    figure = new_figure(14, 6)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    values = {(f"{row['n']} x {row['k']}", row["m"]): float(row["of_cublas"]) for row in measured}
+    cells(left, values, title="cuBLAS bf16 / ours", labels=("n x k of the weight", "m"), colours=(0, 2))
+    few = [row for row in measured if row.get("of_read") and int(row["m"]) <= 32]
+    megabytes = [row | {"MB": f"{int(row['n']) * int(row['k']) * 0.5625e-6}"} for row in few]
+    lines(right, megabytes, by="m", x="MB", y="of_read")
+    right.set(xscale="log", xlabel="NVFP4 bytes of the weight, MB", ylabel="share of the read bandwidth", ylim=(0, 1))
+    right.legend()
+    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold, one H200")
+    save(figure, folder / "gemm.png")
+
+
+DRAWN = {
+    "quantize_grid": draw_quantize,
+    "norm": draw_norm,
+    "gdn": draw_gdn,
+    "attention": draw_attention,
+    "gemm": draw_gemm,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="all of them without any")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    arguments = parser.parse_args()
+    for name in arguments.names or DRAWN:
+        DRAWN[name](arguments.out)
+
+
+if __name__ == "__main__":
+    main()
