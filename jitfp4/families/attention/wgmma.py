@@ -5,11 +5,11 @@ cycles (256 * r * t multiplications and additions, 2048 a cycle), 2048 for 128 x
 a cycle, as the machine code of that tile counts them:
 
 - the expansion of NVFP4 by four producer warps, 930 instructions each: 3.6 for an element of K or V (1.9 make float16
-  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages and barriers). 930 cycles of issue;
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers). 930 cycles of issue;
 - the softmax, 490 instructions in each of eight consumer warps: 7.7 for a score (1 each for maximum, exponent, power of
   two and sum, 0.5 to round it, the rest are descriptors and barriers). 980 cycles of issue, and 1024 of the unit for
   powers of two;
-- shared memory, 128 bytes a cycle: for each token, a warpgroup reads 640 bytes and the producers write 512: 1792 cycles.
+- shared memory, 128 bytes a cycle: for a token, a warpgroup reads 640 bytes and the producers write 512: 1792 cycles.
 
 So 128 rows take 93 % of the issue slots and 88 % of shared memory at the full rate of the tensor cores, and 60 % and
 57 % at the 0.65 of it that cuDNN's attention reaches. With 64 rows the expansion alone would take 90 % of the slots.
