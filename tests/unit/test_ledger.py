@@ -14,6 +14,7 @@ _SPILLED = {
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; other builds
     # keep a few registers there, once for a segment of work.
     ("cache=", "head_dim=256,rows=16"): 1400,
+    ("cache=", "teams="): 0,  # not on warpgroup products
     ("cache=",): 20,
     # The chunkwise delta rule keeps two registers there before its products.
     ("sm_90a", "state_dtype=f32,head_dim=128,max_tokens=8,warps="): 4,
