@@ -53,7 +53,7 @@ class PrefillSpec(KernelSpec):
         scales = self.head_dim // 16 if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
         halves = 2 * self.tile * self.head_dim * 2
-        queries = self.rows * self.head_dim * 2 if self.head_dim * self.warp_rows > 128 * 16 else 0
+        queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
         return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
 
 

@@ -456,7 +456,8 @@ constexpr int  kRows       = kWarps * kWarpRows;
 constexpr int  kSteps      = kHeadDim / 16;
 constexpr bool kHalves     = kCacheBits == 16;
 constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
-constexpr bool kHeldQueries = kHeadDim * kWarpRows <= 128 * 16;  // in registers
+constexpr bool kHeldQueries = kHeadDim <= 128 && kWarpRows == 16;  // in registers
+constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the sums, which leave few registers
 constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
@@ -659,7 +660,7 @@ __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head
   const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
   const uint8* k = p.k + head * p.k_head_stride;
   const uint8* v = p.v + head * p.v_head_stride;
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < kCopies; i += kThreads) {
     const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
     if (kCopies % kThreads != 0 && copy >= kCopies) break;
@@ -719,7 +720,7 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
   const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
   const uint32* present = s.present[tile % kPlaceTurns];
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < kSideBlocks; i += kThreads) {
     // Eight lanes take four blocks of two rows: what they write then lies in different banks.
     const int at = i + threadIdx.x;
@@ -952,8 +953,9 @@ __device__ __forceinline__ void mask(
   }
 }
 
-__device__ __forceinline__ void attend(const Operands& p, const Block& block, const Sight& sight, Shared& s, int tile,
-                                       int start, const Queries& q, const float (&scales)[kParts][2], State& state) {
+// `partial`: some row of the warp does not see all of its tokens.
+__device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
+                                       bool partial, const Queries& q, const float (&scales)[kParts][2], State& state) {
   const int lane = threadIdx.x % kWarp;
   const uint32 k = ptx::shared_address(s.halves[tile % 2]) + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const uint32 v = ptx::shared_address(s.halves[tile % 2]) + kSideBytes + place_of(lane % 16, lane / 16);
@@ -976,7 +978,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, co
   const uint32* present = s.present[tile % kPlaceTurns];
   constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
   const bool whole = present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
-  if (!whole || start < sight.all_first() || start + kTile > sight.all_end()) mask(p, block, start, present, x);
+  if (partial || !whole) mask(p, block, start, present, x);
   state.keep_above(x, scales);
 #pragma unroll
   for (int u = 0; u < kTile / 16; ++u) {
@@ -1091,12 +1093,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
   const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
   const Sight sight(p, block, first_row, kWarpRows);
   const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;
+  const int all_first = sight.all_first(), all_end = sight.all_end();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int start = begin + tile * kTile;
     const Lookup ahead(p, block.request, inverse, start + (kAhead + 1) * kTile);
     if (tile + kAhead < tiles) copy_tile(p, s, block.head, tile + kAhead);
-    if (start < end && start + kTile > first) attend(p, block, sight, s, tile, start, queries, scales, state);
+    if (start < end && start + kTile > first) {
+      const bool partial = start < all_first || start + kTile > all_end;
+      attend(p, block, s, tile, start, partial, queries, scales, state);
+    }
     if constexpr (!kHalves) {
       if (tile + 1 < tiles) decode_tile(s, tile + 1);
     }
