@@ -4,7 +4,7 @@
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
 // for all of them. Producer warps expand tiles of K and V to 16-bit floats in shared memory; each consumer warpgroup
-// has 64 rows, and multiplies K of one tile while V of the tile before it goes through the tensor cores.
+// has 64 rows, and its products with V of a tile run beside its softmax of the next one.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -402,9 +402,9 @@ template <typename A, typename B> struct Choice<false, A, B> { using Type = B; }
 template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
 
 constexpr int kCacheBits = 4;  // of an element of K and V
-using Mma   = f16;  // what K, V, the queries and the weights are in products
 using Query = bf16;
 using Out   = bf16;
+using Mma   = f16;  // what K, V, the queries and the weights are in products
 constexpr int  kHeadDim     = 128;
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
@@ -526,7 +526,7 @@ __device__ __forceinline__ int position(const Operands& p, const Request& r, int
   return r.tokens - r.q_len + min(row / p.group, r.q_len - 1);
 }
 __device__ __forceinline__ int first_seen(const Operands& p, int at) {
-  return p.window_left < 0 ? 0 : max(0, at - p.window_left);
+  return p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
 }
 __device__ __forceinline__ int end_seen(const Operands& p, int at, int tokens) { return p.causal ? at + 1 : tokens; }
 
@@ -1348,7 +1348,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
       ptx::mbarrier_init(&shared.full[0][0] + i, kWarps);
       ptx::mbarrier_init(&shared.empty[0][0] + i, kTeams * 4);
     }
-    ptx::fence_mbarrier_init();
   }
   __syncthreads();
   ptx::griddep_wait();
