@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from bench.harness import REPLAYS, Call, copy_us, geomean, time_us, write_results
+from bench.harness import Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
+from jitfp4.tuning import REPLAYS
 
 HEADS, HEAD_DIM = 16, 128
 K_MAJOR = "f32 [K, V]"

@@ -1,9 +1,7 @@
-"""Timing on the GPU by CUDA-graph replay, with a cold or a warm L2, and a copy of the same bytes in the same run.
+"""A copy of the same bytes in the same run, and result files. How calls are timed stands in jitfp4.tuning.
 
-A case is measured as a graph of several calls. Cold: each call has its own set of tensors, and before every replay the
-L2 is overwritten, so that no call finds its input there; that lies outside the timed region. Warm: all calls share one
-set of tensors, and replays follow each other. The copy that a kernel is compared with is measured in the same way and
-moves as many bytes in all: half of them read, half of them written.
+The copy that a kernel is compared with is measured as the kernel is, and moves as many bytes in all: half of them read,
+half of them written.
 """
 
 from __future__ import annotations
@@ -11,71 +9,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-FLUSH_BYTES = 512 << 20  # several times any L2
-GRAPH_BYTES = 2 << 30  # memory that the calls of one cold graph may touch together
+from jitfp4.tuning import L2, Call, calls_per_graph, time_us
+
 COPY_GRAIN = 64 << 10
 COPY_CHUNK = 256 << 20  # one memory copy of more than this runs at two thirds of the speed
-MAX_CALLS, WARM_CALLS = 50, 10
-REPLAYS, UNCOUNTED = 15, 2  # the first ones do not count
-WARM_UP_S = 0.03  # after a pause, what runs first is up to a tenth slower
-
-Call = Callable[[], object]
-L2 = Literal["cold", "warm"]
-
-
-def calls_per_graph(bytes_per_call: int) -> int:
-    """How many calls, each on its own tensors, one cold graph holds."""
-    return max(2, min(MAX_CALLS, GRAPH_BYTES // max(bytes_per_call, 1)))
-
-
-def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "cold", replays: int = REPLAYS) -> float:
-    """Median microseconds of one call.
-
-    Args:
-        make_call: allocates and fills the tensors of one call and returns it, bound to them.
-        bytes_per_call: memory that one call touches; decides how many calls a cold graph holds.
-        l2: see above.
-        replays: of the graph, that count.
-    """
-    if l2 == "cold":
-        calls = [make_call() for _ in range(calls_per_graph(bytes_per_call))]
-    else:
-        calls = [make_call()] * WARM_CALLS
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # where the tensors were filled
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if l2 == "cold" else None
-        if flush is None:
-            until = time.perf_counter() + WARM_UP_S
-            while time.perf_counter() < until:
-                graph.replay()
-                stream.synchronize()
-        times = []
-        for _ in range(replays + UNCOUNTED):
-            if flush is not None:
-                flush.zero_()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times.append(1e3 * start.elapsed_time(stop) / len(calls))
-    return statistics.median(times[UNCOUNTED:])
 
 
 def copy_us(total_bytes: int, *, l2: L2 = "cold") -> float:

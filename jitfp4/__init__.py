@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OfflineError,
         RenderError,
         SimError,
+        TacticsError,
         ToolchainError,
         UnsupportedArchError,
     )
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         gated_delta_rule_decode_pretranspose,
         gated_delta_rule_mtp,
     )
-    from jitfp4.families.gemm import Fp4Weight, mm_bf16_fp4, prepare_fp4_weight
+    from jitfp4.families.gemm import Fp4Weight, mm_bf16_fp4, mm_fp4, prepare_fp4_weight
     from jitfp4.families.kv import (
         nvfp4_kv_dequantize,
         nvfp4_kv_dequantize_paged,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         silu_and_mul_scaled_nvfp4_experts_quantize,
     )
     from jitfp4.layouts import SfLayout
+    from jitfp4.tuning import load_tactics, tune
 
 _HOMES = {
     "jitfp4.cache": ("CacheInfo",),
@@ -86,6 +88,7 @@ _HOMES = {
         "OfflineError",
         "RenderError",
         "SimError",
+        "TacticsError",
         "ToolchainError",
         "UnsupportedArchError",
     ),
@@ -102,7 +105,7 @@ _HOMES = {
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
     ),
-    "jitfp4.families.gemm": ("Fp4Weight", "mm_bf16_fp4", "prepare_fp4_weight"),
+    "jitfp4.families.gemm": ("Fp4Weight", "mm_bf16_fp4", "mm_fp4", "prepare_fp4_weight"),
     "jitfp4.families.kv": (
         "nvfp4_kv_dequantize",
         "nvfp4_kv_dequantize_paged",
@@ -128,6 +131,7 @@ _HOMES = {
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
     "jitfp4.layouts": ("SfLayout",),
+    "jitfp4.tuning": ("load_tactics", "tune"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

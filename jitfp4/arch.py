@@ -29,6 +29,7 @@ class Arch:
     has_tma: bool = False  # cp.async.bulk.tensor, mbarrier transactions, clusters
     has_ld256: bool = False  # ld.global.v8.b32
     has_f32x2: bool = False  # fma.rn.f32x2
+    has_scaled_mma: bool = False  # mma.sync with block scales
     nvrtc: tuple[int, int] = (12, 8)
 
     @property
@@ -64,8 +65,8 @@ ARCHS = {
         Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
         Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
         Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, nvrtc=(12, 9), **_BLACKWELL),
-        Arch("sm_120a", shared_bytes=101376, num_sms=188, **_BLACKWELL),
-        Arch("sm_121a", shared_bytes=101376, num_sms=48, nvrtc=(12, 9), **_BLACKWELL),
+        Arch("sm_120a", shared_bytes=101376, num_sms=188, has_scaled_mma=True, **_BLACKWELL),
+        Arch("sm_121a", shared_bytes=101376, num_sms=48, has_scaled_mma=True, nvrtc=(12, 9), **_BLACKWELL),
     )
 }
 

@@ -1,6 +1,6 @@
 """Bundles: a set of cache entries as one reproducible file, and the digest of its index that a deployment pins.
 
-    bundle = zstd(tar(bundle.json, (entry.json, kernel.cu, kernel.cubin)*))      in the order of the index bundle.json
+    bundle = zstd(tar(bundle.json, tactics.json?, (entry.json, kernel.cu, kernel.cubin)*))      as bundle.json lists it
 
 The digest of a bundle is the SHA-256 of its index: it fixes every byte of every file and does not hang on the
 compressor. Provenance that differs between two builds of a kernel is left out, so that two machines that build the same
@@ -9,6 +9,7 @@ plan with the same NVRTC write the same bundle, byte for byte.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import tarfile
@@ -27,6 +28,7 @@ from jitfp4.cache.layer import entry_path
 from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError
 
 INDEX = "bundle.json"
+TACTICS = "tactics.json"
 VOLATILE = ("compile_ms", "created")
 """Members of an entry's provenance that a bundle leaves out."""
 
@@ -38,11 +40,15 @@ _SIZE = slice(124, 136)  # of a tar header: octal digits and a NUL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What became of an import: the digest, and how many entries were new to the cache or there already."""
+    """What became of an import: the digest, and how many entries were new to the cache or there already.
+
+    ``tactics`` is the tactics file that came with them, verified; None without one.
+    """
 
     digest: str
     added: int
     present: int
+    tactics: bytes | None = None
 
 
 def normalized(files: EntryFiles) -> EntryFiles:
@@ -53,8 +59,10 @@ def normalized(files: EntryFiles) -> EntryFiles:
     return replace(files, manifest=replace(manifest, provenance=provenance).encode())
 
 
-def indexed(entries: Iterable[EntryFiles]) -> tuple[Index, dict[tuple[str, str], EntryFiles]]:
-    """The index of these entries, and each of them, normalized, by recipe and toolchain.
+def indexed(
+    entries: Iterable[EntryFiles], tactics: bytes | None = None
+) -> tuple[Index, dict[tuple[str, str], EntryFiles]]:
+    """The index of these entries and a tactics file, and each entry, normalized, by recipe and toolchain.
 
     Raises:
         ArgumentError: there are no entries.
@@ -66,25 +74,29 @@ def indexed(entries: Iterable[EntryFiles]) -> tuple[Index, dict[tuple[str, str],
         kept[listed[-1].recipe, listed[-1].toolchain] = files
     if not kept:
         raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
-    return Index.of({(entry.recipe, entry.toolchain): entry for entry in listed}.values()), kept
+    listing = None if tactics is None else (len(tactics), hashlib.sha256(tactics).hexdigest())
+    return Index.of({(entry.recipe, entry.toolchain): entry for entry in listed}.values(), listing), kept
 
 
-def export_bundle(entries: Iterable[EntryFiles], out: Path) -> str:
+def export_bundle(entries: Iterable[EntryFiles], out: Path, tactics: bytes | None = None) -> str:
     """Write a bundle and return its digest. The same entries give the same bytes, in whatever order they come.
 
-    ``out`` appears complete or not at all, also when several processes write it.
+    ``tactics`` is a tactics file that goes with them. ``out`` appears complete or not at all, also when several
+    processes write it.
 
     Raises:
         ArgumentError: there are no entries, or ``out`` is there and is no regular file.
         CacheCorruptError: an entry is not what its manifest says.
     """
     check_out(out)
-    index, kept = indexed(entries)
+    index, kept = indexed(entries, tactics)
     with (
         replacing(out) as raw,
         zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(raw, closefd=False) as packed,
     ):
         written = _write(packed, INDEX, index.encode())
+        if tactics is not None:
+            written += _write(packed, TACTICS, tactics)
         for entry in index.entries:
             contents = kept[entry.recipe, entry.toolchain].by_name()
             for name in _ORDER:
@@ -123,7 +135,7 @@ def verify_bundle(path: Path, digest: str | None = None, *, check: Callable[[Ind
     Raises:
         BundleError: the bundle is damaged, has another digest, or breaks the grammar.
     """
-    with _reading(path, digest) as (index, entries):
+    with _reading(path, digest) as (index, _, entries):
         check(index)
         for _ in entries:
             pass
@@ -143,10 +155,10 @@ def import_bundle(path: Path, cache: Cache, digest: str | None = None) -> Import
     """
     cache.config.check_writable()
     verified = verify_bundle(path, digest, check=cache.check_bundle)
-    with _reading(path, verified.digest) as (index, entries):
+    with _reading(path, verified.digest) as (index, tactics, entries):
         added = sum(cache.adopt(files) for files in entries)
     cache.adopt_index(index)
-    return Imported(digest=index.digest, added=added, present=len(index.entries) - added)
+    return Imported(digest=index.digest, added=added, present=len(index.entries) - added, tactics=tactics)
 
 
 # ---- tar -------------------------------------------------------------------------------------------------------------
@@ -231,16 +243,26 @@ class _Reader:
 
 
 @contextmanager
-def _reading(path: Path, digest: str | None) -> Iterator[tuple[Index, Iterator[EntryFiles]]]:
-    """The index, checked against ``digest``, and its entries, each verified before it is handed out."""
+def _reading(path: Path, digest: str | None) -> Iterator[tuple[Index, bytes | None, Iterator[EntryFiles]]]:
+    """The index, checked against ``digest``, the tactics, and the entries, each verified before it is handed out."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     try:
         with path.open("rb") as raw, decompressor.stream_reader(raw, read_across_frames=True) as unpacked:
             reader = _Reader(unpacked)
             index = Index.decode(reader.read_index(), digest)
-            yield index, _entries(reader, index)
+            yield index, _tactics(reader, index), _entries(reader, index)
     except (zstandard.ZstdError, BundleError, CacheCorruptError) as error:
         raise BundleError(f"{path}: {error}") from None
+
+
+def _tactics(reader: _Reader, index: Index) -> bytes | None:
+    if index.tactics is None:
+        return None
+    size, sha256 = index.tactics
+    data = reader.read(TACTICS, size)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise BundleError(f"{TACTICS}: not the file that the index lists")
+    return data
 
 
 def _entries(reader: _Reader, index: Index) -> Iterator[EntryFiles]:

@@ -7,8 +7,9 @@
 | JITFP4_CACHE | ``rw``, ``ro`` (never write) or ``off`` | ``rw`` |
 | JITFP4_CACHE_MAX_BYTES, JITFP4_CACHE_MAX_ENTRIES | size limits of the user's cache | 2 GiB, 50000 |
 | JITFP4_OFFLINE | 1: never compile; a missing kernel is an error that says how to prebuild it | 0 |
-| JITFP4_STRICT | 1: errors of the store are raised, not logged | 0 |
+| JITFP4_STRICT | 1: errors of the store and of the tactics file are raised, not logged | 0 |
 | JITFP4_BUNDLE_SHA256 | digest of the one bundle whose kernels are imported, and loaded from any cache | none |
+| JITFP4_TACTICS | tactics file: what ``jitfp4 tune`` found on this GPU | none |
 | JITFP4_LOCK_TIMEOUT | seconds to wait for another process that builds the same kernel | 60 |
 | JITFP4_RECORD | a file to which each process appends the kernels that it uses; ``jitfp4 warmup`` builds them | none |
 | JITFP4_LOG | to stderr: ``debug``, ``info`` (a line for each compiled kernel), ``warning``, ``error`` | none |
@@ -40,6 +41,7 @@ class Config:
     offline: bool = False
     strict: bool = False
     bundle_sha256: str | None = None
+    tactics: Path | None = None
     lock_timeout: float = 60.0
     record: Path | None = None
     log_level: str | None = None
@@ -62,6 +64,7 @@ def read_config(env: Mapping[str, str] | None = None) -> Config:
         offline=_flag(env, "JITFP4_OFFLINE"),
         strict=_flag(env, "JITFP4_STRICT"),
         bundle_sha256=read_sha256("JITFP4_BUNDLE_SHA256", env.get("JITFP4_BUNDLE_SHA256") or None),
+        tactics=Path(env["JITFP4_TACTICS"]).absolute() if env.get("JITFP4_TACTICS") else None,
         lock_timeout=_number(env, "JITFP4_LOCK_TIMEOUT", 60.0),
         record=Path(env["JITFP4_RECORD"]).absolute() if env.get("JITFP4_RECORD") else None,
         log_level=(_choice(env, "JITFP4_LOG", LOG_LEVELS) or "").upper() or None,

@@ -137,10 +137,10 @@ class PreparedLaunch:
             _thread.bound = True
         with self._lock:
             self._pack(self._addresses, 0, *addresses)
-            held = []  # until it is launched: what the memo forgets is freed
-            for number, i, layout in self._maps:
-                held.append(_encode(layout, addresses[number]))
-                self._params[i] = held[-1][1]
+            if self._maps:
+                held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # alive till launched
+                for (_, i, _), (_, start) in zip(self._maps, held, strict=True):
+                    self._params[i] = start
             config = self._configs.get(stream)
             if config is None:
                 config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitfp4 import nvrtc, replay, sim
+from jitfp4 import nvrtc, replay, sim, tactics
 from jitfp4.arch import Arch
 from jitfp4.cache import Built, Cache, CacheInfo, Loaded
 from jitfp4.config import read_config
@@ -27,7 +27,7 @@ from jitfp4.errors import ArgumentTypeError, OfflineError
 from jitfp4.kernel import AnyKernel, Plan
 from jitfp4.keys import Recipe
 from jitfp4.spec import KernelSpec
-from jitfp4.tensors import device_arch, on_device
+from jitfp4.tensors import device_arch, device_name, on_device
 from jitfp4.version import version
 
 if TYPE_CHECKING:
@@ -39,12 +39,16 @@ _log = logging.getLogger("jitfp4.engine")
 class Target(NamedTuple):
     """Where a call runs: an architecture, and a CUDA device index or None for the simulator.
 
-    ``races``: the simulator looks for shared-memory races.
+    ``races``: the simulator looks for shared-memory races. ``gpu`` is what tactics are tuned for: the device's name.
     """
 
     arch: Arch
     device: int | None
     races: bool = False
+
+    @property
+    def gpu(self) -> str:
+        return f"simulated {self.arch.name}" if self.device is None else device_name(self.device)
 
 
 def target_of(tensor: Any) -> Target:
@@ -221,9 +225,9 @@ def cache_info() -> CacheInfo:
 
 
 def reset() -> None:
-    """Forget calls, loaded kernels and the cache's configuration; the next call reads the environment again."""
+    """Forget calls, kernels, tactics and the cache's configuration; the next call reads the environment again."""
     _kernels.clear()
-    replay.forget()
+    tactics.use(None)
     for memo in (cache, _compile_ptx, _build_lock, _warn_of_record):
         memo.cache_clear()
 

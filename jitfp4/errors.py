@@ -12,6 +12,7 @@ Jitfp4Error
 │   ├── CacheCorruptError             an entry's bytes are not what was published
 │   ├── CacheUntrustedError           an entry or folder could have been written by somebody else
 │   └── BundleError                   a bundle or remote entry does not match its digest or its grammar
+├── TacticsError                      a tactics file is damaged, or of another GPU, toolchain or version
 ├── LaunchError                       the driver refused to load or launch a kernel
 └── SimError                          the simulator found a fault in a program, or cannot model it
     ├── SimParseError                 PTX text that the parser does not know
@@ -96,6 +97,10 @@ class CacheUntrustedError(CacheError):
 
 class BundleError(CacheError):
     """A bundle or a remote entry does not match its digest or its grammar."""
+
+
+class TacticsError(Jitfp4Error):
+    """A tactics file is damaged, or was tuned on another GPU or with another toolchain or version of jitfp4."""
 
 
 class LaunchError(Jitfp4Error):

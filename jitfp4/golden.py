@@ -1,7 +1,8 @@
 """Golden sources: what the templates generate, committed so that a review sees what a change of a template does.
 
-Two files for each kernel and each of GOLDEN_ARCHS below ``tests/golden``: ``<kernel>/<arch>.cu`` is the source of the
-first specialisation, and ``<kernel>/<arch>.csv`` has a line for each with its fields and the digest of its source.
+Two files for each kernel and each of its architectures in GOLDEN_ARCHS, or the first that it has, below
+``tests/golden``: ``<kernel>/<arch>.cu`` is the source of the first specialisation, and ``<kernel>/<arch>.csv`` has a
+line for each with its fields and the digest of its source.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jitfp4.families  # noqa: F401 - registers every family
-from jitfp4.arch import Arch
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.spec import KernelSpec
 
@@ -52,11 +53,11 @@ def goldens(pattern: str | None = None) -> dict[str, str]:
     """Golden path to text of the families that ``pattern`` names (of all: None)."""
     texts = {}
     for kernel in kernels(pattern):
-        for arch in map(Arch.of, GOLDEN_ARCHS):
+        having = [arch for arch in ARCHS.values() if kernel.specs(arch)]
+        for arch in [arch for arch in having if arch.name in GOLDEN_ARCHS] or having[:1]:
             rendered = {spec: kernel.render(spec, arch) for spec in kernel.specs(arch)}
-            if rendered:
-                texts[f"{kernel.name}/{arch.name}.cu"] = next(iter(rendered.values()))
-                texts[f"{kernel.name}/{arch.name}.csv"] = _table(rendered)
+            texts[f"{kernel.name}/{arch.name}.cu"] = next(iter(rendered.values()))
+            texts[f"{kernel.name}/{arch.name}.csv"] = _table(rendered)
     return texts
 
 

@@ -80,11 +80,11 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
 
     def values(self, bound: Mapping[str, Any]) -> tuple[Any, ...]:
         """What bind() gave, in the order of ``params``. Raises LaunchError unless every parameter has one value."""
-        names = {param.name for param in self.params}
-        if bound.keys() != names:
+        if len(bound) != len(self.params) or any(param.name not in bound for param in self.params):
+            names = {param.name for param in self.params}
             missing, unknown = sorted(names - bound.keys()), sorted(bound.keys() - names)
             raise LaunchError(f"{self.name}: parameters without a value: {missing}; values without one: {unknown}")
-        return tuple(bound[param.name] for param in self.params)
+        return (*[bound[param.name] for param in self.params],)
 
     def specs(self, arch: Arch, which: Which = "selected") -> tuple[KernelSpec, ...]:
         """Its specialisations on ``arch``; none where it does not exist."""

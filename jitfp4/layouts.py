@@ -25,6 +25,8 @@ class SfLayout(IntEnum):
     layout_8x4 = 1
     layout_linear = 2
 
+    __hash__ = int.__hash__  # as a layout equals its number
+
     @property
     def tag(self) -> str:
         """The layout's name in specs, generated source and file names."""

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
-from jitfp4 import engine, replay, sim
-from jitfp4.arch import Arch
+from jitfp4 import engine, replay, sim, tactics
+from jitfp4.addresses import ALIGNMENT, extent, meet
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
-from jitfp4.selection import Table, table_for
-from jitfp4.spec import KernelSpec
-from jitfp4.tensors import ALIGNMENT, extent, meet
+from jitfp4.selection import Row, Table, table_for
+from jitfp4.spec import KernelSpec, record_of
+from jitfp4.tactics import Choice, TacticsFile
 
 ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
 ProblemT = TypeVar("ProblemT")
@@ -30,6 +32,26 @@ ProblemT = TypeVar("ProblemT")
 Written = Annotated[torch.Tensor, "written"]
 """The type of an argument that the operator fills or updates in place."""
 
+
+class Selection(NamedTuple):
+    """A tactic, and what selected it: ``forced``, ``tuned`` with the file, or the row of a committed table."""
+
+    tactic: Any
+    by: str
+
+
+class Observed(NamedTuple):
+    """A call that launched a kernel: what a tuner needs to repeat it."""
+
+    operation: Operation[Any, Any]
+    arguments: Any
+    problem: Any
+    target: engine.Target
+
+
+_operations: dict[str, Operation[Any, Any]] = {}
+_observer: ContextVar[Callable[[Observed], None] | None] = ContextVar("jitfp4_observer", default=None)
+_log = logging.getLogger("jitfp4.tactics")
 _library = torch.library.Library("jitfp4", "DEF")
 _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
 
@@ -51,6 +73,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         aligned: the arguments that must start at a multiple of 16 bytes. Addresses exist only in here: torch.compile
             does not see them.
         exclusive: the written arguments that may share no memory with any other argument.
+        growing: fields of the problem that vary from call to call, such as rows. What is tuned for one value holds up
+            to the next power of two: see bucket().
     """
 
     def __init__(
@@ -66,19 +90,24 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         output: str,
         aligned: tuple[str, ...] = (),
         exclusive: tuple[str, ...] = (),
+        growing: tuple[str, ...] = (),
     ) -> None:
         self.arguments, self.name, self.kernels = arguments, name, kernels
         self.tables, self.problem, self._problems, self._reference = tables, problem, problems, reference
-        self._output, self._aligned = output, aligned
-        fields = [field for field, hint in _hints(arguments).items() if _bare(hint)[0] is torch.Tensor]
+        self._output, self._aligned, self._growing = output, aligned, growing
+        kinds = {field: _bare(hint) for field, hint in _hints(arguments).items()}
+        fields = [field for field, (kind, _, _) in kinds.items() if kind is torch.Tensor]
+        self.written = frozenset(field for field, (_, _, written) in kinds.items() if written)
         pairs = (pair for pair in itertools.product(exclusive, fields) if pair[0] != pair[1])
         self._disjoint = list({frozenset(pair): pair for pair in pairs}.values())
         self._tensors = sorted({name for pair in self._disjoint for name in pair})
         self._kernel_of = {kernel.tactic: kernel for kernel in kernels}
         self._forced: ContextVar[Any] = ContextVar(f"jitfp4_{name}_forced", default=None)
+        self._tuned_of = functools.lru_cache(maxsize=4)(self._read_tuned)
         self.plan = functools.lru_cache(maxsize=4096)(self._plan)
         for kernel in kernels:
             register(kernel, functools.partial(self._specs, kernel))
+        _operations[name] = self
         _library.define(_schema(name, arguments))
         self.operator = getattr(torch.ops.jitfp4, name).default
         _library.impl(name, lambda *args: self._launch(self._checked(args)), "CUDA")
@@ -98,12 +127,70 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         """Every tactic that can run a problem."""
         return itertools.chain.from_iterable(kernel.candidates(problem, arch) for kernel in self.kernels)
 
-    def select(self, problem: ProblemT, arch: Arch) -> Any:
-        """The tactic that the tables give. Pure: reads no device, no clock and no environment."""
-        for row in table_for(self.tables, arch).rows:
+    def select(self, problem: ProblemT, arch: Arch, tuned: TacticsFile | None = None) -> Any:
+        """The tactic of a problem: forced, else tuned, else the table's. Reads no device, no clock, no environment."""
+        return self.selection(problem, arch, tuned).tactic
+
+    def selection(self, problem: ProblemT, arch: Arch, tuned: TacticsFile | None = None) -> Selection:
+        """What select() gives, and why."""
+        if (forced := self._forced.get()) is not None:
+            return Selection(forced, "forced")
+        if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
+            return Selection(tactic, f"tuned: {tuned.path}")
+        table, row = self._row(problem, arch)
+        source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
+        return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of {source}")
+
+    def bucket(self, problem: ProblemT) -> ProblemT:
+        """The problem that stands for those that are tuned as one: ``growing`` fields are rounded to powers of two."""
+        sizes = {name: getattr(problem, name) for name in self._growing}
+        return problem._replace(**{name: 1 << max(0, size - 1).bit_length() for name, size in sizes.items()})  # type: ignore[attr-defined,no-any-return]
+
+    def tuned(self, problem: ProblemT, arch: Arch, file: TacticsFile) -> Any:
+        """The tactic that a file gives for a problem; None without one that can run it."""
+        if file.arch != arch.name or (tactic := self._tuned_of(file).get(self.bucket(problem))) is None:
+            return None
+        return tactic if self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None else None
+
+    def chosen(self, choice: Choice) -> tuple[ProblemT, Any]:
+        """Problem and tactic of a tuned choice. Raises ArgumentError when this version does not have them."""
+        known = {kernel.name: kernel for kernel in self.kernels}
+        if choice.kernel not in known:
+            raise ArgumentError("kernel", repr(choice.kernel), ", ".join(known))
+        kernel = known[choice.kernel]
+        tactic = record_of(kernel.tactic, choice.tactic, "tactic")
+        if tactic not in kernel.tactics:
+            raise ArgumentError("tactic", tactic, f"one that {kernel.name} lists")
+        return record_of(self.problem_type, choice.problem, "problem"), tactic
+
+    @functools.cached_property
+    def problem_type(self) -> type[ProblemT]:
+        """The type of its problems."""
+        return next(type(problem) for arch in ARCHS.values() for problem in self._problems(arch))
+
+    @functools.cache  # noqa: B019 - operations live as long as the process
+    def problems(self, arch: Arch) -> tuple[ProblemT, ...]:
+        """Problems that together meet every row of every table; none where it has no kernel."""
+        return tuple(self._problems(arch))
+
+    def _read_tuned(self, file: TacticsFile) -> dict[ProblemT, Any]:
+        found = {}
+        for choice in file.of(self.name):
+            try:
+                problem, tactic = self.chosen(choice)
+            except ArgumentError as error:  # of another version of jitfp4
+                _log.warning("%s: %s: %s; its table selects", file.path, self.name, error)
+            else:
+                found[problem] = tactic
+        return found
+
+    def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any]]:
+        """The table of an architecture, and its first row that fits a problem and can run it."""
+        table = table_for(self.tables, arch)
+        for row in table.rows:
             kernel = self._kernel_of[type(row.tactic)]
             if row.fits(problem, arch) and kernel.rejects(problem, row.tactic, arch) is None:
-                return row.tactic
+                return table, row
         raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
 
     @contextmanager
@@ -120,8 +207,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 self._forced.reset(token)
 
     def _plan(self, problem: ProblemT, arch: Arch, tactic: Any = None) -> Plan:
-        """The launch of a problem, by ``tactic`` or by the one that select() gives. Remembered."""
-        tactic = self.select(problem, arch) if tactic is None else tactic
+        """The launch of a problem, by ``tactic`` or by the one that the tables give. Remembered."""
+        tactic = self._row(problem, arch)[1].tactic if tactic is None else tactic
         return self._kernel_of[type(tactic)].plan(problem, tactic, arch)
 
     def _specs(self, kernel: AnyKernel, arch: Arch, which: Which) -> Iterable[KernelSpec]:
@@ -130,9 +217,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
     @functools.cache  # noqa: B019 - operations live as long as the process
     def _all_specs(self, arch: Arch, which: Which) -> tuple[tuple[AnyKernel, KernelSpec], ...]:
         found: dict[tuple[AnyKernel, KernelSpec], None] = {}
-        for problem in self._problems(arch):
-            tactics = [self.select(problem, arch)] if which == "selected" else self.candidates(problem, arch)
-            for tactic in tactics:
+        for problem in self.problems(arch):
+            selected = which == "selected"
+            for tactic in [self._row(problem, arch)[1].tactic] if selected else self.candidates(problem, arch):
                 kernel = self._kernel_of[type(tactic)]
                 found[kernel, kernel.specialise(problem, tactic)] = None
         return tuple(found)
@@ -151,8 +238,13 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         output = getattr(arguments, self._output)
         if not output.numel():
             return
-        target = engine.target_of(output)
-        plan = self.plan(self.problem(arguments), target.arch, self._forced.get())
+        target, problem = engine.target_of(output), self.problem(arguments)
+        if (observer := _observer.get()) is not None:
+            observer(Observed(self, arguments, problem, target))
+        tactic = self._forced.get()
+        if tactic is None and (file := tactics.active(lambda: target.gpu)) is not None:
+            tactic = self.tuned(problem, target.arch, file)
+        plan = self.plan(problem, target.arch, tactic)
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
         if replay.is_noting():
@@ -190,6 +282,28 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         """What the public function calls an argument."""
         renamed = dict(pair.split("=") for pair in getattr(arguments, "names", "").split(",") if pair)
         return renamed.get(name, name)
+
+
+def operations(name: str | None = None) -> tuple[Operation[Any, Any], ...]:
+    """All operations of the imported families in name order, or the one called ``name``.
+
+    Raises ArgumentError when there is none of that name.
+    """
+    found = tuple(known for key, known in sorted(_operations.items()) if name in (None, key))
+    if not found:
+        raise ArgumentError("operation", repr(name), ", ".join(sorted(_operations)))
+    return found
+
+
+@contextmanager
+def observed(observer: Callable[[Observed], None]) -> Iterator[None]:
+    """Inside the block ``observer`` sees every call of this context that launches a kernel, before it does."""
+    token = _observer.set(observer)
+    with replay.suspended():
+        try:
+            yield
+        finally:
+            _observer.reset(token)
 
 
 def _hints(arguments: type[Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A public function checks its arguments, allocates what it returns, and launches. All of that follows from dtypes,
 shapes, strides, devices and flags, so a second call with the same ones needs none of it. ``@replayed`` looks those up;
 when it has met them, it allocates the results, launches with the new addresses, and returns. A call is remembered only
-when it was one launch, and each address that the kernel got was that of an argument or of a result.
+when it was one launch, and each address that the kernel got was that of an argument, of a result, or of what
+``temporary`` made.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from jitfp4.addresses import ALIGNMENT, extent
 from jitfp4.dispatch import current_stream, empty_cuda, exchange_device, guard, is_plain, is_watched
 from jitfp4.layouts import SfLayout
-from jitfp4.tensors import ALIGNMENT, extent
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_address = torch.Tensor.data_ptr
 _MOST = 4096  # flags that a function remembers calls for, and sets of addresses that a call remembers
 
 
@@ -44,26 +46,56 @@ class Step(NamedTuple):
     disjoint: tuple[tuple[int, int], ...]
 
 
-_steps: ContextVar[list[Step | None] | None] = ContextVar("jitfp4_steps", default=None)
+class _Temporary(NamedTuple):
+    """What a call made for its launch, how, and of which arguments and earlier temporaries."""
+
+    tensor: torch.Tensor
+    make: Callable[..., torch.Tensor]
+    sources: tuple[torch.Tensor, ...]
+
+
+class _Notes(NamedTuple):
+    """What a call did, as long as it runs."""
+
+    steps: list[Step | None]
+    temporaries: list[_Temporary]
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("jitfp4_notes", default=None)
 _memories: list[_Memory] = []
 _MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
 _suspended = 0
+_generation = 0  # of what calls were chosen by: forget() begins a new one
 _counting = threading.Lock()
 
 
 def note(step: Step | None) -> None:
     """Tell the call that is being remembered, if any, what was launched; None for what cannot be repeated."""
-    if (steps := _steps.get()) is not None:
-        steps.append(step)
+    if (notes := _notes.get()) is not None:
+        notes.steps.append(step)
+
+
+def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
+    """What ``make(*sources)`` returns, in memory of its own: a repeated call makes it anew of its own tensors.
+
+    ``sources`` are arguments of the call, or temporaries; ``make`` keeps no tensor and is the same for equal flags.
+    """
+    tensor = make(*sources)
+    if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
+        notes.temporaries.append(_Temporary(tensor, make, sources))
+    return tensor
 
 
 def is_noting() -> bool:
     """Whether a call is being remembered."""
-    return _steps.get() is not None
+    return _notes.get() is not None
 
 
 def forget() -> None:
-    """Forget every call."""
+    """Forget every call, also those that threads are about to remember."""
+    global _generation
+    with _counting:
+        _generation += 1
     for memory in _memories:
         memory.clear()
 
@@ -141,22 +173,31 @@ def _take(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that gives the items with these numbers, as a tuple."""
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)
-    return lambda values: tuple([values[number] for number in numbers])
+    if not numbers:
+        return _nothing
+    (number,) = numbers
+    return lambda values: (values[number],)
+
+
+def _nothing(_values: Sequence[Any]) -> tuple[Any, ...]:
+    return ()
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
-    token = _steps.set([])
+    notes, generation = _Notes([], []), _generation
+    token = _notes.set(notes)
     try:
         result = function()
-        steps = _steps.get() or []
     finally:
-        _steps.reset(token)
+        _notes.reset(token)
     if all(map(is_plain, tensors)):
-        call, lasting = _understand(steps, tensors, result)
+        call, lasting = _understand(notes, tensors, result)
         if lasting:
             if len(memory) >= _MOST:
                 memory.clear()
-            memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
+            with _counting:
+                if generation == _generation:
+                    memory[key] = (*memory.get(key, ())[-_MOST_OF_A_KEY:], (guard(tensors), call))
     return result
 
 
@@ -165,40 +206,43 @@ _Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class _Call(NamedTuple):
-    """What a call did. A number counts the arguments that are tensors, and then those that it allocated."""
+    """What a call did. A number counts the arguments that are tensors, then temporaries, then what it allocated."""
 
     launch: Launch
     device: int
-    sources: tuple[int, ...]  # of the launch's tensors
+    chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launch's tensors
     twins: tuple[tuple[int, int], ...]  # arguments that lie at one address
+    temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
     outputs: tuple[_Output, ...]
-    results: tuple[int, ...]
-    single: bool  # one tensor is returned, not a tuple
+    results: Callable[[Sequence[torch.Tensor]], Any]
     allowed: set[tuple[int, ...]]  # addresses that were looked at before
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Do it again. Returns None, having done nothing, where an address forbids it."""
-        for first, second in self.twins:
+        launch, device, chosen, twins, temporaries, _, _, outputs, results, allowed = self  # once, not one by one
+        for first, second in twins:
             if tensors[first].data_ptr() != tensors[second].data_ptr():
                 return None
-        previous = exchange_device(self.device)
+        previous = exchange_device(device)
         try:
-            if self.outputs:
-                tensors = (*tensors, *[empty_cuda(*output) for output in self.outputs])
-            addresses = (*[tensors[source].data_ptr() for source in self.sources],)
-            if addresses not in self.allowed:
+            for make, sources in temporaries:
+                tensors = (*tensors, make(*[tensors[source] for source in sources]))
+            if outputs:
+                tensors = (*tensors, *[empty_cuda(*output) for output in outputs])
+            addresses = (*map(_address, chosen(tensors)),)
+            if addresses not in allowed:
                 if not self._allows(addresses):
                     return None
-                if len(self.allowed) >= _MOST:
-                    self.allowed.clear()
-                self.allowed.add(addresses)
-            self.launch.launch(current_stream(self.device), addresses)
+                if len(allowed) >= _MOST:
+                    allowed.clear()
+                allowed.add(addresses)
+            launch.launch(current_stream(device), addresses)
         finally:
-            if previous != self.device:
+            if previous != device:
                 exchange_device(previous)
-        return tensors[self.results[0]] if self.single else tuple([tensors[number] for number in self.results])
+        return results(tensors)
 
     def _allows(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses are as aligned, and the tensors as much apart, as the operation asks for."""
@@ -214,11 +258,11 @@ launch.
 """
 
 
-def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], result: Any) -> tuple[_Call | None, bool]:
+def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[_Call | None, bool]:
     """How to repeat a call; or None, and whether calls like it will never be repeatable."""
-    if len(steps) != 1 or steps[0] is None:
-        return None, bool(steps)
-    step, returned = steps[0], result if isinstance(result, tuple) else (result,)
+    if len(notes.steps) != 1 or notes.steps[0] is None:
+        return None, bool(notes.steps)
+    step, returned = notes.steps[0], result if isinstance(result, tuple) else (result,)
     places: dict[int, int] = {}
     twins: list[tuple[int, int]] = []
     for number, tensor in enumerate(given):
@@ -226,6 +270,14 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
             first = places.setdefault(tensor.data_ptr(), number)
             if first != number:
                 twins.append((first, number))  # which of them the kernel got cannot be told: they must be one again
+    known, temporaries = list(given), []
+    for tensor, make, sources in notes.temporaries:
+        numbers = [next((n for n, one in enumerate(known) if one is source), -1) for source in sources]
+        if -1 in numbers or tensor.data_ptr() in places:
+            return None, True
+        places[tensor.data_ptr()] = len(known)
+        known.append(tensor)
+        temporaries.append((make, tuple(numbers)))
     outputs: list[_Output] = []
     results: list[int] = []
     for tensor in returned:
@@ -233,7 +285,7 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
         if number < 0:
             if not isinstance(tensor, torch.Tensor) or not _is_whole(tensor) or tensor.data_ptr() in places:
                 return None, True
-            number = places[tensor.data_ptr()] = len(given) + len(outputs)
+            number = places[tensor.data_ptr()] = len(known) + len(outputs)
             outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
         results.append(number)
     tensors = step.tensors
@@ -243,13 +295,13 @@ def _understand(steps: Sequence[Step | None], given: Sequence[torch.Tensor], res
     call = _Call(
         step.launch,
         tensors[0].get_device(),
-        tuple(places[tensor.data_ptr()] for tensor in tensors),
+        _take([places[tensor.data_ptr()] for tensor in tensors]),
         tuple(twins),
+        tuple(temporaries),
         step.aligned,
         tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
         tuple(outputs),
-        tuple(results),
-        not isinstance(result, tuple),
+        _take(results) if isinstance(result, tuple) else operator.itemgetter(*results),
         set(),
     )
     return call, True

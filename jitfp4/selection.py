@@ -35,12 +35,13 @@ def rows(*tactics: tuple[TacticT, dict[str, Any]], **when: Any) -> tuple[Row[Tac
 class Table(Generic[TacticT]):
     """Rows in the order in which they are asked; the first that fits a problem, and can run it, is taken.
 
-    ``measured`` is the committed file, below ``bench/results``, that the rows were read from. A table serves the
-    architectures in ``archs``; one without any serves those that no other table of the operation names.
+    ``measured`` is the committed file, below ``bench/results``, that the rows were read from; None while they are a
+    guess. A table serves the architectures in ``archs``; one without any serves those that no other table of the
+    operation names.
     """
 
     rows: tuple[Row[TacticT], ...]
-    measured: str
+    measured: str | None
     archs: tuple[str, ...] = ()
 
 

@@ -8,10 +8,11 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from jitfp4.errors import ArgumentError
 
+RecordT = TypeVar("RecordT")
 Dim3 = tuple[int, int, int]
 
 
@@ -25,7 +26,7 @@ class KernelSpec:
 
     def fields(self) -> dict[str, str | int | bool]:
         """The fields as JSON values, in declaration order; a StrEnum gives its value, an IntEnum its name."""
-        return {f.name: _as_json(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return fields_of(self)
 
     def json(self) -> str:
         """Canonical JSON: sorted keys, no spaces. Part of the generated source, and so of the cache key."""
@@ -34,17 +35,30 @@ class KernelSpec:
     @classmethod
     def from_fields(cls, values: Mapping[str, object]) -> Self:
         """The inverse of fields(). Raises ArgumentError on a missing, unknown or impossible value."""
-        types = typing.get_type_hints(cls)
-        names = [f.name for f in dataclasses.fields(cls)]
-        if sorted(values) != sorted(names):
-            raise ArgumentError("spec", sorted(values), f"exactly {sorted(names)}")
-        try:
-            return cls(**{name: _from_json(types[name], values[name]) for name in names})
-        except (KeyError, ValueError) as error:
-            raise ArgumentError("spec", dict(values), f"values of {cls.__name__}: {error}") from None
+        return record_of(cls, values, "spec")
 
     def __str__(self) -> str:
         return ",".join(f"{name}={str(value).lower()}" for name, value in self.fields().items())
+
+
+def fields_of(record: Any) -> dict[str, str | int | bool]:
+    """The fields of a spec, a problem or a tactic (a dataclass or a NamedTuple) as JSON values, in their order."""
+    return {name: _as_json(getattr(record, name)) for name in _names(type(record))}
+
+
+def record_of(kind: type[RecordT], values: Mapping[str, object], what: str) -> RecordT:
+    """The inverse of fields_of(). Raises ArgumentError for ``what`` on a missing, unknown or impossible value."""
+    types, names = typing.get_type_hints(kind), _names(kind)
+    if sorted(values) != sorted(names):
+        raise ArgumentError(what, sorted(values), f"exactly {sorted(names)}")
+    try:
+        return kind(**{name: _from_json(types[name], values[name]) for name in names})
+    except (KeyError, ValueError) as error:
+        raise ArgumentError(what, dict(values), f"values of {kind.__name__}: {error}") from None
+
+
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list(kind._fields)
 
 
 def _as_json(value: Any) -> str | int | bool:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
 from jitfp4.errors import ArgumentError, ArgumentTypeError
@@ -18,9 +19,6 @@ from jitfp4.layouts import SfLayout
 
 _LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-ALIGNMENT = 16
-"""Bytes of the widest access that every kernel makes."""
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
@@ -77,13 +75,14 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
     if isinstance(scales, (int, float)):
         if not scales > 0:
             raise ArgumentError(name, scales, "a finite number above 0")
-        return torch.full((1,), float(scales), dtype=torch.float32, device=like.device)
+        value, device = float(scales), like.device
+        return replay.temporary(lambda: torch.full((1,), value, dtype=torch.float32, device=device))
     check_dtype(name, scales, _FLOATS)
     if not is_among(scales.numel(), sizes):
         raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
     check_same_device(name, scales, like)
     check_contiguous(name, scales)
-    return scales if scales.dtype == torch.float32 else scales.float()
+    return scales if scales.dtype == torch.float32 else replay.temporary(torch.Tensor.float, scales)
 
 
 def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
@@ -129,26 +128,16 @@ def output(
     return out
 
 
-def meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
-    """Whether two extents have a byte in common."""
-    return first[0] < second[1] and second[0] < first[1]
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the first behind its last, gaps included; equal when empty."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    if not tensor.numel():
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
 @functools.cache
 def device_arch(index: int) -> Arch:
     """The architecture of CUDA device ``index``."""
     return Arch.of_capability(*torch.cuda.get_device_capability(index))
+
+
+@functools.cache
+def device_name(index: int) -> str:
+    """What the driver calls CUDA device ``index``, such as ``NVIDIA H200``."""
+    return torch.cuda.get_device_name(index)
 
 
 class on_device:  # noqa: N801 - used as a statement: with on_device(index) as stream

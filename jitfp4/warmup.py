@@ -14,7 +14,9 @@ from jitfp4.arch import Arch
 from jitfp4.cache import Loaded
 from jitfp4.errors import ArgumentError, CompileError, ToolchainError
 from jitfp4.kernel import AnyKernel, kernels, lookup
+from jitfp4.operation import operations
 from jitfp4.spec import KernelSpec
+from jitfp4.tactics import TacticsFile
 
 PLAN_SCHEMA = 1
 
@@ -46,6 +48,17 @@ def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...
     return tuple(
         Task(kernel, spec, arch) for arch in archs for kernel in dict.fromkeys(chosen) for spec in kernel.specs(arch)
     )
+
+
+def tuned(file: TacticsFile) -> tuple[Task, ...]:
+    """The kernels that the choices of a tactics file need. Raises ArgumentError for one of another version."""
+    arch, tasks = Arch.of(file.arch), list[Task]()
+    for choice in file.choices.values():
+        (operation,) = operations(choice.operation)
+        problem, tactic = operation.chosen(choice)
+        kernel = lookup(choice.kernel)
+        tasks.append(Task(kernel, kernel.specialise(problem, tactic), arch))
+    return tuple(dict.fromkeys(tasks))
 
 
 def write_plan(tasks: Iterable[Task]) -> str:

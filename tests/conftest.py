@@ -1,9 +1,10 @@
-"""Marks, isolation and the GPU gate: every test has its own kernel cache, and `gpu` tests run only where there is
-one.
+"""Marks, isolation, samples and the GPU gate: no test sees the user's kernel cache, `gpu` tests run only where there
+is a GPU, and what takes long runs as a sample unless ``--all`` is given.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,16 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from jitfp4 import engine
+from jitfp4 import engine, nvrtc
 from jitfp4.errors import ToolchainError
+from tests.support import ptx
+from tests.support.sample import beside_the_sample
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", dest="whole", help="run every case and full counts, not samples")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m: what they choose is sampled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=on_gpu)
-    items[:] = [item for item in items if item not in on_gpu]
+    left_out: set[pytest.Item] = set()
+    if not torch.cuda.is_available():
+        left_out.update(item for item in items if item.get_closest_marker("gpu"))
+    if not config.getoption("whole"):
+        left_out.update(beside_the_sample([item for item in items if item not in left_out]))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,6 +59,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether this run does everything (``--all``): full counts, not samples."""
+    return bool(request.config.getoption("whole"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_ptx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The PTX of each kernel is compiled once in a run, also where its tests are spread over workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ptx"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "compile_ptx", ptx.kept(folder, nvrtc.compile_ptx))
+        yield
+
+
+@pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for the kernels that tests compile in order to run them."""
     return tmp_path_factory.mktemp("cache")
@@ -56,8 +84,8 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def isolated_cache(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
     """No test reads or writes the user's cache, and none sees another's configuration."""
-    for name in ("JITFP4_CACHE_RO", "JITFP4_CACHE", "JITFP4_OFFLINE", "JITFP4_STRICT", "JITFP4_BUNDLE_SHA256"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("CACHE_RO", "CACHE", "OFFLINE", "STRICT", "BUNDLE_SHA256", "TACTICS"):
+        monkeypatch.delenv(f"JITFP4_{name}", raising=False)
     monkeypatch.setenv("JITFP4_CACHE_DIR", str(shared_cache))
     engine.reset()
     yield

@@ -14,6 +14,7 @@ from jitfp4.errors import BundleError
 
 SCHEMA = 1
 MAX_INDEX_BYTES = 64 << 20
+MAX_TACTICS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +49,19 @@ class Listed:
 
 @dataclass(frozen=True)
 class Index:
-    """Listed entries, by recipe and toolchain, without duplicates."""
+    """Listed entries, by recipe and toolchain, without duplicates.
+
+    ``tactics`` is the size in bytes and the SHA-256 of the tactics file that goes with them, if one does.
+    """
 
     entries: tuple[Listed, ...]
+    tactics: tuple[int, str] | None = None
 
     @classmethod
-    def of(cls, entries: Iterable[Listed]) -> Index:
+    def of(cls, entries: Iterable[Listed], tactics: tuple[int, str] | None = None) -> Index:
         """The index of ``entries`` in whatever order they come."""
         by_place = {(entry.recipe, entry.toolchain): entry for entry in entries}
-        return cls(tuple(by_place[place] for place in sorted(by_place)))
+        return cls(tuple(by_place[place] for place in sorted(by_place)), tactics)
 
     def encode(self) -> bytes:
         """The text that is hashed: the same entries always give the same bytes."""
@@ -70,7 +75,8 @@ class Index:
             }
             for entry in self.entries
         ]
-        return (json.dumps({"schema": SCHEMA, "entries": entries}, indent=1) + "\n").encode()
+        tactics = {"tactics": dict(zip(("bytes", "sha256"), self.tactics, strict=True))} if self.tactics else {}
+        return (json.dumps({"schema": SCHEMA, **tactics, "entries": entries}, indent=1) + "\n").encode()
 
     @classmethod
     def decode(cls, data: bytes, digest: str | None = None) -> Index:
@@ -84,17 +90,19 @@ class Index:
             raise BundleError(f"the index hashes to {found}, not to the digest {digest}")
         if data == cls(()).encode():
             return cls(())
-        if not (data.startswith(_HEAD) and data.endswith(_TAIL)):
+        head = _HEAD.match(data)
+        if head is None or not data.endswith(_TAIL):
             raise BundleError("not an index, or not in canonical form")
-        entries, at, end = list[Listed](), len(_HEAD), len(data) - len(_TAIL)
+        entries, at, end = list[Listed](), head.end(), len(data) - len(_TAIL)
         while at < end:
             match = _ENTRY.match(data, at, end)
             if match is None or (match.end() == end) == bool(match["more"]):
                 raise BundleError(f"not an index in canonical form: byte {at}")
             entries.append(_parse(match))
             at = match.end()
-        index = cls(tuple(entries))
-        if index != cls.of(entries):
+        tactics = _check_size("tactics", int(head["bytes"]), head["sha256"].decode()) if head["bytes"] else None
+        index = cls(tuple(entries), tactics)
+        if index != cls.of(entries, tactics):
             raise BundleError("the index is not in canonical form: its entries are not in order")
         return index
 
@@ -109,7 +117,11 @@ class Index:
         return hashlib.sha256(self.encode()).hexdigest()
 
 
-_HEAD = b'{\n "schema": %d,\n "entries": [\n' % SCHEMA
+_HEAD = re.compile(
+    rb'\{\n "schema": %d,\n'
+    rb'(?: "tactics": \{\n  "bytes": (?P<bytes>0|[1-9]\d{0,9}),\n  "sha256": "(?P<sha256>[0-9a-f]{64})"\n \},\n)?'
+    rb' "entries": \[\n' % SCHEMA
+)
 _TAIL = b"\n ]\n}\n"
 _FILE = rb',\n   "%s": \{\n    "bytes": (0|[1-9]\d{0,9}),\n    "sha256": "([0-9a-f]{64})"\n   \}'
 _ENTRY = re.compile(
@@ -132,8 +144,9 @@ def _parse(match: re.Match[bytes]) -> Listed:
 
 
 def _check_size(name: str, size: int, sha256: str) -> tuple[int, str]:
-    if size > MAX_BYTES[name]:
-        raise BundleError(f"{name}: {size} bytes, more than {MAX_BYTES[name]}")
+    most = MAX_BYTES.get(name, MAX_TACTICS_BYTES)
+    if size > most:
+        raise BundleError(f"{name}: {size} bytes, more than {most}")
     return size, sha256
 
 

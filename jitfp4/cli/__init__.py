@@ -10,14 +10,23 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from jitfp4.cli import cache, doctor, render, simulate, transfer, warmup  # noqa: F401 - transfer adds its commands to cache's
-from jitfp4.cli.output import say
+from jitfp4.cli import (
+    cache,
+    doctor,
+    render,
+    simulate,
+    tactics,
+    transfer,  # noqa: F401 - adds its commands to cache's
+    warmup,
+)
+from jitfp4.cli.output import put, say
 from jitfp4.errors import Jitfp4Error
+from jitfp4.version import version
 
 __all__ = ["app"]
 
@@ -47,8 +56,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _put_version(wanted: bool) -> None:
+    if wanted:
+        put(f"jitfp4 {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_put_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(epilog=warmup.EXAMPLES)(warmup.warmup)
 app.command(epilog=render.EXAMPLES)(render.render)
 app.add_typer(cache.app)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=tactics.FAMILIES_EXAMPLES)(tactics.families)
+app.command(epilog=tactics.EXAMPLES)(tactics.tactics)
+app.command(epilog=tactics.TUNE_EXAMPLES)(tactics.tune)
 app.command("sim", epilog=simulate.EXAMPLES)(simulate.simulate)

@@ -23,7 +23,7 @@ from jitfp4.cli.gpus import Driver, cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples
 from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, say
 from jitfp4.config import Config
-from jitfp4.errors import CacheError, CompileError, ToolchainError, UnsupportedArchError
+from jitfp4.errors import CacheError, CompileError, TacticsError, ToolchainError, UnsupportedArchError
 
 EXAMPLES = examples(
     "jitfp4 doctor",
@@ -56,6 +56,7 @@ def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
         _cache(config),
         *map(_layer, Cache(config).layers),
         _gpu(config),
+        *([_tactics(config.tactics)] if config.tactics else []),
     ]
     problems = [problem for finding in findings for problem in finding.problems]
     if as_json:
@@ -176,6 +177,20 @@ def _gpu(config: Config) -> Finding:
     finding.facts["devices"] = devices
     if driver and not config.offline:
         finding.problems += _unfit_compiler(driver, {str(device["arch"]) for device in devices})
+    return finding
+
+
+def _tactics(path: Path) -> Finding:
+    """What calls would make of the file that JITFP4_TACTICS names."""
+    from jitfp4.tactics import read
+
+    finding, driver = Finding("tactics", {"path": str(path)}), cuda_driver()
+    try:
+        file = read(path)
+        finding.facts |= {"gpu": file.gpu, "toolchain": file.toolchain, "choices": len(file.choices)}
+        file.check(gpu.name for gpu in (driver.gpus if driver else ()))
+    except (OSError, TacticsError) as error:
+        finding.problems.append(f"{error}; the committed tables select tactics")
     return finding
 
 

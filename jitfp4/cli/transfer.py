@@ -13,7 +13,7 @@ from jitfp4.cli.cache import app
 from jitfp4.cli.options import ArchNames, AsJson, CacheDir, configure, examples, read_archs, read_digest, read_plan
 from jitfp4.cli.output import plural, put, put_json, say
 from jitfp4.config import Config
-from jitfp4.errors import ArgumentError, CacheError
+from jitfp4.errors import ArgumentError, BundleError, CacheError
 
 if TYPE_CHECKING:
     from jitfp4.bundle import Imported
@@ -34,6 +34,9 @@ def export(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The bundle to write.")],
     plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
     arch: ArchNames = None,
+    tactics: Annotated[
+        Path | None, typer.Option("--tactics", metavar="FILE", help="A tactics file that goes with them.")
+    ] = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +48,7 @@ def export(
 
     check_out(out)
     entries = _entries(configure(cache_dir), plan, arch)
-    digest = export_bundle(entries, out)
+    digest = export_bundle(entries, out, _read_tactics(tactics) if tactics is not None else None)
     _put_digest("cache export", digest, len(entries), str(out), as_json)
 
 
@@ -74,6 +77,9 @@ def wheel(
 def import_(
     bundle: Annotated[Path, typer.Argument(metavar="FILE", help="A bundle that export wrote.")],
     digest: Digest = None,
+    tactics: Annotated[
+        Path | None, typer.Option("--tactics", metavar="FILE", help="Where to write the tactics file of the bundle.")
+    ] = None,
     shared: Shared = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
@@ -88,6 +94,8 @@ def import_(
     config = configure(cache_dir)
     wanted = read_digest(digest, config)
     done = import_bundle(bundle, Cache(config, world_readable=shared), wanted)
+    if tactics is not None:
+        _write_tactics(bundle, done, tactics)
     _put_imported("cache import", done, wanted is not None, as_json)
 
 
@@ -126,6 +134,21 @@ def pull(
     chosen = wanted or _only_digest(remote)
     done = remote.pull(chosen, Cache(config, world_readable=shared))
     _put_imported("cache pull", done, wanted is not None, as_json)
+
+
+def _read_tactics(path: Path) -> bytes:
+    """The file, verified."""
+    from jitfp4.tactics import read
+
+    return read(path).encode()
+
+
+def _write_tactics(bundle: Path, done: Imported, path: Path) -> None:
+    from jitfp4.tactics import TacticsFile, write
+
+    if done.tactics is None:
+        raise BundleError(f"{bundle}: has no tactics file; export it with --tactics")
+    write(TacticsFile.decode(done.tactics), path)
 
 
 def _only_digest(remote: Remote) -> str:

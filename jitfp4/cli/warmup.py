@@ -66,6 +66,9 @@ def warmup(
     dtype: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Comma-separated: kernels for these activations only, as bf16.")
     ] = None,
+    tactics: Annotated[
+        Path | None, typer.Option("--tactics", metavar="FILE", help="Also the kernels that a tactics file selects.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Compilations at a time; 0: as cores and memory allow.")] = 0,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Only the I-th (from 0) of N parts.")] = "0/1",
     check: Annotated[bool, typer.Option("--check", help="Build nothing; list what is missing.")] = False,
@@ -79,7 +82,7 @@ def warmup(
     --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C: what was finished is kept.
     """
     configure(cache_dir)
-    tasks = _select(plan, arch, read_families(family), split(dtype), shard)
+    tasks = _select(plan, arch, read_families(family), split(dtype), shard, tactics)
     if write_plan is not None:
         _write_plan(tasks, write_plan, as_json)
     elif check:
@@ -97,10 +100,16 @@ def default_jobs() -> int:
 
 
 def _select(
-    path: Path | None, arch: str | None, patterns: Sequence[str], dtypes: Sequence[str], shard: str
+    path: Path | None,
+    arch: str | None,
+    patterns: Sequence[str],
+    dtypes: Sequence[str],
+    shard: str,
+    tactics: Path | None,
 ) -> tuple[Task, ...]:
     from jitfp4 import warmup
     from jitfp4.kernel import kernels
+    from jitfp4.tactics import read
 
     if path is not None:
         archs = read_archs("all" if arch is None else arch)
@@ -108,7 +117,10 @@ def _select(
         tasks = tuple(t for t in read_plan(path) if t.arch in archs and t.kernel in chosen)
     else:
         tasks = warmup.plan(read_archs(arch) if arch is not None else _archs_of_this_machine(), patterns)
-    return warmup.shard(_of_dtypes(tasks, dtypes), *read_shard(shard))
+    tasks = tuple(_of_dtypes(tasks, dtypes))
+    if tactics is not None:
+        tasks = tuple(dict.fromkeys((*tasks, *warmup.tuned(read(tactics)))))
+    return warmup.shard(tasks, *read_shard(shard))
 
 
 def _of_dtypes(tasks: Sequence[Task], dtypes: Sequence[str]) -> Sequence[Task]:

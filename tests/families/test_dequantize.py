@@ -21,6 +21,7 @@ from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.reference import quantize as reference
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import random_matrix
+from tests.support.sample import SIM_ARCHS
 
 LAYOUTS = list(SfLayout)
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -119,7 +120,7 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_simulated_kernel(arch: str, layout: SfLayout, out_dtype: torch.dtype) -> None:

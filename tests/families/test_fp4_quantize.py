@@ -41,7 +41,7 @@ LAYOUTS = list(SfLayout)
 SIM = [pytest.mark.sim, pytest.mark.compile]
 TMA_DEVICES = [
     pytest.param("sm_90a", marks=SIM),
-    pytest.param("sm_100a", marks=SIM),
+    pytest.param("sm_100a", marks=[*SIM, pytest.mark.one_in(4)]),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
@@ -257,6 +257,7 @@ def test_impossible_specs_are_refused() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
 def test_machine_code_converts_and_loads_as_the_architecture_can(arch: str) -> None:
     """Blackwell converts to E2M1 with one instruction; loads are 16 bytes wide, 32 there."""

@@ -41,6 +41,7 @@ from tests.support.gdn import (
     moved,
     recurrence,
 )
+from tests.support.sample import SIM_ARCHS
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -128,6 +129,7 @@ def tactics(head_dim: int) -> Iterator[WalkTactic]:
 
 
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles_everywhere_without_local_memory(arch: str) -> None:
     problems = [
@@ -175,7 +177,7 @@ def check_kernel(
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int) -> None:
@@ -207,7 +209,7 @@ def test_simulated_gates_are_close() -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_simulated_pools_strides_and_orders(arch: str) -> None:
     with sim.device(arch):
         check_pool("cpu", torch.int32)

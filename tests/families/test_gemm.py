@@ -12,6 +12,7 @@ from jitfp4.families.gemm.problem import NarrowTactic, Problem, rejects
 from jitfp4.families.gemm.tables import TABLE, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.gemm import LINEAR, assert_close, assert_product, make_codes, make_weight
+from tests.support.sample import SIM_ARCHS
 
 BF16, F16 = torch.bfloat16, torch.float16
 SIM = [pytest.mark.sim, pytest.mark.compile]
@@ -91,8 +92,10 @@ SIMULATED = (
 )
 
 
+@pytest.mark.sim
+@pytest.mark.compile
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
-@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM), pytest.param("sm_100a", marks=SIM)])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
     """More chunks than stages, a last CTA with rows to spare, a last chunk that is not whole."""
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):

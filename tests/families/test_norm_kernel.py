@@ -19,6 +19,7 @@ from jitfp4.formats import DType
 from jitfp4.reference import norm as reference
 from tests.support.compare import assert_same_bytes
 from tests.support.norm import DTYPES, FORMATS, LAYOUTS, LINEAR, check, rows_of_all_kinds
+from tests.support.sample import SIM_ARCHS
 from tests.support.sass import disassemble
 
 # ---- selection -------------------------------------------------------------------------------------------------------
@@ -61,6 +62,7 @@ def test_specs_name_no_size_of_a_problem() -> None:
 
 @pytest.mark.compile
 @pytest.mark.slow
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
 def test_no_local_memory_and_wide_accesses(arch: str, add: bool) -> None:
@@ -80,7 +82,7 @@ SIM_SHAPES = [(7, 64), (3, 80), (2, 1040), (131, 128), (2, 4160)]
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize(("block", "scale_format"), FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_format: str) -> None:

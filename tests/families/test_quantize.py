@@ -13,6 +13,7 @@ from jitfp4.formats import E2M1_VALUES, NVFP4
 from jitfp4.reference import quantize as reference
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
+from tests.support.sample import SIM_ARCHS
 
 DTYPES = [torch.bfloat16, torch.float16]
 LAYOUTS = list(SfLayout)
@@ -216,7 +217,7 @@ def test_no_global_scale_tells_kernels_and_reference_apart(scale: float, device:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_simulated_kernel(arch: str, layout: SfLayout, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -13,12 +14,17 @@ import pytest
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import TILE, Cache, Pages
+from jitfp4.families.attention.problem import Problem as DecodeProblem
+from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
+from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
+from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.families.kv import operation as kv
 from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
@@ -39,6 +45,7 @@ OPERATIONS = [
     ATTENTION,
     GATED_DELTA_RULE,
     MM_BF16_FP4,
+    MM_FP4,
     RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
@@ -54,9 +61,10 @@ Measured = dict[Any, float]
 # ---- what was measured -----------------------------------------------------------------------------------------------
 
 
-def lines_of(operation: Operation[Any, Any]) -> list[Line]:
-    """The measurements that the H200's table names."""
-    (table,) = (table for table in operation.tables if not table.archs)
+def lines_of(operation: Operation[Any, Any], *archs: str) -> list[Line]:
+    """The measurements that the table of these architectures names; without any, that of all others."""
+    (table,) = (table for table in operation.tables if table.archs == archs)
+    assert table.measured
     with (RESULTS / table.measured).open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -151,6 +159,45 @@ def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
             yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
 
 
+def gemm_wide_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of bench.bench_gemm_wide, search: the same with 64 to 8192 rows."""
+    names = ("tile_m", "groups", "depth", "split", "cluster")
+    for (n, k, m), lines in cases(lines_of(MM_BF16_FP4, "sm_90a"), 3):
+        measured = {
+            WideTactic(
+                **{name: int(line[name]) for name in names}, divided=line["divided"] == "True", band=int(line["band"])
+            ): float(line["us"])
+            for line in lines
+        }
+        yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+
+
+def decode_cases() -> Iterator[tuple[DecodeProblem, Measured]]:
+    """Of bench.search_attention: 64 bf16 query heads and 8 KV heads of 128. Little work in NHD order is left out: the
+    tactic that it gets was measured in HND order only.
+    """
+    caches = {"nvfp4": Cache.NVFP4, "fp8": Cache.E4M3, "bf16": Cache.BF16}
+    names = ("warps", "stages", "min_ctas", "head_warps")
+    for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(ATTENTION), 7):
+        tiles = int(context) // TILE
+        problem = DecodeProblem(
+            cache=caches[cache],
+            q_dtype=DType.BF16,
+            out_dtype=DType.BF16,
+            head_dim=128,
+            rows=8,
+            heads=8,
+            interleaved=False,
+            pages=Pages.of(int(page)),
+            packed=order == "HND",
+            two_tables=False,
+            tiles=tiles,
+            units=tiles * int(batch) * int(kv_heads),
+        )
+        if problem.packed or problem.units_per_sm(H200) > 32:
+            yield problem, {DecodeTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+
+
 def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], list[Line]]]:
     """Lines by what their first columns say."""
     for key, group in groupby(lines, lambda line: tuple(list(line.values())[:columns])):
@@ -162,12 +209,14 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 48, 1.12),
+        (MM_BF16_FP4, gemm_wide_cases, 70, 1.11),
+        (ATTENTION, decode_cases, 24, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "gemm wide", "decode", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
@@ -189,7 +238,7 @@ def test_what_is_selected_is_nearly_the_best_that_was_measured(
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
     for table in operation.tables:
-        assert (RESULTS / table.measured).is_file()
+        assert table.measured is None or (RESULTS / table.measured).is_file()
 
 
 # ---- problems and tactics --------------------------------------------------------------------------------------------
@@ -233,7 +282,7 @@ def test_every_row_names_a_tactic_that_its_kernel_lists(operation: Operation[Any
 def test_every_field_of_a_spec_varies(kernel: AnyKernel) -> None:
     """A field that no problem and no candidate sets otherwise is dead."""
     (operation,) = (operation for operation in OPERATIONS if kernel in operation.kernels)
-    constant = {name: set() for name in kernel.spec.__dataclass_fields__}
+    constant = {field.name: set() for field in dataclasses.fields(kernel.spec)}
     for arch in ARCHS.values():
         problems = list(operation._problems(arch))
         random.Random(0).shuffle(problems)  # so that a few of them show all values

@@ -22,6 +22,8 @@ BATCH = torch.stack([A, A.flip(0)])
 WEIGHT, SCALE = A[0].clone(), torch.ones(1)
 CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
+SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
+COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -53,6 +55,10 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     "add_rmsnorm_fp4quant": (
         lambda x, residual: jitfp4.add_rmsnorm_fp4quant(x, residual, WEIGHT, output_both_sf_layouts=True),
         (A, A.flip(0)),
+    ),
+    "mm_fp4": (
+        lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
+        (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
     ),
     "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
 }
@@ -93,7 +99,7 @@ def test_unknown_sizes_that_differ_are_found() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("operator", ["quantize", "quantize_batch", "row_scale", "dequantize", "rmsnorm_fp4quant",
-                                      "gated_delta_rule"])  # fmt: skip
+                                      "gated_delta_rule", "mm_fp4"])  # fmt: skip
 def test_operators_pass_opcheck(operator: str) -> None:
     out, out_sf, rows = torch.zeros_like(CODES), torch.zeros_like(SCALES), torch.zeros(6)
     delta = {name: DELTA_RULE[name] for name in ("q", "k", "v", "initial_state", "A_log", "a", "dt_bias", "b")}
@@ -112,6 +118,8 @@ def test_operators_pass_opcheck(operator: str) -> None:
             *(True, True, False, None, ""),
         ),
     }
+    product = torch.zeros(6, 8, dtype=torch.bfloat16)
+    arguments["mm_fp4"] = (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1], SCALE, product, 16, False, None)
     torch.library.opcheck(getattr(torch.ops.jitfp4, operator).default, arguments[operator])
 
 

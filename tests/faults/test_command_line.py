@@ -94,7 +94,7 @@ def test_a_bad_argument_is_a_message(arguments: list[str]) -> None:
 
 def jitfp4(*arguments: object, redirect: str = "") -> subprocess.CompletedProcess[str]:
     command = " ".join([sys.executable, "-m", "jitfp4", *map(str, arguments), redirect])
-    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)  # noqa: S602
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)  # noqa: S602
 
 
 @pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-", "<&-", ">/dev/full", "| true", "| head -c 1"])
@@ -169,7 +169,7 @@ def in_terminal(command: list[str]) -> bytes:
             data += part
     except OSError:  # the other end was closed
         pass
-    process.wait(timeout=60)
+    process.wait(timeout=900)
     os.close(leader)
     return data
 
@@ -189,7 +189,7 @@ from pathlib import Path
 compile_cubin = nvrtc.compile_cubin
 def slowly(*arguments, **options):
     if len(list(Path({marks!r}).iterdir())) >= 3:
-        time.sleep(60)
+        time.sleep(900)
     cubin = compile_cubin(*arguments, **options)
     Path({marks!r}, str(time.monotonic_ns())).touch()
     return cubin
@@ -212,13 +212,13 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_finished(tmp_path: Path, signals
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(list((tmp_path / "cache").glob("v1/*/*/*/entry.json"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     for _ in range(signals):
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
-    out, errors = process.communicate(timeout=30)  # the compilations would hang for a minute
+    out, errors = process.communicate(timeout=600)  # the compilations would hang for longer
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     verdicts = [item.verdict for item in Catalog(tmp_path / "cache").verify()]

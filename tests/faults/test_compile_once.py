@@ -35,7 +35,7 @@ def test_without_locks_everything_goes_on_with_one_warning(tmp_path: Path, shim:
     seen = sandboxed(f"{CONTENTION}:with_failing_calls", shim=shim, root=str(tmp_path), name="flock", err=err, nth=0)
     assert seen["right"] == [True] * 3
     assert seen["published"] == 3
-    assert seen["waited"] < 2
+    assert seen["lock timeouts"] == 0
     locks = [text for text in seen["warnings"] if "lock" in text]
     assert len(locks) == 1, seen["warnings"]
     assert list(seen["store_errors"].values()) == [3]
@@ -57,7 +57,8 @@ def test_strict_mode_raises_when_locks_do_not_work(tmp_path: Path, shim: Path, e
 
 def test_a_stopped_holder_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
     seen = sandboxed(f"{CONTENTION}:stopped_holder", root=str(tmp_path / "cache"))
-    assert 1.2 <= seen["waited"] < 2.5
+    assert seen["waited"] >= 1.2
+    assert seen["lock timeouts"] == 1
     assert seen["private"]
     assert (seen["holder status"], seen["published by the holder"]) == (0, True)
     assert f"waiting for pid {seen['holder']}" in " ".join(seen["warnings"])
@@ -67,7 +68,7 @@ def test_a_stopped_holder_is_waited_for_in_bounded_time(tmp_path: Path) -> None:
 def test_a_killed_holder_is_not_waited_for(tmp_path: Path) -> None:
     seen = sandboxed(f"{CONTENTION}:killed_holder", root=str(tmp_path / "cache"))
     assert seen["published"]
-    assert seen["waited"] < 1
+    assert seen["lock timeouts"] == 0
 
 
 @pytest.mark.parametrize("what", ["folder", "symbolic link", "FIFO", "unreadable text"])

@@ -26,9 +26,10 @@ def test_the_naive_store_does_not_survive_exits(tmp_path: Path, shim: Path) -> N
     assert "wrong bytes are served" in " ".join(seen["problems"])
 
 
-def test_five_hundred_random_kills(tmp_path: Path) -> None:
-    seen = sandboxed(f"{CRASHES}:kill_at_random", store="cache", root=str(tmp_path / "cache"), kills=500)
-    assert seen["entries"] > 100
+def test_random_kills(tmp_path: Path, whole: bool) -> None:
+    kills = 500 if whole else 200
+    seen = sandboxed(f"{CRASHES}:kill_at_random", store="cache", root=str(tmp_path / "cache"), kills=kills)
+    assert seen["entries"] > 40
     assert seen["orphans"] > 0, "no kill came during a publish: the test proves nothing"
     assert (seen["torn"], seen["problems"]) == (0, 0)
 
@@ -38,17 +39,11 @@ def test_the_naive_store_is_torn_by_random_kills(tmp_path: Path) -> None:
     assert seen["torn"] > 0
 
 
-def test_readers_against_writers(tmp_path: Path) -> None:
-    root = str(tmp_path / "cache")
-    seen = sandboxed(f"{CRASHES}:read_against_writers", store="cache", root=root, seconds=5, reads=20_000)
-    assert seen["hits"] > 500
-    assert (seen["torn"], seen["bad"], seen["writers that failed"]) == (0, 0, 0)
-
-
 @pytest.mark.slow
-def test_reads_against_writers(tmp_path: Path) -> None:
+def test_reads_against_writers(tmp_path: Path, whole: bool) -> None:
     root = str(tmp_path / "cache")
-    seen = sandboxed(f"{CRASHES}:read_against_writers", store="cache", root=root, reads=60_000)
+    reads = 1_000_000 if whole else 60_000
+    seen = sandboxed(f"{CRASHES}:read_against_writers", store="cache", root=root, reads=reads)
     assert seen["hits"] > 1000
     assert (seen["torn"], seen["bad"], seen["writers that failed"]) == (0, 0, 0)
 

@@ -202,5 +202,5 @@ print(is_free(root, stripe(make_recipe().digest)))
 for worker in workers:
     worker.kill()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=900)
     assert done.stdout == "True\n"

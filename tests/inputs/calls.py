@@ -94,6 +94,14 @@ def good_calls() -> dict[str, Callable[[], Arguments]]:
             "block_scale_unswizzled": codes(4, 4),
             "y_out": half(4, 64),
         },
+        "mm_fp4": lambda: {
+            "a": codes(4, 32),
+            "b": codes(8, 32).T,
+            "a_descale": codes(128, 4),
+            "b_descale": codes(128, 4).T,
+            "alpha": one(),
+            "out": half(4, 8),
+        },
         "gated_delta_rule_mtp": lambda: {
             **qkv(),
             "initial_state": state(),
@@ -128,7 +136,8 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
             arguments = make()
             tensor = arguments[other]
             if other != parameter.name and isinstance(tensor, torch.Tensor) and tensor.nbytes >= given.nbytes:
-                memory = tensor.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
+                dense = tensor if tensor.is_contiguous() else tensor.T
+                memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
 
 
@@ -158,7 +167,7 @@ _LEGAL_ALONE = ("on meta", "of another rank", "one row too many")
 
 def _is_allowed(bad: Bad) -> bool:
     """What is accepted on purpose."""
-    scales = "scale" in bad.argument or "global_sf" in bad.argument or bad.argument in ("a_sf", "ufp8_scale_tensor")
+    scales = "scale" in bad.argument or "global_sf" in bad.argument or bad.argument in ("a_sf", "alpha")
     anything = bad.function in ("block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a")
     return (
         (bad.what == "of another rank" and scales)  # flattened or not, the elements are what counts

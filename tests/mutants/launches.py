@@ -15,10 +15,13 @@ import jitfp4
 from jitfp4 import sim
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm.blockscaled import K64Tactic
+from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Tactic
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.tables import TMA_TACTICS
+from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
@@ -137,6 +140,18 @@ def _tile(arch: str) -> None:
     sim.run(compiled(gemm.with_pieces(source, pieces), arch), tensors, geometry, arch)
 
 
+def _mm_fp4(ctas: int) -> None:
+    """Three tiles for each CTA or pair, more steps than stages."""
+    device = sim.active_device()
+    if device is None or device.arch.name != "sm_100a":
+        return
+    generator, (m, n, k) = torch.Generator().manual_seed(1), (100 * ctas, 136, 576)
+    sizes = (m, k // 2), (n, k // 2), (round_up(m, 128), k // 16), (round_up(n, 128), k // 16)
+    a, b, a_scales, b_scales = (torch.randint(0, 64, size, generator=generator).to(torch.uint8) for size in sizes)
+    with sim.device(replace(device.arch, num_sms=ctas)), MM_FP4.forced(K64Tactic(64, ctas, 2)):
+        jitfp4.mm_fp4(a, b.T, a_scales, b_scales.T, torch.tensor([0.5]))
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     "norm, one warp": lambda: _norm(Tactic(3, 1), 1104),
     "norm, eight warps": lambda: _norm(Tactic(2, 8), 3088),
@@ -157,6 +172,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
+    "mm_fp4, one CTA": lambda: _mm_fp4(1),
+    "mm_fp4, pair": lambda: _mm_fp4(2),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from jitfp4 import sim
+from jitfp4 import nvrtc, sim
 from jitfp4.arch import Arch
-from jitfp4.nvrtc import compile_ptx
 from jitfp4.spec import Dim3, Geometry
 
 PRELUDE = r"""
@@ -45,7 +44,7 @@ __device__ __forceinline__ uint32 cluster_rank() {
 
 @functools.cache
 def compiled(source: str, arch: str) -> str:
-    return compile_ptx(PRELUDE + source, Arch.of(arch), symbol="kernel")
+    return nvrtc.compile_ptx(PRELUDE + source, Arch.of(arch), symbol="kernel")
 
 
 def launch(

@@ -9,6 +9,8 @@ import pytest
 
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim import tmem
+from jitfp4.sim.instruction_descriptor import InstructionDescriptor
+from jitfp4.sim.ops.tcgen05 import _Form, _Operands, _tensor_reads
 from jitfp4.sim.tmem import Allocations
 
 RNG = np.random.default_rng(29)
@@ -156,3 +158,22 @@ def test_allocation_rules_are_enforced() -> None:
         state.dealloc(0, 32)
     with pytest.raises(SimError, match="relinquish"):
         state.relinquish().alloc(32)
+
+
+@pytest.mark.parametrize(
+    ("n", "k96", "block", "sf_id", "expected"),
+    [
+        (64, False, 16, 0, [(480, 2)]),
+        (192, False, 16, 0, [(480, 6)]),  # not the two columns behind, which may belong to somebody else
+        (256, True, 16, 2, [(480, 8), (488, 8)]),  # six scales from the third byte on
+        (128, True, 32, 2, [(480, 4), (484, 4)]),  # three
+        (128, True, 32, 0, [(480, 4)]),
+    ],
+)
+def test_which_columns_of_scales_a_multiply_reads(
+    n: int, k96: bool, block: int, sf_id: int, expected: list[tuple[int, int]]
+) -> None:
+    bits = 1 << 7 | 1 << 10 | n >> 3 << 17 | (block == 32) << 23 | 1 << 27 | sf_id << 4 | sf_id << 29 | k96 << 31
+    shape = InstructionDescriptor.decode(bits, "mxf4nvf4", 1, "sm_103a", block=block)
+    reads = _tensor_reads(_Form(1, "mxf4nvf4", block), shape, _Operands(0, 0, 0, bits, (464, 480), False))
+    assert [read for read in reads if read[0] >= 480] == expected

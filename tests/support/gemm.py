@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from jitfp4 import Fp4Weight, SfLayout, mm_bf16_fp4, prepare_fp4_weight
+from jitfp4 import Fp4Weight, SfLayout, mm_bf16_fp4, mm_fp4, prepare_fp4_weight
 from jitfp4.formats import NVFP4, BlockFormat
+from jitfp4.reference.formats import swizzle
 from jitfp4.reference.gemm import error_bound, matmul
+from jitfp4.reference.quantize import dequantize
 from tests.support.compare import poisoned
 
 LINEAR = SfLayout.layout_linear
@@ -56,4 +60,59 @@ def assert_close(
     values = weight.dequantize()
     error = (out.double() - matmul(a, values, alpha, bias)).abs()
     bound = error_bound(a, values, alpha, bias, out.dtype)
+    assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
+
+
+class Fp4Matrix(NamedTuple):
+    """Codes [rows, k / 2], their block scales in a swizzled layout, whose padding is NaN, and what they stand for."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    values: torch.Tensor
+
+
+def swizzled(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
+    """``linear`` [rows, cols] in ``layout``; every byte of padding is 0xFF, which is NaN in both formats."""
+    padded = torch.full(layout.shape(*linear.shape), 0xFF, dtype=torch.uint8)
+    padded[: linear.shape[0], : linear.shape[1]] = linear.cpu()
+    return swizzle(padded, layout).to(linear.device)
+
+
+def make_matrix(
+    rows: int, k: int, block_format: BlockFormat, layout: SfLayout = SfLayout.layout_128x4, seed: int = 0
+) -> Fp4Matrix:
+    codes, linear = make_codes(rows, k, block_format, seed)
+    return Fp4Matrix(codes, swizzled(linear, layout), dequantize(codes, linear, block_format, None, LINEAR))
+
+
+def assert_fp4_product(
+    m: int,
+    n: int,
+    k: int,
+    block_format: BlockFormat = NVFP4,
+    a_layout: SfLayout = SfLayout.layout_128x4,
+    out_dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> torch.Tensor:
+    """A product of two FP4 matrices in a poisoned output is within the bound; returns it."""
+    a, b = make_matrix(m, k, block_format, a_layout, 1), make_matrix(n, k, block_format, seed=2)
+    alpha = torch.tensor([2.0**-9 * 1.37])
+    out = poisoned((m, n), out_dtype, device)
+    given = [t.to(device) for t in (a.codes, b.codes, a.scales, b.scales, alpha)]
+    got = mm_fp4(
+        *(given[0], given[1].T, given[2], given[3].T, given[4]),
+        out_dtype=out_dtype,
+        out=out,
+        block_size=block_format.block,
+        use_8x4_sf_layout=a_layout is SfLayout.layout_8x4,
+        use_nvfp4=block_format is NVFP4,
+    )
+    assert got is out
+    assert_fp4_close(out, a.values, b.values, alpha)
+    return out
+
+
+def assert_fp4_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None) -> None:
+    error = (out.cpu().double() - matmul(a, b, alpha, None)).abs()
+    bound = error_bound(a, b, alpha, None, out.dtype)
     assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"

@@ -1,8 +1,9 @@
 """The ledger: what the compiler made of every specialisation, committed so that a review sees what a change costs.
 
 ``tests/ledger/<kernel>.csv`` has a line for each specialisation and architecture: the digest of its source, registers,
-bytes of local and of static shared memory, instructions in all, and how many of each kind in KINDS. The tests compile
-what the ledger does not know, and a sample of the rest; after a review of the differences::
+bytes of local and of static shared memory, instructions in all, and how many of each kind in KINDS. The tests fail on a
+source that the ledger does not know, and compile a sample, or everything with ``--all``. After a review of the
+differences::
 
     python -m tests.support.ledger [--jobs N] [--all] [PATTERN]
 
@@ -40,18 +41,23 @@ NVRTC = "13.0.88"
 KINDS = ("LDG", "STG", "LDS", "STS", "LDL", "STL", "SHFL", "MUFU", "HMMA", "HGMMA", "UTC", "UTMA", "UBLK")
 """Beginnings of opcodes: memory, exchange, special functions, tensor cores of each generation, the copy engine."""
 
+_COMPILING = 1000  # an empty kernel takes as long to compile and read as so many instructions more
+
 
 class Build(NamedTuple):
-    """A specialisation of a kernel for an architecture, and its source."""
+    """A specialisation of a kernel for an architecture."""
 
     kernel: AnyKernel
     arch: Arch
     spec: KernelSpec
-    source: str
 
     @property
     def name(self) -> str:
         return f"{self.arch.name} {self.spec}"
+
+    @property
+    def source(self) -> str:
+        return self.kernel.render(self.spec, self.arch)
 
     @property
     def digest(self) -> str:
@@ -62,19 +68,34 @@ def builds(kernel: AnyKernel) -> Iterator[Build]:
     """Every specialisation that warm-up builds."""
     for arch in ARCHS.values():
         for spec in kernel.specs(arch):
-            yield Build(kernel, arch, spec, kernel.render(spec, arch))
+            yield Build(kernel, arch, spec)
+
+
+def sample(kernel: AnyKernel, instructions: int) -> list[Build]:
+    """One build, and more while their instructions together stay within a bound; the digests in the ledger choose.
+
+    So each change of a template draws anew, and the cost of a sample does not grow with a kernel's specialisations.
+    """
+    chosen, total = set[str](), 0
+    for row in sorted(read(kernel).values(), key=lambda row: (row["source"], row["build"])):
+        total += int(row["instructions"]) + _COMPILING
+        if chosen and total > instructions:
+            break
+        chosen.add(row["build"])
+    return [build for build in builds(kernel) if build.name in chosen]
 
 
 def measure(build: Build) -> dict[str, str]:
     """Compile, and read the machine code: a line of the ledger."""
-    cubin = nvrtc.compile_cubin(build.source, build.arch, symbol=build.kernel.symbol)
+    source = build.source
+    cubin = nvrtc.compile_cubin(source, build.arch, symbol=build.kernel.symbol)
     check_elf(cubin, build.arch.name, build.kernel.symbol)
     opcodes = Counter(line.split()[0] for line in disassemble(cubin))
     usage = _resources(cubin)
     counts = {kind: sum(n for opcode, n in opcodes.items() if opcode.startswith(kind)) for kind in KINDS}
     numbers = {"registers": usage["REG"], "local": usage["LOCAL"], "shared": usage["SHARED"]}
     numbers |= {"instructions": opcodes.total()} | counts
-    return {"build": build.name, "source": build.digest} | {name: str(number) for name, number in numbers.items()}
+    return {"build": build.name, "source": digest(source)} | {name: str(number) for name, number in numbers.items()}
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

@@ -184,6 +184,32 @@ def test_an_index_must_be_canonical_and_name_folders() -> None:
             Index.decode(broken)
 
 
+def test_a_tactics_file_goes_with_the_kernels(tmp_path: Path, cache: Cache, bundle: tuple[Path, str]) -> None:
+    path, tactics = tmp_path / "tuned", b'{"schema": 1}'
+    digest = export_bundle([entry(seed) for seed in SEEDS], path, tactics)
+    assert digest != bundle[1]
+    index = verify_bundle(path, digest)
+    assert index.tactics == (len(tactics), hashlib.sha256(tactics).hexdigest())
+    assert Index.decode(index.encode(), digest) == index
+    assert import_bundle(path, cache, digest).tactics == tactics
+    assert import_bundle(bundle[0], cache, bundle[1]).tactics is None
+    for broken in (
+        index.encode().replace(b'"bytes": 13,', b'"bytes": 99999999,'),
+        index.encode().replace(b'"tactics"', b'"other"'),
+        index.encode().replace(b'"bytes": 13', b'"bytes": 013'),
+    ):
+        with pytest.raises(BundleError):
+            Index.decode(broken)
+
+    def change(members: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+        assert members[1][0].name == "tactics.json"
+        members[1] = members[1][0], b'{"schema": 2}'
+
+    rewritten(path, change)
+    with pytest.raises(BundleError, match="not the file that the index lists"):
+        verify_bundle(path, digest)
+
+
 def test_a_small_file_cannot_unpack_to_a_big_one(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb"
     out = io.BytesIO()

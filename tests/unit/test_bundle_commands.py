@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from jitfp4 import engine
+from jitfp4 import engine, tactics
 from jitfp4.arch import Arch
 from jitfp4.cache import Catalog, Verdict
 from jitfp4.cli import app, transfer
+from jitfp4.tactics import TacticsFile
 from jitfp4.warmup import plan, warm_up, write_plan
 
 pytestmark = pytest.mark.compile
@@ -86,3 +87,18 @@ def test_push_and_pull(built: Path) -> None:
     assert ambiguous.exit_code == 2
     assert pushed.stdout.strip() in ambiguous.stderr
     assert run("pull", url, "--digest", pushed.stdout.strip(), "--cache-dir", built / "image").exit_code == 0
+
+
+def test_a_tactics_file_is_carried_when_that_is_asked_for(built: Path) -> None:
+    file = TacticsFile("NVIDIA H200", "sm_90a", "nvrtc-0", {})
+    tactics.write(file, built / "tactics.json")
+    run("export", "--out", built / "bundle", "--tactics", built / "tactics.json")
+    done = run("import", built / "bundle", "--cache-dir", built / "image", "--tactics", built / "carried.json")
+    assert done.exit_code == 0, done.stderr
+    assert (built / "carried.json").read_bytes() == (built / "tactics.json").read_bytes() == file.encode()
+    run("export", "--out", built / "bundle")
+    without = run("import", built / "bundle", "--cache-dir", built / "image", "--tactics", built / "none.json")
+    assert without.exit_code == 2 and "has no tactics file" in without.stderr
+    (built / "tactics.json").write_bytes(b"{}")
+    refused = run("export", "--out", built / "refused", "--tactics", built / "tactics.json")
+    assert refused.exit_code == 2 and "no tactics file" in refused.stderr and not (built / "refused").exists()

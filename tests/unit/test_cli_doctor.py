@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from jitfp4 import nvrtc
+from jitfp4 import nvrtc, tactics
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli import app, doctor
 from jitfp4.cli.gpus import Driver, Gpu
 from jitfp4.errors import ToolchainError
+from jitfp4.tactics import TacticsFile
 
 pytestmark = pytest.mark.compile
 
@@ -320,3 +321,18 @@ def test_the_gpus_are_named_with_their_architecture(monkeypatch: pytest.MonkeyPa
     assert gpu["driver_cuda"] == "99.0"
     assert gpu["devices"] == [{"name": "NVIDIA H200", "arch": "sm_90a"}, {"name": "Tesla V100", "arch": None}]
     assert problems(result)[0].startswith("Tesla V100: compute capability 7.0")
+
+
+def test_the_tactics_file_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toolchain = nvrtc.toolchain()
+    assert toolchain is not None
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: Driver("13.9", (Gpu("NVIDIA H200", (9, 0)),)))
+    monkeypatch.setenv("JITFP4_TACTICS", str(tmp_path / "tactics.json"))
+    (problem,) = problems(run("--json"))
+    assert "No such file" in problem and "the committed tables select" in problem
+    tactics.write(TacticsFile("NVIDIA H200", "sm_90a", toolchain.name, {}), tmp_path / "tactics.json")
+    healthy = run("--json")
+    assert healthy.exit_code == 0 and findings(healthy)["tactics"]["gpu"] == "NVIDIA H200"
+    tactics.write(TacticsFile("NVIDIA B200", "sm_100a", toolchain.name, {}), tmp_path / "tactics.json")
+    (problem,) = problems(run("--json"))
+    assert "tuned on 'NVIDIA B200'; here is 'NVIDIA H200'" in problem

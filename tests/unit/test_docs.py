@@ -40,6 +40,7 @@ def test_the_public_names_are_these() -> None:
         "RenderError",
         "SfLayout",
         "SimError",
+        "TacticsError",
         "ToolchainError",
         "UnsupportedArchError",
         "add_rmsnorm_fp4quant",
@@ -50,7 +51,9 @@ def test_the_public_names_are_these() -> None:
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
+        "load_tactics",
         "mm_bf16_fp4",
+        "mm_fp4",
         "mxfp4_dequantize",
         "mxfp4_quantize",
         "nvfp4_batched_quantize",
@@ -74,6 +77,7 @@ def test_the_public_names_are_these() -> None:
         "single_prefill_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
+        "tune",
     ]
 
 
@@ -123,10 +127,18 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert documented["JITFP4_OFFLINE"] == str(int(defaults.offline))
     assert documented["JITFP4_STRICT"] == str(int(defaults.strict))
     assert documented["JITFP4_LOCK_TIMEOUT"] == f"{defaults.lock_timeout:.0f}"
+    assert defaults.tactics is None and documented["JITFP4_TACTICS"] == "none"
     assert defaults.cache_ro == () and defaults.bundle_sha256 is None
     assert (documented["JITFP4_CACHE_RO"], documented["JITFP4_BUNDLE_SHA256"]) == ("none", "none")
     assert defaults.record is None and documented["JITFP4_RECORD"] == "none"
     assert defaults.log_level is None and all(f"``{level}``" in (config.__doc__ or "") for level in config.LOG_LEVELS)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = (PACKAGE.parent / "docs/api").glob("*.md")
+    described = re.findall(r"^::: jitfp4\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
+    assert len(described) == len(set(described))
+    assert {name.split(".")[0] for name in described} == set(jitfp4.__all__)
 
 
 def test_the_drawn_tree_of_errors_is_the_tree() -> None:

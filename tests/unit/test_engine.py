@@ -104,7 +104,7 @@ def test_without_a_cache_folder_the_kernel_is_built_in_memory(
 
 def test_warm_up_builds_what_is_missing_and_then_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_compiles(monkeypatch)
-    tasks = warmup.plan([ARCH], ["quantize/vector"])
+    tasks = warmup.plan([ARCH], ["quantize/vector"])[:6]
     assert warmup.missing(tasks) == list(tasks) and tasks
     outcomes = warmup.warm_up(tasks, jobs=2)
     assert all(outcome.loaded and outcome.loaded.missed for outcome in outcomes) and len(calls) == len(tasks)

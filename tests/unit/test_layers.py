@@ -11,18 +11,41 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jitfp4"
 FLOORS = (
-    ("version", "spec", "arch", "layouts", "formats", "config", "errors", "reference", "selection", "dispatch"),
+    (
+        "version",
+        "spec",
+        "arch",
+        "layouts",
+        "formats",
+        "config",
+        "errors",
+        "reference",
+        "selection",
+        "dispatch",
+        "addresses",
+    ),
     ("cache", "bundle", "wheel", "remote", "render", "keys", "kernel"),
-    ("tensors", "replay", "driver", "nvrtc", "sim"),
+    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics"),
     ("engine", "operation", "public"),
     ("families",),
-    ("warmup", "golden"),
+    ("warmup", "golden", "tuning"),
     ("cli", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
     # sim takes torch tensors at its edge
-    "torch": {"tensors", "dispatch", "replay", "operation", "public", "reference", "families", "sim"},
+    "torch": {
+        "addresses",
+        "tensors",
+        "dispatch",
+        "replay",
+        "operation",
+        "public",
+        "reference",
+        "families",
+        "sim",
+        "tuning",
+    },
     "cuda": {"nvrtc", "driver", "cli"},  # cli asks where nvdisasm is
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},

@@ -23,6 +23,7 @@ from jitfp4.cache.entry import check_elf
 from jitfp4.cli import app
 from jitfp4.errors import ToolchainError
 from jitfp4.kernel import AnyKernel, kernels, lookup
+from tests.support.ledger import builds, sample
 from tests.support.sass import disassemble
 
 pytestmark = pytest.mark.compile
@@ -333,14 +334,15 @@ def test_the_driver_finds_what_it_uses_in_the_bindings_of_this_line() -> None:
     assert done.stdout.split() == ["True"] * len(names), done.stderr
 
 
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
-def test_one_specialisation_of_each_family_compiles(kernel: AnyKernel, arch: Arch) -> None:
-    """What CI asks of the NVRTC of each CUDA line; the whole list is test_nvrtc.py's."""
-    for spec in list(kernel.specs(arch))[:1]:
-        cubin = nvrtc.compile_cubin(kernel.render(spec, arch), arch, symbol=kernel.symbol)
-        check_elf(cubin, arch.name, kernel.symbol)
-        assert any(text.startswith("EXIT") for text in disassemble(cubin))
+def test_kernels_compile(kernel: AnyKernel, whole: bool) -> None:
+    """What CI asks of the NVRTC of each CUDA line: a build of the ledger's sample, or one for each architecture."""
+    firsts = {build.arch: build for build in reversed(list(builds(kernel)))}
+    for build in firsts.values() if whole else sample(kernel, 0):
+        if nvrtc.supports(build.arch):
+            cubin = nvrtc.compile_cubin(build.source, build.arch, symbol=kernel.symbol)
+            check_elf(cubin, build.arch.name, kernel.symbol)
+            assert any(text.startswith("EXIT") for text in disassemble(cubin))
 
 
 @pytest.mark.sim

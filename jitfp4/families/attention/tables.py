@@ -34,7 +34,7 @@ TABLE: Table[Any] = Table(
             (Tactic(4, 3, 1), {"cache": Cache.F16}),
         ),
         *rows(
-            (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),
+            (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),  # measured where rows are packed, assumed elsewhere
             (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
             (Tactic(12, 3, 1), {"packed": True}),
             (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),

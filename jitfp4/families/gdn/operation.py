@@ -181,4 +181,5 @@ GATED_DELTA_RULE = Operation(
     output="output",
     aligned=("q", "k", "v", "state", "output", "intermediate_states_buffer"),
     exclusive=("output",),
+    growing=("batch",),
 )

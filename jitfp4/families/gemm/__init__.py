@@ -1,6 +1,7 @@
-"""Products with FP4 weights."""
+"""Products with FP4 weights, and of two FP4 matrices."""
 
 from jitfp4.families.gemm.api import mm_bf16_fp4, prepare_fp4_weight
+from jitfp4.families.gemm.fp4_api import mm_fp4
 from jitfp4.families.gemm.weight import Fp4Weight
 
-__all__ = ["Fp4Weight", "mm_bf16_fp4", "prepare_fp4_weight"]
+__all__ = ["Fp4Weight", "mm_bf16_fp4", "mm_fp4", "prepare_fp4_weight"]

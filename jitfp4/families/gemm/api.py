@@ -16,9 +16,9 @@ from jitfp4.public import public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 
-_ROWS, _COLS = 8, 32  # n and k are multiples of them
-_CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
-_SCALE_DTYPES = {
+ROWS, COLS = 8, 32  # n and k are multiples of them
+CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
+SCALE_DTYPES = {
     16: (torch.uint8, torch.float8_e4m3fn),
     32: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
 }
@@ -53,21 +53,21 @@ def prepare_fp4_weight(
         if scales is not None:
             raise ArgumentError("scales", "a tensor", "None with a weight that is prepared already")
         return weight
-    if block_size not in _SCALE_DTYPES:
+    if block_size not in SCALE_DTYPES:
         raise ArgumentError("block_size", block_size, "16 or 32")
-    check_dtype("weight", weight, _CODE_DTYPES)
+    check_dtype("weight", weight, CODE_DTYPES)
     check_device("weight", weight)
     if weight.dim() != 2:
         raise ArgumentError("weight", f"shape {tuple(weight.shape)}", "[n, k / 2]")
     check_contiguous("weight", weight)
     n, k = weight.shape[0], 2 * weight.shape[1]
-    if n == 0 or n % _ROWS:
-        raise ArgumentError("weight", f"n = {n}", f"a positive multiple of {_ROWS}")
-    if k == 0 or k % _COLS:
-        raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {_COLS}")
+    if n == 0 or n % ROWS:
+        raise ArgumentError("weight", f"n = {n}", f"a positive multiple of {ROWS}")
+    if k == 0 or k % COLS:
+        raise ArgumentError("weight", f"k = {k}", f"a positive multiple of {COLS}")
     if scales is None:
         raise ArgumentTypeError("scales", "None", "a torch.Tensor")
-    check_dtype("scales", scales, _SCALE_DTYPES[block_size])
+    check_dtype("scales", scales, SCALE_DTYPES[block_size])
     check_same_device("scales", scales, weight)
     check_contiguous("scales", scales)
     layout, cols = check_layout("sf_layout", sf_layout), k // block_size
@@ -157,12 +157,12 @@ def _multiply(
         check_contiguous("bias", bias)
     MM_BF16_FP4(
         Arguments(
-            a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), _COLS),
+            a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), COLS),
             data=data,
             row_scale=row_scale,
             alpha=alpha,
             bias=bias,
-            out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), _ROWS),
+            out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), ROWS),
             enable_pdl=enable_pdl,
             names="data=weight",
         )

@@ -139,4 +139,5 @@ MM_BF16_FP4 = Operation(
     output="out",
     aligned=("a", "data", "bias", "out"),
     exclusive=("out",),
+    growing=("m",),
 )

@@ -186,6 +186,7 @@ quantize = Operation(
     reference=_quantize_reference,
     output="k",
     aligned=("k", "v"),
+    growing=("tokens",),
 )
 
 
@@ -273,6 +274,7 @@ dequantize = Operation(
     reference=_dequantize_reference,
     output="k_out",
     aligned=("k_out", "v_out"),
+    growing=("sequences", "tokens"),
 )
 
 

@@ -124,4 +124,5 @@ RMSNORM = Operation(
     output="y_fp4",
     aligned=("input", "residual", "weight", "y_fp4", "y_out"),
     exclusive=("residual", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out"),
+    growing=("m",),
 )

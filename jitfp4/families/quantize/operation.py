@@ -154,6 +154,7 @@ QUANTIZE = Operation(
     output="out",
     aligned=("a", "out", "out_sf"),
     exclusive=("out", "out_sf"),
+    growing=("m",),
 )
 
 
@@ -248,6 +249,7 @@ QUANTIZE_BATCH = Operation(
     output="out",
     aligned=("a", "out", "out_sf"),
     exclusive=("out", "out_sf"),
+    growing=("batch", "m"),
 )
 
 
@@ -308,6 +310,7 @@ ROW_SCALE = Operation(
     reference=_row_scale_reference,
     output="encode",
     aligned=("a",),
+    growing=("m",),
 )
 
 
@@ -379,4 +382,5 @@ DEQUANTIZE = Operation(
     output="out",
     aligned=("a_fp4", "a_sf", "out"),
     exclusive=("out",),
+    growing=("m",),
 )

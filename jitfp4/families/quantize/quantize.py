@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
 from jitfp4.families.quantize.problem import DTYPES
@@ -253,7 +254,7 @@ def _encode_scale(scale: torch.Tensor | float | None, inversed: bool, m: int, a:
             raise ArgumentError("global_scale", None, "a scale with float8_e4m3fn input")
         scale = 1.0
     encode = scales_f32("global_scale", scale, (1, m), like=a)
-    return divide(1.0, encode) if inversed else encode
+    return replay.temporary(lambda scale: divide(1.0, scale), encode) if inversed else encode
 
 
 def _run(

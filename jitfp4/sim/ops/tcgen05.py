@@ -360,9 +360,11 @@ def _tensor_reads(form: _Form, shape: InstructionDescriptor, o: _Operands) -> li
         size = {"f16": 2, "bf16": 2, "tf32": 4}.get(shape.a_type, 1)
         reads.append((o.a.address & 0xFFFF, shape.k * size // 4))
     if form.block:
-        words = -(-shape.k // form.block // 4)
-        for address, rows in zip(o.scales, (shape.m // form.group, shape.n), strict=True):
-            reads.append((address & 0xFFFF, words * (8 if rows > 128 else -(-rows // 32))))
+        operands = zip(o.scales, (shape.m // form.group, shape.n), (shape.sfa_id, shape.sfb_id), strict=True)
+        for address, rows, sf_id in operands:
+            words = (sf_id + max(1, shape.k // form.block) + 3) // 4
+            step = 8 if rows > 128 else 4
+            reads += [((address & 0xFFFF) + step * word, -(-rows // 32)) for word in range(words)]
     return reads
 
 

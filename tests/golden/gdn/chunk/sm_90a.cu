@@ -990,14 +990,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Loaded only now: ptxas may wait for a load where it stands, and nothing above should wait for this one.
-  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 
   stage_mix(s);
   Sums sums;
   multiply(sums, h, s, g, t);
   __syncthreads();
+  // Loaded only now: ptxas may wait for a load where it stands, and above there is no register for the slot.
+  const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   solve(sums, s, values, p.tokens, t);
   store_outputs(sums, out + first_row, value_heads * kHeadDim, p.tokens, t);
   if (!exists(p, write_slot)) return;

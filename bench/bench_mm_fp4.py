@@ -1,0 +1,137 @@
+"""Products of two NVFP4 matrices: every kernel and tactic of mm_fp4 beside cuBLAS in bf16, on the present GPU.
+
+Run: ``python -m bench.bench_mm_fp4 [--out DIR]`` writes ``mm_fp4.csv``, a line for each layer and number of rows: the
+call as selected, cuBLAS in bf16, the arithmetic and the bytes of codes and scales in that time.
+
+``--part kernels [--seconds S]`` measures every tactic that can run a case of FlashInfer's comparison of its sm_100 and
+sm_103 kernels, and writes ``mm_fp4_kernels.csv``: a line for each tactic. It prints the best of each kernel: on an
+sm_103a GPU, that compares instructions of 96 columns with those of 64. An sm_100a GPU has the latter alone.
+
+A case is a graph of calls on tensors of their own, the L2 cold; calls follow each other by programmatic dependent
+launch. Nothing here has run on a GPU yet, and no table was read from it: the rows of fp4_tables.py are a guess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from bench.bench_gemm import LAYERS
+from bench.harness import geomean, time_us, write_results
+from bench.stamp import stamp
+from jitfp4 import mm_fp4
+from jitfp4.arch import Arch
+from jitfp4.engine import build, target_of
+from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_problem import Fp4Problem
+from jitfp4.formats import NVFP4, DType
+from jitfp4.layouts import SfLayout
+
+LAYOUT = SfLayout.layout_128x4
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+COMPARED = (  # m, n, k
+    *((m, 4096, 7168) for m in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096)),
+    (128, 7168, 2048),
+    (256, 14336, 4096),
+    (512, 14336, 4096),
+    (4096, 4096, 4096),
+)
+
+Call = Callable[[], object]
+Row = dict[str, object]
+
+
+def make_operand(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes and E4M3 scales about 1."""
+    codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(40, 60, LAYOUT.shape(rows, k // NVFP4.block), dtype=torch.uint8, device="cuda")
+    return codes, scales
+
+
+def bytes_of(m: int, n: int, k: int) -> int:
+    """Of codes, scales and the output."""
+    return (m + n) * (k // 2 + k // NVFP4.block) + 2 * m * n
+
+
+def make_call(m: int, n: int, k: int) -> Call:
+    (a, a_scales), (b, b_scales) = make_operand(m, k), make_operand(n, k)
+    out, alpha = torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), torch.ones(1, device="cuda")
+    return lambda: mm_fp4(a, b.T, a_scales, b_scales.T, alpha, out=out)
+
+
+def make_cublas(m: int, n: int, k: int) -> Call:
+    a, b = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    return lambda: torch.mm(a, b.T, out=out)
+
+
+def measure() -> Iterator[Row]:
+    for n, k in LAYERS:
+        for m in ROWS:
+            size = bytes_of(m, n, k)
+            us = time_us(lambda m=m, n=n, k=k: make_call(m, n, k), size)  # type: ignore[misc]
+            cublas = time_us(lambda m=m, n=n, k=k: make_cublas(m, n, k), 2 * (m * k + n * k + m * n))  # type: ignore[misc]
+            yield {
+                "n": n,
+                "k": k,
+                "m": m,
+                "us": round(us, 2),
+                "tflops": round(2e-6 * m * n * k / us, 1),
+                "tbps": round(size / us / 1e6, 3),
+                "cublas_bf16_us": round(cublas, 2),
+                "of_cublas": round(cublas / us, 3),
+            }
+
+
+def compare(arch: Arch, seconds: float) -> Iterator[Row]:
+    """Every tactic of every kernel for every case, until the time is over."""
+    cases = [Fp4Problem(NVFP4, LAYOUT, DType.BF16, m, n, k) for m, n, k in COMPARED]
+    found = [(case, kernel, tactic) for case in cases for kernel in MM_FP4.kernels
+             for tactic in kernel.candidates(case, arch)]  # fmt: skip
+    specs = {(kernel, kernel.specialise(case, tactic)) for case, kernel, tactic in found}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: build(*one, arch), specs))
+    began = time.monotonic()
+    for case, kernel, tactic in found:
+        if time.monotonic() > began + seconds:
+            return
+        m, n, k = case.m, case.n, case.k
+        with MM_FP4.forced(tactic):
+            us = time_us(lambda m=m, n=n, k=k: make_call(m, n, k), bytes_of(m, n, k))  # type: ignore[misc]
+        yield {"m": m, "n": n, "k": k, "kernel": kernel.name, "tactic": str(tactic), "us": round(us, 2)}
+
+
+def best_of_each_kernel(rows: list[Row]) -> Iterator[str]:
+    """For each case, the kernels by the time of their best tactic."""
+    best: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in rows:
+        kernels = best.setdefault((row["m"], row["n"], row["k"]), {})
+        kernels[str(row["kernel"])] = min(float(str(row["us"])), kernels.get(str(row["kernel"]), float("inf")))
+    for case, kernels in best.items():
+        yield f"{case}: " + ", ".join(f"{name} {us}" for name, us in sorted(kernels.items(), key=lambda one: one[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--part", choices=("cases", "kernels"), default="cases")
+    parser.add_argument("--seconds", type=float, default=400.0, help="the most that measuring tactics may take")
+    options = parser.parse_args()
+    if options.part == "kernels":
+        rows = list(compare(target_of(torch.empty(1, device="cuda")).arch, options.seconds))
+        write_results(options.out / "mm_fp4_kernels", rows, stamp())
+        print(*best_of_each_kernel(rows), sep="\n")
+        return
+    rows = list(measure())
+    write_results(options.out / "mm_fp4", rows, stamp())
+    for m in ROWS:
+        print(m, round(geomean(float(str(row["of_cublas"])) for row in rows if row["m"] == m), 3))
+
+
+if __name__ == "__main__":
+    main()

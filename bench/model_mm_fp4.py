@@ -1,0 +1,39 @@
+"""What the model of mm_fp4's kernels says of FlashInfer's SM103 against SM100 shapes: cuts, waves, bytes in flight.
+
+Run anywhere: ``python -m bench.model_mm_fp4 [--out DIR]``. Nothing is measured: ``clocks`` is the arithmetic of
+jitfp4/families/gemm/blockscaled_model.py, whose constants are assumptions, and no speed of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+from bench.bench_mm_fp4 import COMPARED
+from bench.harness import write_results
+from bench.stamp import stamp
+from jitfp4.arch import Arch
+from jitfp4.families.gemm.blockscaled_model import cheapest, estimate
+from jitfp4.families.gemm.fp4_problem import Fp4Problem
+from jitfp4.formats import NVFP4, DType
+from jitfp4.layouts import SfLayout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/cpu"))
+    rows = []
+    for arch, (m, n, k) in product(("sm_100a", "sm_103a"), COMPARED):
+        problem = Fp4Problem(NVFP4, SfLayout.layout_128x4, DType.BF16, m, n, k)
+        tactic = cheapest(problem, Arch.of(arch))
+        assert tactic is not None
+        figures = estimate(problem, tactic, Arch.of(arch))._asdict()
+        rounded = {name: round(value) for name, value in figures.items()}
+        rows.append({"arch": arch, "m": m, "n": n, "k": k, "tactic": str(tactic)} | rounded)
+        print(rows[-1])
+    write_results(parser.parse_args().out / "mm_fp4_model", rows, stamp())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""``jitfp4 tactics``: which tactics can run a problem and which one a call gets; ``jitfp4 tune``: measure them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from contextlib import redirect_stdout
+from enum import EnumType
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from jitfp4.arch import Arch
+from jitfp4.cli.gpus import cuda_driver
+from jitfp4.cli.options import AsJson, CacheDir, configure, examples, split
+from jitfp4.cli.output import plural, put, put_json, put_table, say
+from jitfp4.config import read_config
+from jitfp4.errors import ArgumentError, UnsupportedArchError
+
+if TYPE_CHECKING:
+    from jitfp4.operation import Operation
+    from jitfp4.tactics import TacticsFile
+
+FAMILIES_EXAMPLES = examples("jitfp4 families", "jitfp4 families --json")
+EXAMPLES = examples(
+    "jitfp4 tactics quantize --arch sm_100a",
+    "jitfp4 tactics mm_bf16_fp4 --problem m=16,n=8192,k=8192 --arch sm_90a --why",
+)
+TUNE_EXAMPLES = examples(
+    "jitfp4 tune serve_once.py --out h200.tactics.json",
+    "jitfp4 tune --out h200.tactics.json --seconds 20 -- serve_once.py --batch 16",
+)
+_BOOLS = {"true": True, "false": False}
+
+
+def families(as_json: AsJson = False) -> None:
+    """List the operations, their kernels, and the fields of the problems that selection sees."""
+    import jitfp4.families  # noqa: F401 - registers every operation
+    from jitfp4.operation import operations
+
+    found = [
+        (one.name, [kernel.name for kernel in one.kernels], list(get_type_hints(one.problem_type)))
+        for one in operations()
+    ]
+    if as_json:
+        rows = [{"operation": name, "kernels": kernels, "problem": fields} for name, kernels, fields in found]
+        put_json("families", operations=rows)
+    else:
+        put_table(["operation", "kernels", "problem"], [[name, *map(", ".join, rest)] for name, *rest in found])
+
+
+def tactics(
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="One that jitfp4 families lists.")],
+    problem: Annotated[
+        str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; the others as in a typical problem.")
+    ] = None,
+    arch: Annotated[str | None, typer.Option(metavar="NAME", help="Default: that of this machine's GPU.")] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also the tactics that cannot run it, each with the reason.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option("--tactics", metavar="FILE", help="A tactics file, instead of JITFP4_TACTICS.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tactics that can run a problem; the one that a call gets is marked, with what selected it.
+
+    That is a forced one, else the one of a tactics file, else the one of a committed table.
+    """
+    import jitfp4.families  # noqa: F401 - registers every operation
+    from jitfp4.operation import operations
+
+    (found,) = operations(operation)
+    target = Arch.of(arch) if arch is not None else _arch_here()
+    if not (typical := found.problems(target)):
+        raise UnsupportedArchError(f"{operation} has no kernel for {target.name}")
+    asked = _read_problem(typical[0], problem)
+    _put_tactics(found, asked, target, _tuned(file), why, as_json)
+
+
+def tune(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python program; it runs once.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The tactics file to write, or to continue.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Of the program; after --.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="The most for one problem.")] = 60.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what the file has.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a program and measure, for each problem that it gives to a kernel, every tactic on this machine's GPU.
+
+    The fastest are kept in a file; JITFP4_TACTICS=FILE uses it. It is written after each problem: Ctrl-C keeps what is
+    measured, and the next run goes on from there. Exit status: 0, 2 an error, 130 Ctrl-C.
+    """
+    configure(cache_dir)
+    from jitfp4.tuning import tune as measure
+
+    try:
+        file = measure(lambda: _run(script, args or []), out, seconds=seconds, again=again)
+    except KeyboardInterrupt:
+        say(f"interrupted: {out} has what is measured; the same command goes on from there")
+        raise typer.Exit(130) from None
+    choices = sorted(file.choices.values(), key=lambda choice: choice.key)
+    if as_json:
+        fields = [{name: getattr(choice, name) for name in choice.__dataclass_fields__} for choice in choices]
+        put_json("tune", path=str(out), gpu=file.gpu, toolchain=file.toolchain, choices=fields)
+    else:
+        rows = [
+            [choice.operation, _text(choice.problem), choice.kernel, _text(choice.tactic), choice.us, choice.measured]
+            for choice in choices
+        ]
+        put_table(["operation", "problem", "kernel", "tactic", "us", "measured"], rows)
+    say(f"{out}: {plural(len(choices), 'problem')} on {file.gpu}; use it: JITFP4_TACTICS={out}")
+
+
+def _run(script: Path, args: list[str]) -> None:
+    """The program as ``python SCRIPT ARGS`` runs it; what it prints is no data of this command."""
+    before, path = sys.argv, sys.path[:]
+    sys.argv, sys.path = [str(script), *args], [str(script.resolve().parent), *path]
+    try:
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as done:
+        if done.code not in (None, 0):
+            raise ArgumentError(
+                "SCRIPT", f"{script}, which ended with {done.code!r}", "a program that succeeds"
+            ) from None
+    finally:
+        sys.argv, sys.path = before, path
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def _arch_here() -> Arch:
+    driver = cuda_driver()
+    if driver is None or not driver.gpus:
+        raise ArgumentError("--arch", "none, on a machine without a GPU", "--arch sm_90a (see warmup --help)")
+    return Arch.of_capability(*driver.gpus[0].capability)
+
+
+def _read_problem(like: Any, text: str | None) -> Any:
+    """``like`` with the fields that are given. Raises ArgumentError."""
+    kinds, given = get_type_hints(type(like)), {}
+    for part in split(text):
+        name, _, value = part.partition("=")
+        if name not in kinds:
+            raise ArgumentError("--problem", repr(part), f"NAME=VALUE with a NAME of {', '.join(kinds)}")
+        given[name] = _read_field(name, value, kinds[name])
+    return like._replace(**given)
+
+
+def _read_field(name: str, text: str, kind: Any) -> Any:
+    known: dict[str, Any] = {}
+    if isinstance(kind, EnumType):
+        known = {key: member for member in kind for key in (member.name, str(member.value))}  # type: ignore[var-annotated]
+    elif kind is bool:
+        known = _BOOLS
+    elif text.isdecimal():
+        return int(text)
+    if text not in known:
+        raise ArgumentError("--problem", f"{name}={text}", ", ".join(known) if known else f"{name}=a number")
+    return known[text]
+
+
+def _tuned(path: Path | None) -> TacticsFile | None:
+    """The file that ``--tactics`` or the variable names. It may be of another machine, to look at it here."""
+    from jitfp4.tactics import read
+
+    path = path or read_config().tactics
+    return read(path) if path is not None else None
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _put_tactics(
+    operation: Operation[Any, Any], problem: Any, arch: Arch, tuned: TacticsFile | None, why: bool, as_json: bool
+) -> None:
+    from jitfp4.spec import fields_of
+
+    selection = operation.selection(problem, arch, tuned)
+    legal, rejected = [], []
+    for kernel in operation.kernels:
+        for tactic in kernel.tactics:
+            reason = kernel.rejects(problem, tactic, arch)
+            if reason is None:
+                legal.append((kernel, tactic, kernel.specialise(problem, tactic)))
+            else:
+                rejected.append((kernel, tactic, reason))
+    if as_json:
+        put_json(
+            "tactics",
+            operation=operation.name,
+            arch=arch.name,
+            problem=fields_of(problem),
+            selected=fields_of(selection.tactic),
+            by=selection.by,
+            tactics=[
+                {"kernel": k.name, "tactic": fields_of(t), "spec": s.fields(), "selected": t == selection.tactic}
+                for k, t, s in legal
+            ],
+            rejected=[{"kernel": k.name, "tactic": fields_of(t), "why": reason} for k, t, reason in rejected],
+        )
+        return
+    put(f"{operation.name} {_text(fields_of(problem))} on {arch.name}")
+    rows = []
+    for kernel, tactic, spec in legal:
+        fields = fields_of(tactic)
+        rest = {name: value for name, value in spec.fields().items() if name not in fields}
+        rows.append(["*" if tactic == selection.tactic else "", kernel.name, _text(fields), _text(rest)])
+    put_table(["", "kernel", "tactic", "other fields of the spec"], rows)
+    put(f"* {selection.by}")
+    if why:
+        put_table(["", "rejected", "tactic", "why"], [["-", k.name, _text(fields_of(t)), r] for k, t, r in rejected])
+    say(f"{plural(len(legal), 'tactic')} can run it, {len(rejected)} cannot{'' if why else '; --why says why'}")
+
+
+def _text(fields: Any) -> str:
+    return ",".join(f"{name}={str(value).lower()}" for name, value in fields.items())

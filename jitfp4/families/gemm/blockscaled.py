@@ -1,0 +1,276 @@
+"""Products of two FP4 matrices on the tensor cores of the sm_100 family: how they can be cut, and how launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, ClassVar
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.formats import NVFP4, BlockFormat, DType
+from jitfp4.layouts import SfLayout, ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+if TYPE_CHECKING:
+    from jitfp4.families.gemm.fp4_problem import Fp4Problem
+
+NARROW_NS, WIDE_NS = (8, 16, 32), (64, 128, 192, 256)
+_TILE_ROWS = 128  # of a CTA, and of an atom of scales
+_SLICE_BYTES = 128  # of a row in a stage: 256 codes
+_ATOM_BYTES = 512  # 128 rows by four scales
+_SHARED_BYTES = 232448  # of a CTA
+_WRITERS = 4  # warps
+_SUMS_COLUMNS = 464  # of tensor memory, for two images of the sums of a tile
+_STAGES = range(2, 13)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockScaledSpec(KernelSpec):
+    """A tile is 128 * ``ctas`` rows of the left operand by ``tile_n`` of the right one.
+
+    The left operand is a, or with ``swap_ab`` b. ``stages`` slices of 256 columns are in flight. With ``tma_store``
+    tiles go out through shared memory, else from registers.
+    """
+
+    format: BlockFormat
+    out_dtype: DType
+    tile_n: int
+    ctas: int
+    stages: int
+    swap_ab: bool
+    tma_store: bool
+
+    threads: ClassVar[int]
+    products: ClassVar[int]  # columns that one instruction multiplies
+    step: ClassVar[int]  # columns of whole slices and whole instructions
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("tile_n", NARROW_NS + WIDE_NS), ("ctas", (1, 2)), ("stages", _STAGES)):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+
+    @property
+    def part_n(self) -> int:
+        """Columns of the sums that a warp writes at a time."""
+        return min(self.tile_n, 64)
+
+    @property
+    def load_shape(self) -> str:
+        """How a warp loads tensor memory: rows, or fragments of 8 x 8 that it transposes."""
+        return f"16x256b.x{self.part_n // 8}" if self.swap_ab else f"32x32b.x{self.part_n}"
+
+    @property
+    def load_registers(self) -> int:
+        return self.part_n // 2 if self.swap_ab else self.part_n
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of both operands, in a CTA."""
+        return (_TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
+
+    @property
+    def pieces(self) -> int:
+        """In which the scales of a step are copied."""
+        return 1
+
+    @property
+    def scale_atoms(self) -> int:
+        """Of a piece, along the columns."""
+        return self.step // (4 * self.format.block * self.pieces)
+
+    @property
+    def scale_words(self) -> int:
+        """Words of 8 bytes of a row of atoms, of a piece."""
+        return _ATOM_BYTES // 8 * self.scale_atoms
+
+    @property
+    def atoms(self) -> int:
+        """Of scales that a tile meets along the rows of both operands, in a CTA: each has all of the right one's."""
+        return 1 + ceil_div(self.tile_n, _TILE_ROWS)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a stage of the ring of operands, with its barriers."""
+        return self.slice_bytes + 16
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses."""
+        out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
+        barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of them: images that overlap share one
+        rest = 16 * barriers + 8  # and the address of tensor memory
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a ring of scales of its own, with its barriers."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class K64Spec(BlockScaledSpec):
+    """Instructions of 64 columns; a stage has the scales of its slice. ``prefetch``: to L2, a ring ahead."""
+
+    prefetch: bool
+
+    threads: ClassVar[int] = 32 * (_WRITERS + 2)
+    products: ClassVar[int] = 64
+    step: ClassVar[int] = 256
+
+    @property
+    def instruction(self) -> str:
+        kind = ("mxf4nvf4", "4X") if self.format is NVFP4 else ("mxf4", "2X")
+        return "kind::{}.block_scale.scale_vec::{}".format(*kind)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.slice_bytes + self.atoms * self.scale_atoms * _ATOM_BYTES + 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class K96Spec(BlockScaledSpec):
+    """Instructions of 96 columns, which run from slice to slice; ``scale_stages`` pieces of scales are in flight."""
+
+    scale_stages: int
+
+    threads: ClassVar[int] = 32 * (_WRITERS + 3)
+    products: ClassVar[int] = 96
+    step: ClassVar[int] = 768
+
+    @property
+    def pieces(self) -> int:
+        return 4 if self.format is NVFP4 else 2
+
+    @property
+    def instruction(self) -> str:
+        kind = "mxf4nvf4" if self.format is NVFP4 else "mxf4"
+        return f"kind::{kind}.block_scale.block{self.format.block}"
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_stages * (self.atoms * self.scale_atoms * _ATOM_BYTES + 16)
+
+
+@dataclass(frozen=True, slots=True)
+class K64Tactic:
+    """Fields of the kernel's Spec."""
+
+    tile_n: int
+    ctas: int
+    stages: int
+    swap_ab: bool = False
+    tma_store: bool = True
+    prefetch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class K96Tactic:
+    """Fields of the kernel's Spec."""
+
+    tile_n: int
+    ctas: int
+    stages: int
+    scale_stages: int
+    swap_ab: bool = False
+    tma_store: bool = True
+
+
+Tactic = K64Tactic | K96Tactic
+
+
+def specialise(problem: Fp4Problem, tactic: Tactic) -> K64Spec | K96Spec:
+    """The kernel that a tactic makes for a problem."""
+    kind = K64Spec if isinstance(tactic, K64Tactic) else K96Spec
+    return kind(format=problem.format, out_dtype=problem.out_dtype, **asdict(tactic))
+
+
+def sides(problem: Fp4Problem, tactic: Tactic) -> tuple[int, int]:
+    """Rows of the left and of the right operand."""
+    return (problem.n, problem.m) if tactic.swap_ab else (problem.m, problem.n)
+
+
+# ---- what is legal ---------------------------------------------------------------------------------------------------
+
+
+def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    return _lacks(problem, tactic, arch) or _wastes(problem, tactic)
+
+
+def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
+    """What the machine or the layout of the operands forbids."""
+    archs = ("sm_103a",) if isinstance(tactic, K96Tactic) else ("sm_100a", "sm_103a")
+    if arch.name not in archs:
+        return f"its products are instructions of {' and '.join(archs)}"
+    if problem.a_layout is not SfLayout.layout_128x4:
+        return "scales go to tensor memory as they lie, in the layout 128x4"
+    if tactic.tile_n % 16 and (tactic.ctas == 2 or isinstance(tactic, K96Tactic)):
+        return "pairs, and products of 96 columns, take multiples of 16 rows of the right operand"
+    step = 64 if isinstance(tactic, K64Tactic) else 4 * problem.format.block
+    if problem.k % step:
+        return f"its last product would meet scales behind the last column, which may be NaN: k % {step} == 0"
+    needed = specialise(problem, tactic).shared_bytes
+    if needed > arch.shared_bytes:
+        return f"its {tactic.stages} stages need {needed} bytes of shared memory, a CTA has {arch.shared_bytes}"
+    return None
+
+
+def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
+    """What it could run, but for nothing, or only by other code."""
+    left, right = sides(problem, tactic)
+    if tactic.tile_n in NARROW_NS and not tactic.swap_ab:
+        return "tiles of fewer than 64 columns are written only by the epilogue of swap_ab"
+    if tactic.tile_n in NARROW_NS and right > tactic.tile_n:
+        return f"tiles of {tactic.tile_n} columns begin within a word of scales: there may be one only"
+    if tactic.swap_ab and not tactic.tma_store:
+        return "with swap_ab a thread has columns of out, which only a tensor map stores well"
+    if tactic.ctas == 2 and left <= _TILE_ROWS:
+        return "one CTA of each pair would have nothing to do"
+    if tactic.tile_n > (NARROW_NS if tactic.swap_ab else WIDE_NS)[0] and 2 * right <= tactic.tile_n:
+        return "half of its columns would be empty"
+    if isinstance(tactic, K64Tactic) and tactic.prefetch and ceil_div(problem.k, K64Spec.step) <= tactic.stages:
+        return "the ring holds a whole tile: there is nothing to prefetch"
+    return None
+
+
+def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
+    """Persistent: as many clusters as tiles, no more than fill the GPU."""
+    clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
+    spec, grid = specialise(problem, tactic), (clusters * tactic.ctas, 1, 1)
+    return Geometry(grid, block=(spec.threads, 1, 1), cluster=(tactic.ctas, 1, 1), shared_bytes=spec.shared_bytes)
+
+
+def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
+    """Of the output, each computed by one CTA or pair."""
+    left, right = sides(problem, tactic)
+    return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
+
+
+# ---- what is worth trying --------------------------------------------------------------------------------------------
+
+
+def _most(spec: BlockScaledSpec, ring: str) -> int:
+    """The most stages of a ring that shared memory has room for."""
+    return max(n for n in _STAGES if replace(spec, **{ring: n}).shared_bytes <= _SHARED_BYTES)  # type: ignore[arg-type]
+
+
+def _tactics() -> Iterator[Tactic]:
+    """Rings as large as they can be. NVFP4's are the larger ones."""
+    for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
+        if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
+            continue
+        cut = {"tile_n": tile_n, "ctas": ctas, "swap_ab": swap_ab, "tma_store": tma_store}
+        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **cut)  # type: ignore[arg-type]
+        for prefetch in (False, True):
+            yield K64Tactic(tile_n, ctas, _most(short, "stages"), swap_ab, tma_store, prefetch)
+        if tile_n % 16:
+            continue
+        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **cut)  # type: ignore[arg-type]
+        long = replace(long, stages=_most(long, "stages"))
+        yield K96Tactic(tile_n, ctas, long.stages, _most(long, "scale_stages"), swap_ab, tma_store)
+
+
+K64_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K64Tactic))
+K96_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K96Tactic))

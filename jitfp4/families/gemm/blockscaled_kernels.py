@@ -1,0 +1,89 @@
+"""The kernels of mm_fp4 for the sm_100 family: what they take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from jitfp4.families.gemm.blockscaled import (
+    K64_TACTICS,
+    K96_TACTICS,
+    BlockScaledSpec,
+    K64Spec,
+    K96Spec,
+    geometry,
+    rejects,
+    specialise,
+)
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import SfLayout
+from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
+
+if TYPE_CHECKING:
+    from jitfp4.families.gemm.fp4_operation import Arguments
+
+_PARAMS = (
+    TensorMapParam("left", "[rows, k / 2] bytes, boxes [128, 128]"),
+    TensorMapParam("right", "[rows, k / 2] bytes, boxes [kRightRows, 128]"),
+    TensorMapParam("left_scales", "[rows / 128, 64 words for each 4 columns of scales]"),
+    TensorMapParam("right_scales", "likewise, boxes of kRightAtoms rows"),
+    TensorMapParam("out_map", "[m, n], boxes [32, 64] or with kSwapAb [kPartN, 32]"),
+    Ptr("alpha", "const float", "[1]; null: 1"),
+    Ptr("out", "Out", "[m, n]"),
+    I64("m"),
+    I64("n", "a multiple of 8"),
+    I64("k", "a multiple of 64"),
+    I64("out_stride", "elements"),
+)
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    spec: BlockScaledSpec = plan.spec
+    problem, out = plan.problem, arguments.out.view(torch.uint16)
+    a = arguments.a, _atoms(arguments.a_descale, problem.m, problem.k // problem.format.block)
+    b = arguments.b, _atoms(arguments.b_descale, problem.n, problem.k // problem.format.block)
+    (left, left_scales), (right, right_scales) = (b, a) if spec.swap_ab else (a, b)
+    box = (spec.part_n, 32) if spec.swap_ab else (32, spec.part_n)
+    return {
+        "left": TileMap(left, (128, 128), swizzle=128),
+        "right": TileMap(right, (spec.tile_n // spec.ctas, 128), swizzle=128),
+        "left_scales": TileMap(left_scales, (1, spec.scale_words)),
+        "right_scales": TileMap(right_scales, (spec.atoms - 1, spec.scale_words)),
+        "out_map": TileMap(out, box, swizzle=2 * box[1]),
+        "alpha": arguments.alpha,
+        "out": arguments.out,
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "out_stride": arguments.out.stride(0),
+    }
+
+
+def _atoms(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Scales in 128x4 as 8-byte words, the 64 of an atom behind each other: [rows / 128, 64 * cols / 4]."""
+    padded_rows, padded_cols = SfLayout.layout_128x4.shape(rows, cols)
+    return scales.view(-1).view(torch.int64).view(padded_rows // 128, padded_cols * 128 // 8)
+
+
+K64 = Kernel(
+    name="gemm/blockscaled",
+    spec=K64Spec,
+    params=_PARAMS,
+    tactics=K64_TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)
+
+K96 = Kernel(
+    name="gemm/blockscaled_k96",
+    spec=K96Spec,
+    params=_PARAMS,
+    tactics=K96_TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

@@ -1,0 +1,93 @@
+"""A model of what a product costs on the sm_100 family, from which selection takes the cheapest cut.
+
+Nothing here was measured: no GPU of the family was at hand. The constants are assumptions of the right size, the same
+for every cut, and only the order of two results means anything. A call is waves of tiles, and a tile takes as long as
+its products or its copies, whichever is longer:
+
+- an instruction of M 128 takes N / 2 clocks, be it of 64 or of 96 columns;
+- copies come at the rate of L2, or of bytes in flight by latency, if that is less;
+- the whole call takes no less than its operands and its output take from memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from jitfp4.arch import Arch
+from jitfp4.families.gemm.blockscaled import (
+    K64_TACTICS,
+    K96_TACTICS,
+    K64Tactic,
+    K96Tactic,
+    Tactic,
+    rejects,
+    sides,
+    specialise,
+    tiles,
+)
+from jitfp4.layouts import ceil_div
+
+if TYPE_CHECKING:
+    from jitfp4.families.gemm.fp4_problem import Fp4Problem
+
+_L2_RATE = 64  # bytes a clock, to an SM
+_MEMORY_RATE = 4200  # bytes a clock, to all
+_LATENCY = 1000  # clocks of a copy
+_TILE_ROWS = 128
+
+
+class Estimate(NamedTuple):
+    """What the model says of a tactic: counts, bytes and clocks."""
+
+    tiles: int
+    waves: int
+    stages: int
+    bytes_in_flight: int  # of an SM
+    product_clocks: float  # of a tile
+    copy_clocks: float  # of a tile
+    clocks: float  # of the call
+
+
+def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
+    """The model's figures for a tactic that can run the problem."""
+    spec, (left, right) = specialise(problem, tactic), sides(problem, tactic)
+    block = problem.format.block
+    number = tiles(problem, tactic)
+    waves = ceil_div(number, arch.num_sms // tactic.ctas)
+    rows = min(left, _TILE_ROWS) + min(right, tactic.tile_n // tactic.ctas)  # outside of the matrix nothing is read
+    scale_rows = spec.atoms * _TILE_ROWS
+    tile_bytes = rows * problem.k / 2 + scale_rows * problem.k / block
+    in_flight = tactic.stages * (spec.slice_bytes * rows // (_TILE_ROWS + tactic.tile_n // tactic.ctas))
+    products = ceil_div(problem.k, spec.products) * tactic.tile_n / 2
+    copies = tile_bytes / min(_L2_RATE, in_flight / _LATENCY) + _LATENCY
+    moved = (problem.m + problem.n) * problem.k * (1 / 2 + 1 / block) + 2 * problem.m * problem.n
+    written = min(left, _TILE_ROWS) * min(right, tactic.tile_n) * 2 / _L2_RATE  # behind the last tile
+    clocks = max(waves * max(products, copies), moved / _MEMORY_RATE) + written
+    return Estimate(number, waves, tactic.stages, in_flight, products, copies, clocks)
+
+
+# Few, so that all can be built ahead; the rest is for a tuner. Columns of a tile, CTAs, whether swapped.
+_WIDE = ((256, 2, False), (128, 2, False), (128, 1, False))
+_NARROW = ((64, 1, False), (64, 1, True), (32, 1, True), (16, 1, True), (8, 1, True))
+_plain: dict[tuple[type, tuple[int, int, bool]], Tactic] = {
+    (type(tactic), (tactic.tile_n, tactic.ctas, tactic.swap_ab)): tactic
+    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # the first of each: no prefetch
+    if tactic.tma_store
+}
+# PTX lists products of 96 columns for pairs; CUTLASS has them for one CTA too: tactics may, selection does not.
+SELECTABLE = (
+    *(_plain[K96Tactic, cut] for cut in _WIDE if cut[1] == 2),
+    *(_plain[K64Tactic, cut] for cut in _WIDE + _NARROW),
+)
+
+
+@functools.lru_cache(maxsize=4096)  # rows of a table ask one after the other
+def cheapest(problem: Fp4Problem, arch: Arch) -> Tactic | None:
+    """The cheapest of SELECTABLE that can run the problem, by the model; of equals, the one with fewer products."""
+
+    def cost(tactic: Tactic) -> tuple[float, float]:
+        figures = estimate(problem, tactic, arch)
+        return figures.clocks, figures.product_clocks
+
+    return min((t for t in SELECTABLE if rejects(problem, t, arch) is None), key=cost, default=None)

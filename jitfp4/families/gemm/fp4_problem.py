@@ -1,0 +1,140 @@
+"""What selection sees of a product of two FP4 matrices, how its portable kernel can be cut, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.blockscaled import Tactic
+from jitfp4.families.gemm.blockscaled_model import cheapest
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.layouts import SfLayout, ceil_div, round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+CHUNK = 128  # columns that a group of warps takes at a time
+_ROW_BYTES = CHUNK // 2
+_SCALE_ROWS = 128  # of a tile of scales
+_MAX_CLUSTER = 8
+_MAX_GRID = 65535  # along y and z
+_MAX_THREADS = 1024
+_WARP_TILES = (16, 32, 64)
+_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+
+
+class Fp4Problem(NamedTuple):
+    """a [m, k] times the transpose of b [n, k], both FP4 with block scales; those of b lie in 128x4."""
+
+    format: BlockFormat
+    a_layout: SfLayout  # 128x4 or 8x4
+    out_dtype: DType
+    m: int
+    n: int
+    k: int
+
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Tiles of 128 rows of a by 128 rows of b."""
+        return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
+
+    def cheapest(self, arch: Arch) -> Tactic | None:
+        """By the model of the kernels of the sm_100 family; None where none of those that it weighs can run it."""
+        return cheapest(self, arch)
+
+
+@dataclass(frozen=True, slots=True)
+class PortableTactic:
+    """How the kernel is cut: fields of its Spec, and over how many CTAs of a cluster the columns are split."""
+
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    groups: int
+    stages: int
+    split: int = 1
+    scaled_mma: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableSpec(KernelSpec):
+    """A CTA takes ``tile_m`` rows of a and ``tile_n`` rows of b, and a warp ``warp_m`` by ``warp_n`` of them.
+
+    ``groups`` groups of warps share the columns, 128 each at a time; ``stages`` steps of that are in flight. Products
+    are of bf16, or with ``scaled_mma`` of codes and scales as they are.
+    """
+
+    format: BlockFormat
+    a_layout: SfLayout
+    out_dtype: DType
+    tile_m: int
+    tile_n: int
+    warp_m: int
+    warp_n: int
+    groups: int
+    stages: int
+    scaled_mma: bool
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("a_layout", (SfLayout.layout_128x4, SfLayout.layout_8x4)),
+            ("tile_m", (16, 32, 64, 128)),
+            ("tile_n", (32, 64, 128)),
+            ("stages", (2, 3, 4, 5, 6)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        for name, tile in (("warp_m", self.tile_m), ("warp_n", self.tile_n)):
+            if getattr(self, name) not in _WARP_TILES or tile % getattr(self, name):
+                raise ArgumentError(name, getattr(self, name), f"one of {_WARP_TILES} that divides {tile}")
+        if self.warp_m * self.warp_n > 64 * 32:
+            raise ArgumentError("warp_n", self.warp_n, "so few that warp_m * warp_n is at most 2048: registers")
+        if not 0 < self.threads <= _MAX_THREADS:
+            raise ArgumentError("groups", self.groups, f"so few that threads are at most {_MAX_THREADS}")
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.groups * (self.tile_m // self.warp_m) * (self.tile_n // self.warp_n)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
+        a_rows = self.tile_m if self.a_layout is SfLayout.layout_8x4 else _SCALE_ROWS
+        scales = (a_rows + _SCALE_ROWS) * CHUNK // self.format.block
+        chunk = (self.tile_m + self.tile_n) * _ROW_BYTES + scales
+        ring = self.stages * self.groups * chunk
+        sums = 4 * self.groups * self.tile_m * (self.tile_n + 8)
+        return round_up(max(ring, sums), 128)
+
+
+def specialise(problem: Fp4Problem, tactic: PortableTactic) -> PortableSpec:
+    """The kernel that a tactic makes for a problem."""
+    cut = asdict(tactic)
+    del cut["split"]
+    return PortableSpec(format=problem.format, a_layout=problem.a_layout, out_dtype=problem.out_dtype, **cut)
+
+
+def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    spec = specialise(problem, tactic)
+    if tactic.scaled_mma and not arch.has_scaled_mma:
+        return "mma.sync with block scales is an instruction of sm_120a and sm_121a"
+    if spec.shared_bytes > arch.shared_bytes:
+        return f"a CTA of {spec.shared_bytes} bytes of shared memory does not fit on an SM"
+    if tactic.split > 1 and not arch.has_tma:
+        return "it needs clusters"
+    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, CHUNK)):
+        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with {CHUNK} columns each"
+    for rows, tile, least in ((problem.m, tactic.tile_m, 16), (problem.n, tactic.tile_n, 32)):
+        if tile > least and tile >= 2 * rows:
+            return "half of its tile would be empty"
+    if ceil_div(problem.n, tactic.tile_n) > _MAX_GRID:
+        return f"its grid has at most {_MAX_GRID} tiles of b"
+    return None
+
+
+def geometry(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> Geometry:  # noqa: ARG001
+    """Clusters that share the columns of a tile of the output lie along x, behind each other the tiles of a."""
+    spec = specialise(problem, tactic)
+    grid = (tactic.split * ceil_div(problem.m, spec.tile_m), ceil_div(problem.n, spec.tile_n), 1)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

@@ -1,0 +1,83 @@
+"""Which tactic a product of two FP4 matrices gets, and the problems that meet every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.families.gemm.blockscaled_model import SELECTABLE
+from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.layouts import SfLayout
+from jitfp4.selection import Row, Table
+
+# Few rows of a: tiles of the output are few, so that groups of warps and CTAs of a cluster share the columns.
+TABLE = Table(
+    (
+        Row(PortableTactic(16, 128, 16, 32, 2, 3, split=4), {"m": 16, "tiles_per_sm": 0.25}),
+        Row(PortableTactic(16, 128, 16, 32, 2, 3, split=2), {"m": 16, "tiles_per_sm": 0.5}),
+        Row(PortableTactic(16, 128, 16, 32, 2, 3), {"m": 16}),
+        Row(PortableTactic(32, 128, 32, 32, 2, 3, split=2), {"m": 32, "tiles_per_sm": 0.5}),
+        Row(PortableTactic(32, 128, 32, 32, 2, 3), {"m": 32}),
+        Row(PortableTactic(64, 128, 64, 32, 1, 4, split=4), {"m": 64, "tiles_per_sm": 0.25}),
+        Row(PortableTactic(64, 128, 64, 32, 1, 4, split=2), {"m": 64, "tiles_per_sm": 0.5}),
+        Row(PortableTactic(64, 128, 64, 32, 1, 4), {"m": 64}),
+        Row(PortableTactic(128, 128, 64, 32, 1, 4, split=2), {"tiles_per_sm": 0.5}),
+        Row(PortableTactic(128, 128, 64, 32, 1, 4)),
+        Row(PortableTactic(16, 32, 16, 32, 2, 3)),  # few rows of b
+    ),
+    measured=None,
+)
+
+SCALED = Table(
+    tuple(Row(replace(row.tactic, scaled_mma=True), row.when) for row in TABLE.rows),
+    measured=None,
+    archs=("sm_120a", "sm_121a"),
+)
+
+BLOCKSCALED: Table[Any] = Table(
+    (*(Row(tactic, {"cheapest": tactic}) for tactic in SELECTABLE), *TABLE.rows),
+    measured=None,
+    archs=("sm_100a", "sm_103a"),
+)
+
+_CUTS = (  # tile_m, tile_n, warp_m, warp_n, groups, stages
+    (16, 32, 16, 32, 2, 3),
+    (16, 64, 16, 32, 4, 3),
+    (16, 128, 16, 32, 1, 4),
+    (16, 128, 16, 32, 2, 3),
+    (16, 128, 16, 64, 4, 2),
+    (32, 64, 32, 32, 2, 3),
+    (32, 128, 32, 32, 2, 3),
+    (64, 64, 32, 32, 1, 4),
+    (64, 128, 32, 32, 1, 3),
+    (64, 128, 64, 32, 1, 4),
+    (128, 64, 64, 32, 1, 4),
+    (128, 128, 32, 64, 1, 4),
+    (128, 128, 64, 32, 1, 3),
+    (128, 128, 64, 32, 1, 4),
+)
+_searched = (PortableTactic(*cut, split, scaled) for cut in _CUTS for split in (1, 2, 4, 8) for scaled in (False, True))
+_chosen = (row.tactic for table in (TABLE, SCALED) for row in table.rows)
+TACTICS: tuple[PortableTactic, ...] = tuple(dict.fromkeys((*_chosen, *_searched)))
+
+
+_BLOCKSCALED_SHAPES = (  # m and n
+    *((m, 14336) for m in (8, 16, 32, 128)),
+    *((64, 57344), (64, 2048), (256, 8192), (1024, 4096)),
+)
+
+
+def problems(arch: Arch) -> Iterator[Fp4Problem]:
+    """Few, some and many tiles of the output, for every number of rows of a that differs."""
+    layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
+    for block_format, layout, dtype in product(BlockFormat, layouts, dtypes):
+        for m, load in product((16, 32, 64, 128), (0.2, 0.4, 2.0)):
+            yield Fp4Problem(block_format, layout, dtype, m=m, n=round(load * arch.num_sms) * 128, k=4096)
+        yield Fp4Problem(block_format, layout, dtype, m=16, n=32, k=4096)  # few rows of b
+    if arch.name in BLOCKSCALED.archs:
+        for block_format, dtype, (m, n) in product(BlockFormat, dtypes, _BLOCKSCALED_SHAPES):
+            yield Fp4Problem(block_format, SfLayout.layout_128x4, dtype, m=m, n=n, k=4096)

@@ -1,0 +1,146 @@
+"""The linear layers of a model from NVFP4 weights: float models, and checkpoints of two kinds, written here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+from tests.unit.test_examples import installed
+
+save_file = pytest.importorskip("safetensors.torch").save_file
+EXAMPLES = Path(__file__).parents[2] / "examples"
+N, K = 24, 96
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        return importlib.import_module("nvfp4_linear")
+
+
+@pytest.fixture(scope="module")
+def weight() -> torch.Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(3))
+
+
+def encoded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale = (2688 / weight.abs().max()).reshape(1)
+    codes, scales = jitfp4.nvfp4_quantize(weight.bfloat16(), scale, jitfp4.SfLayout.layout_linear)
+    return codes.view(torch.uint8), scales.view(torch.float8_e4m3fn).view(N, K // 16), scale
+
+
+def checkpoint(kind: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One layer, the tensors that must stay as they are beside it."""
+    codes, scales, scale = encoded(weight)
+    bias, rest = torch.linspace(-1, 1, N), {"norm.weight": torch.ones(K), "embed.weight": torch.ones(8, 32)}
+    if kind == "compressed-tensors":
+        named = {"weight_packed": codes, "weight_global_scale": scale, "input_global_scale": torch.tensor([500.0])}
+    else:
+        named = {"weight": codes, "weight_scale_2": (1 / scale).reshape(()), "input_scale": torch.tensor(1 / 500.0)}
+    layer = named | {"weight_scale": scales, "bias": bias}
+    return rest | {f"model.layers.0.up_proj.{name}": tensor for name, tensor in layer.items()}
+
+
+def run(example: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["nvfp4_linear.py", *map(str, arguments)])
+        example.main()
+    return capsys.readouterr().out
+
+
+def layers(example: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run(example, capsys, *arguments, "--json"))["layers"]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+def test_a_checkpoint_gives_the_values_that_it_was_made_of(
+    kind: str, example: ModuleType, weight: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = checkpoint(kind, weight)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    ((name, layer),) = sys.modules["nvfp4_checkpoint"].read_layers(tmp_path / "model.safetensors")
+    codes, scales, scale = encoded(weight)
+    assert name == "model.layers.0.up_proj"
+    assert torch.equal(layer.codes, codes) and torch.equal(layer.scales.view(torch.uint8), scales.view(torch.uint8))
+    assert layer.decode_scale.item() == pytest.approx(1 / scale.item(), rel=1e-6)
+    assert layer.input_encode_scale.item() == pytest.approx(500.0, rel=1e-6)
+    ((_, _, values),) = example.layers(tmp_path / "model.safetensors")
+    assert torch.linalg.norm(values - weight) < 0.12 * torch.linalg.norm(weight)
+
+    (row,) = layers(example, capsys, tmp_path / "model.safetensors", "--rows", 5)
+    assert row["shape"] == [N, K] and row["bytes_float32"] == 4 * N * K
+    assert row["snr_w4a16_db"] > 40  # the weight is the same: only bfloat16's rounding of the output
+    assert 15 < row["snr_w4a4_db"] < 25
+    assert row["bytes_w4a4"] == N * K // 2 + 128 * 8
+
+
+def test_a_folder_of_files_is_one_checkpoint(example: ModuleType, weight: torch.Tensor, tmp_path: Path) -> None:
+    for number, (name, tensor) in enumerate(checkpoint("compressed-tensors", weight).items()):
+        if not name.endswith("input_global_scale"):
+            save_file({name: tensor.contiguous()}, tmp_path / f"model-{number}.safetensors")
+    ((_, layer),) = sys.modules["nvfp4_checkpoint"].read_layers(tmp_path)
+    assert layer.bias is not None and layer.input_encode_scale is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("weight_packed", torch.zeros(N, K // 2), "codes must be uint8"),
+        ("weight_scale", torch.zeros(N, K // 32), "block scales must be float8_e4m3fn \\[24, 6\\]"),
+        ("weight_scale", None, "block scales must be"),
+        ("weight_global_scale", torch.zeros(1), "must be one positive float32"),
+        ("weight_global_scale", torch.ones(3), "must be one positive float32"),
+        ("input_global_scale", torch.tensor([float("inf")]), "must be one positive float32"),
+    ],
+)
+def test_an_incomplete_layer_is_an_error_that_names_the_tensor(
+    name: str, tensor: torch.Tensor | None, message: str, weight: torch.Tensor, example: ModuleType, tmp_path: Path
+) -> None:
+    tensors = checkpoint("compressed-tensors", weight)
+    full = f"model.layers.0.up_proj.{name}"
+    del tensors[full]
+    save_file(tensors | ({} if tensor is None else {full: tensor}), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message) as caught:
+        list(sys.modules["nvfp4_checkpoint"].read_layers(tmp_path / "model.safetensors"))
+    assert full in str(caught.value)
+
+
+def test_float_weights_are_quantized_and_what_does_not_fit_is_left_out(
+    example: ModuleType, weight: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {"b.weight": weight, "b.bias": torch.ones(N), "a.weight": weight[:, :32].contiguous()}
+    odd = {"odd.weight": torch.ones(12, 32), "flat.weight": torch.ones(8, 48), "norm.weight": torch.ones(K)}
+    save_file(tensors | odd, tmp_path / "model.safetensors")
+    rows = layers(example, capsys, tmp_path / "model.safetensors")
+    assert [row["name"] for row in rows] == ["a", "b"]
+    assert all(18 < row["snr_w4a16_db"] < 25 and 14 < row["snr_w4a4_db"] < 22 for row in rows)
+    text = run(example, capsys, tmp_path / "model.safetensors", "--layers", 1)
+    assert text.splitlines()[0].startswith("a ") and "bytes of weights" in text
+    with pytest.raises(SystemExit, match="no linear layer"):
+        save_file(odd, tmp_path / "odd.safetensors")
+        run(example, capsys, tmp_path / "odd.safetensors")
+
+
+@pytest.mark.skipif(not installed(), reason="needs jitfp4[examples]")
+def test_layers_of_a_real_model(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = layers(example, capsys, "--layers", 2, "--rows", 4)
+    assert [row["shape"] for row in rows] == [[384, 384]] * 2
+    assert all(row["bytes_float32"] / row["bytes_w4a16"] > 7 for row in rows)
+    assert all(19 < row["snr_w4a16_db"] < 22 and 16 < row["snr_w4a4_db"] < 19 for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not installed(), reason="needs jitfp4[examples]")
+def test_a_gpu_gives_the_same_quality(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = layers(example, capsys, "--layers", 2, "--device", "cuda")
+    assert all(19 < row["snr_w4a16_db"] < 22 and 16 < row["snr_w4a4_db"] < 19 for row in rows)
