@@ -74,17 +74,25 @@ def cases(limit: int) -> Iterator[Case]:
             yield case
 
 
+class Pages(NamedTuple):
+    """K and V, their scales, and page numbers [batch, columns]."""
+
+    cache: tuple[torch.Tensor, torch.Tensor]
+    scales: tuple[torch.Tensor, torch.Tensor] | None
+    numbers: torch.Tensor
+
+
 class Pool:
     """Random floats that all cases share, as pages of any layout: as codes, they are as good as any."""
 
     def __init__(self, size: int) -> None:
         self._data = torch.randn(size // 2, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
         self._scales = torch.randint(36, 60, (size // 8,), dtype=torch.uint8, device="cuda")
-        self._workspace = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
+        self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
         self._next = 0
 
-    def call(self, case: Case) -> Call:
-        """One call on pages of its own, as long as there are any."""
+    def pages(self, case: Case) -> Pages:
+        """For a call, pages of its own, as long as there are any."""
         columns = -(-case.context // case.page)
         order = (case.kv_heads, case.page) if case.kv_layout == "HND" else (case.page, case.kv_heads)
         row = HEAD_DIM // 2 if case.cache == "nvfp4" else CACHES[case.cache]
@@ -96,17 +104,25 @@ class Pool:
             return [memory[side * size : (side + 1) * size].view(pages, *order, row) for side in (0, 1)]
 
         key, value = (side.view(dtype) for side in sides(self._data, row))
-        scales = tuple(sides(self._scales, HEAD_DIM // 16)) if case.cache == "nvfp4" else None
+        scales = None
+        if case.cache == "nvfp4":
+            k_scales, v_scales = sides(self._scales, HEAD_DIM // 16)
+            scales = (k_scales, v_scales)
         numbers = (torch.arange(case.batch * columns, device="cuda") + self._next) % pages
         self._next = (self._next + case.batch * columns) % pages
         numbers = numbers[torch.randperm(len(numbers), device="cuda")].view(case.batch, columns).to(torch.int32)
+        return Pages((key, value), scales, numbers)
+
+    def call(self, case: Case) -> Call:
+        """One call of decode."""
+        cache, scales, numbers = self.pages(case)
         query = torch.randn(case.batch, case.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device="cuda")
         out = torch.empty_like(query)
         return lambda: jitfp4.trtllm_batch_decode_with_kv_cache(
             query,
-            (key, value),
-            self._workspace,
+            cache,
+            self.workspace,
             numbers,
             lengths,
             case.context,

@@ -1,6 +1,6 @@
-"""Every tactic that may be worth it, on loads that tell them apart: what the tables of decode attention are read from.
+"""Every tactic that may be worth it, on loads that tell them apart: what the tables of attention are read from.
 
-Run on a GPU: ``python -m bench.search_attention [--out DIR]``.
+Run on a GPU: ``python -m bench.search_attention [--out DIR] [--only decode|prefill]``.
 """
 
 from __future__ import annotations
@@ -8,17 +8,24 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.bench_attention import Case, Pool
-from bench.harness import time_us, write_results
+from bench.bench_prefill import POOL_BYTES as PREFILL_POOL_BYTES
+from bench.bench_prefill import call, cells
+from bench.harness import GRAPH_BYTES, time_us, write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Tactic
+from jitfp4.families.attention.tables import PREFILL_TACTICS
+from jitfp4.families.attention.wgmma import TILES, WgmmaTactic
 
 LOADS = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (256, 1024), (64, 8192), (16, 131072))
 POOL_BYTES = 6 << 30
+PREFILL_CELLS = (("HND", 4096), ("HND", 512), ("NHD", 2048))  # layout and new tokens
 SIDES = {
     ("nvfp4", "HND", 64): ((12, 3, 1), (10, 3, 1), (8, 3, 1), (8, 4, 1), (6, 3, 2), (4, 3, 3), (4, 4, 2)),
     ("nvfp4", "NHD", 16): ((12, 3, 1), (8, 3, 1, 8), (8, 4, 1, 8), (12, 3, 1, 4), (4, 3, 3)),
@@ -35,7 +42,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
                 continue
             tactic = Tactic(*fields)
             try:
-                with DECODE.forced(tactic):
+                with ATTENTION.forced(tactic):
                     us = time_us(lambda case=case: pool.call(case), case.bytes)  # type: ignore[misc]
             except ArgumentError:  # it does not fit
                 continue
@@ -49,11 +56,41 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
             }
 
 
+def prefill_tactics() -> Iterator[WgmmaTactic | PrefillTactic]:
+    """Every cut on warpgroup products, possible or not, and those of the table on mma.sync."""
+    for turns, teams, producers, tile, stages in itertools.product((True, False), (2, 3), (1, 2), TILES, (2, 3, 4)):
+        yield WgmmaTactic(teams, producers, tile, stages, turns)
+    yield from PREFILL_TACTICS
+
+
+def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
+    """Cuts of many query rows: the first cell is all products, the others have few items or many tokens for each."""
+    for cell, tactic in itertools.product(cells(), prefill_tactics()):
+        if (cell.case.kv_layout, cell.q_len) not in PREFILL_CELLS:
+            continue
+        try:
+            with ATTENTION.forced(tactic):
+                us = time_us(lambda cell=cell: call(cell, pool), GRAPH_BYTES)  # type: ignore[misc]
+        except ArgumentError:  # it does not fit
+            continue
+        yield cell.case._asdict() | {
+            "q_len": cell.q_len,
+            "kernel": type(tactic).__name__,
+            "tactic": " ".join(f"{name}={value}" for name, value in asdict(tactic).items()),
+            "us": round(us, 2),
+            "tflops": round(1e6 * cell.tflop / us, 1),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    rows = list(measure(Pool(POOL_BYTES)))
-    write_results(parser.parse_args().out / "attention_search", rows, stamp())
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    arguments = parser.parse_args()
+    if arguments.only != "prefill":
+        write_results(arguments.out / "attention_search", list(measure(Pool(POOL_BYTES))), stamp())
+    if arguments.only != "decode":
+        write_results(arguments.out / "prefill_search", list(measure_prefill(Pool(PREFILL_POOL_BYTES))), stamp())
 
 
 if __name__ == "__main__":

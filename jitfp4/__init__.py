@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     )
     from jitfp4.families.attention import (
         BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
         single_decode_with_kv_cache,
+        single_prefill_with_kv_cache,
+        trtllm_batch_context_with_kv_cache,
         trtllm_batch_decode_with_kv_cache,
     )
     from jitfp4.families.gdn import (
@@ -95,7 +98,10 @@ _HOMES = {
     ),
     "jitfp4.families.attention": (
         "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
         "single_decode_with_kv_cache",
+        "single_prefill_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
     ),
     "jitfp4.families.gdn": (

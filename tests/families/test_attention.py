@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jitfp4 import sim
-from tests.support.attention import Case, relative_error
+from tests.support.attention import Case
 from tests.support.sample import SIM_ARCHS
 
 CASES = {
@@ -50,22 +50,10 @@ _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
 _FLOAT64 = {torch.float16: 4e-4, torch.bfloat16: 3e-3, torch.float8_e4m3fn: 5e-2}
 
 
-def check(case: Case, got: tuple[torch.Tensor, torch.Tensor], bounds: dict[torch.dtype, float]) -> None:
-    out, lse = got
-    expected, expected_lse = case.expected()
-    assert relative_error(out, expected) < bounds[out.dtype]
-    seen = expected_lse.isfinite()
-    assert torch.equal(lse.cpu().isfinite(), seen)
-    assert torch.all(lse.cpu()[~seen] == -torch.inf)
-    assert torch.all(out.cpu().float()[(expected == 0).all(-1)] == 0)
-    if seen.any():
-        assert (lse.cpu().double() - expected_lse)[seen].abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_attention(name: str) -> None:
     case = Case(**CASES[name])
-    check(case, case.run(), _FLOAT64)
+    case.check(case.run(), _FLOAT64)
 
 
 @pytest.mark.sim
@@ -75,7 +63,7 @@ def test_the_reference_is_attention(name: str) -> None:
 def test_the_simulated_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name])
     with sim.device("sm_90a"):
-        check(case, case.run(), _BOUND)
+        case.check(case.run(), _BOUND)
 
 
 @pytest.mark.sim
@@ -85,14 +73,14 @@ def test_the_simulated_kernel_is_attention(name: str) -> None:
 def test_no_races(name: str, arch: str) -> None:
     case = Case(**CASES[name])
     with sim.device(arch, races=True):
-        check(case, case.run(), _BOUND)
+        case.check(case.run(), _BOUND)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name], device="cuda")
-    check(case, case.run(), _BOUND)
+    case.check(case.run(), _BOUND)
 
 
 @pytest.mark.gpu
@@ -109,7 +97,7 @@ def test_a_graph_follows_the_lengths(kv_layout: str) -> None:
         case.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
         torch.cuda.synchronize()
-        check(case, (out, lse), _BOUND)
+        case.check((out, lse), _BOUND)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
 from tests.support.attention import Case, relative_error
 
@@ -206,6 +206,6 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
 def test_how_the_work_is_split_hardly_matters(tactic: Tactic) -> None:
     case = Case(lengths=(300, 40, 0, 7), kv_layout="NHD")
     expected, _ = case.expected()
-    with sim.device("sm_90a"), DECODE.forced(tactic):
+    with sim.device("sm_90a"), ATTENTION.forced(tactic):
         out, _ = case.run()
     assert relative_error(out, expected) < 4e-3

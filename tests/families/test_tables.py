@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import TILE, Cache, Pages
 from jitfp4.families.attention.problem import Problem as DecodeProblem
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
@@ -42,7 +42,7 @@ from jitfp4.selection import Row, Table, table_for
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
 OPERATIONS = [
-    DECODE,
+    ATTENTION,
     GATED_DELTA_RULE,
     MM_BF16_FP4,
     MM_FP4,
@@ -178,7 +178,7 @@ def decode_cases() -> Iterator[tuple[DecodeProblem, Measured]]:
     """
     caches = {"nvfp4": Cache.NVFP4, "fp8": Cache.E4M3, "bf16": Cache.BF16}
     names = ("warps", "stages", "min_ctas", "head_warps")
-    for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(DECODE), 7):
+    for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(ATTENTION), 7):
         tiles = int(context) // TILE
         problem = DecodeProblem(
             cache=caches[cache],
@@ -210,7 +210,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 48, 1.12),
         (MM_BF16_FP4, gemm_wide_cases, 70, 1.11),
-        (DECODE, decode_cases, 24, 1.02),
+        (ATTENTION, decode_cases, 24, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),

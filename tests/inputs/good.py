@@ -237,8 +237,40 @@ def _attention_calls() -> Calls:
         (k, v), scales = cache(4, 1)
         return {"q": _half(2, 64), "k": k, "v": v, "kv_cache_sf": scales}
 
-    name = "BatchDecodeWithPagedKVCacheWrapper"
+    def context() -> Arguments:
+        arguments = decode() | {"query": _half(3, 2, 64), "out": _half(3, 2, 64), "lse": torch.zeros(3, 2)}
+        del arguments["max_seq_len"]
+        lengths = {"max_q_len": 2, "max_kv_len": 8, "batch_size": 2}
+        return arguments | lengths | {"cum_seq_lens_q": _ints(0, 2, 3), "cum_seq_lens_kv": _ints(0, 5, 8)}
+
+    def make_prefill() -> Any:
+        return jitfp4.BatchPrefillWithPagedKVCacheWrapper(_codes(_WORKSPACE))
+
+    def plan_prefill() -> Arguments:
+        decode_plan = plan()
+        lists = {f"paged_kv_{name}": decode_plan.pop(name) for name in ("indptr", "indices", "last_page_len")}
+        decode_plan["head_dim_qk"] = decode_plan.pop("head_dim")
+        return {"qo_indptr": _ints(0, 2, 3), **lists, **decode_plan, "max_token_per_sequence": 2}
+
+    def run_prefill() -> Arguments:
+        wrapper = make_prefill()
+        wrapper.plan(**plan_prefill())
+        return run() | {"self": wrapper, "q": _half(3, 2, 64), "out": _half(3, 2, 64), "lse": torch.zeros(3, 2)}
+
+    name, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
     return {
+        "trtllm_batch_context_with_kv_cache": context,
+        "single_prefill_with_kv_cache": lambda: single() | {"q": _half(3, 2, 64)},
+        prefill: lambda: {
+            "float_workspace_buffer": _codes(_WORKSPACE),
+            "use_cuda_graph": True,
+            "qo_indptr_buf": _ints(0, 0, 0),
+            "paged_kv_indptr_buf": _ints(0, 0, 0),
+            "paged_kv_indices_buf": _ints(0, 0, 0, 0),
+            "paged_kv_last_page_len_buf": _ints(0, 0),
+        },
+        f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
+        f"{prefill}.run": run_prefill,
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
             **decode(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ class Case:
     v_scale_layout: str = "linear"
     shared: bool = True
     window_left: int = -1
+    causal: bool = True
     with_sinks: bool = False
     q_dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype | None = None
@@ -113,6 +115,35 @@ class Case:
             arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": ends}
         return jitfp4.trtllm_batch_decode_with_kv_cache(**(arguments | self.options | changes))
 
+    def run_context(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """What trtllm_batch_context_with_kv_cache() gives."""
+        ends = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
+        batch = len(self.lengths)
+        arguments: dict[str, object] = {
+            "query": self.query,
+            "kv_cache": self.kv_cache,
+            "workspace_buffer": self.workspace,
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "max_q_len": max(1, *(end - begin for begin, end in itertools.pairwise(self.ends))),
+            "max_kv_len": max(self.lengths),
+            "bmm1_scale": self.bmm1,
+            "bmm2_scale": self.bmm2,
+            "batch_size": batch,
+            "cum_seq_lens_q": ends,
+            "cum_seq_lens_kv": torch.zeros(batch + 1, dtype=torch.int32, device=self.device),
+            "window_left": self.window_left,
+            "out_dtype": self.out_dtype,
+            "sinks": self.sinks,
+            "kv_layout": self.kv_layout,
+            "kv_cache_sf": self.kv_cache_sf,
+            "uses_shared_paged_kv_idx": self.shared,
+            "causal": self.causal,
+            "return_lse": True,
+            "v_scale_layout": self.v_scale_layout,
+        }
+        return jitfp4.trtllm_batch_context_with_kv_cache(**(arguments | self.options | changes))
+
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention token by token in float64: out and base-2 logarithms."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
@@ -123,7 +154,7 @@ class Case:
             count = self.ends[b + 1] - self.ends[b]
             for i in range(count):
                 row, last = self.ends[b] + i, length - count + i
-                seen = [t for t, position in enumerate(at) if position <= last]
+                seen = [t for t, position in enumerate(at) if position <= last or not self.causal]
                 if self.window_left >= 0:
                     seen = [t for t in seen if at[t] >= last - self.window_left]
                 for head in range(self.query.shape[1]):
@@ -148,6 +179,18 @@ class Case:
                 picked = [data[n, slot].view(self.cache).float().double() for n, slot in rows]
             sides.append(torch.stack(picked) if picked else torch.zeros(0, self.kv_heads, self.head_dim).double())
         return sides[0], sides[1], at
+
+    def check(self, got: tuple[torch.Tensor, torch.Tensor], bounds: dict[torch.dtype, float]) -> None:
+        """Outputs within ``bounds`` of what is expected, logarithms as exact as float32; nothing seen gives nothing."""
+        out, lse = got
+        expected, expected_lse = self.expected()
+        assert relative_error(out, expected) < bounds[out.dtype]
+        seen = expected_lse.isfinite()
+        assert torch.equal(lse.cpu().isfinite(), seen)
+        assert torch.all(lse.cpu()[~seen] == -torch.inf)
+        assert torch.all(out.cpu().float()[(expected == 0).all(-1)] == 0)
+        if seen.any():
+            assert (lse.cpu().double() - expected_lse)[seen].abs().max() < 1e-4
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ def test_the_public_names_are_these() -> None:
         "ArgumentError",
         "ArgumentTypeError",
         "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchPrefillWithPagedKVCacheWrapper",
         "BundleError",
         "CacheCorruptError",
         "CacheError",
@@ -77,6 +78,8 @@ def test_the_public_names_are_these() -> None:
         "silu_and_mul_scaled_nvfp4_experts_quantize",
         "sim",
         "single_decode_with_kv_cache",
+        "single_prefill_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
         "tune",
     ]

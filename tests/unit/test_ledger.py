@@ -13,6 +13,7 @@ _SPILLED = {
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; other builds
     # keep a few registers there, once for a segment of work.
     ("cache=", "head_dim=256,rows=16"): 1400,
+    ("cache=", "teams="): 0,  # not on warpgroup products
     ("cache=",): 20,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,

@@ -1,6 +1,15 @@
-"""Attention of a few query tokens over a paged cache."""
+"""Attention over a paged cache: of a few query tokens, and of many."""
 
 from jitfp4.families.attention.api import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
-from jitfp4.families.attention.wrapper import BatchDecodeWithPagedKVCacheWrapper
+from jitfp4.families.attention.context import single_prefill_with_kv_cache, trtllm_batch_context_with_kv_cache
+from jitfp4.families.attention.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
+from jitfp4.families.attention.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+]

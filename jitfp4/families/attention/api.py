@@ -9,8 +9,8 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.operation import DECODE, Arguments
-from jitfp4.families.attention.problem import DTYPES
+from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.problem import DTYPES, MAX_PAGE, MAX_Q_LEN
 from jitfp4.public import checked, public
 from jitfp4.tensors import output
 
@@ -119,19 +119,15 @@ def trtllm_batch_decode_with_kv_cache(
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
-    if kv_block_scales is not None:
-        if kv_cache_sf is not None:
-            raise ArgumentError("kv_block_scales", "a value besides kv_cache_sf", "one of the two")
-        kv_cache_sf = kv_block_scales
-    if v_scale_layout not in V_SCALE_LAYOUTS:
-        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"
         raise ArgumentError("max_q_len, cum_seq_lens_q", got, "a number and a tensor, or None for both")
     if max_q_len is not None and q_len_per_req not in (None, 1):
         raise ArgumentError("q_len_per_req", q_len_per_req, "None or 1 together with max_q_len")
+    q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
+    checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len, MAX_Q_LEN)
     key, value = checks.pair("kv_cache", kv_cache)
-    scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+    scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
         query,
         key,
@@ -153,7 +149,8 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype,
         kv_layout,
         v_scale_layout,
-        (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len,
+        q_len,
+        True,
         uses_shared_paged_kv_idx,
         return_lse or lse is not None,
         enable_pdl,
@@ -184,11 +181,17 @@ def attend(
     kv_layout: str,
     v_scale_layout: str,
     q_len: int,
+    causal: bool,
     shared_pages: bool,
     with_lse: bool,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    """What all decode functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``."""
+    """What all functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``.
+
+    Each request has ``q_len`` query tokens; with cum_seq_lens_q, that is a bound.
+    """
+    if v_scale_layout not in V_SCALE_LAYOUTS:
+        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
     hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
     checks.check_query(query)
     cache = checks.check_cache(
@@ -204,8 +207,9 @@ def attend(
         max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
     if cum_seq_lens_q is not None:
         checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
-    checks.check_lengths(query, batch, q_len, ragged=cum_seq_lens_q is not None)
-    checks.check_work(query, cache, max_seq_len)
+    elif query.shape[0] != batch * q_len:
+        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
+    checks.check_work(query, cache, q_len, max_seq_len)
     if window_left < -1:
         raise ArgumentError("window_left", window_left, "-1 or more")
     checks.check_sinks(sinks, query)
@@ -217,7 +221,7 @@ def attend(
         lse = output("lse", lse, tuple(query.shape[:2]), (torch.float32,), like=query)
     bmm1, bmm1_tensor = checks.scale("bmm1_scale", bmm1_scale, query)
     bmm2, bmm2_tensor = checks.scale("bmm2_scale", bmm2_scale, query)
-    DECODE(
+    ATTENTION(
         Arguments(
             query=query,
             key_cache=cache.key,
@@ -238,6 +242,7 @@ def attend(
             bmm2=bmm2,
             q_len_per_req=q_len,
             window_left=window_left,
+            causal=causal,
             max_tokens=max_seq_len,
             hnd=hnd,
             interleaved=cache.interleaved,
@@ -289,21 +294,41 @@ def single_decode_with_kv_cache(
     """
     del use_tensor_cores
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-    hnd = checks.check_layout(kv_layout)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    sides = (k, v, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
+    bmm1 = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale)
+    scales = (bmm1, factor(v_scale))
+    result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
+    return (result[0][0], result[1][0]) if return_lse else result[0][0]
+
+
+def single(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: checks.Pair | None,
+    scales: tuple[float, float],
+    kv_layout: str,
+    window_left: int,
+    out_dtype: torch.dtype | None,
+    causal: bool,
+    with_lse: bool,
+) -> tuple[torch.Tensor, ...]:
+    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
+    hnd = checks.check_layout(kv_layout)
+    if q.dim() != 3:
+        raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
+    sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
             raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
-    tokens = k.shape[1 if hnd else 0]
-    if v.shape[1 if hnd else 0] != tokens:
-        raise ArgumentError("v", f"shape {tuple(v.shape)}", f"{tokens} tokens, as k")
-    page = math.gcd(tokens, 128)
+    tokens = kv[0].shape[1 if hnd else 0]
+    if kv[1].shape[1 if hnd else 0] != tokens:
+        raise ArgumentError("v", f"shape {tuple(kv[1].shape)}", f"{tokens} tokens, as k")
+    page = math.gcd(tokens, MAX_PAGE)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
-        result = attend(
-            q.unsqueeze(0),
+        return attend(
+            q,
             paged[0],
             paged[1],
             paged[2] if len(paged) > 2 else None,
@@ -313,24 +338,23 @@ def single_decode_with_kv_cache(
             torch.full((1,), tokens, dtype=torch.int32, device=q.device),
             None,
             None,
-            (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale),
-            factor(v_scale),
+            *scales,
             None,
             None,
             None,
             tokens,
             window_left,
-            None,
+            out_dtype,
             kv_layout,
             "linear",
-            1,
+            q.shape[0],
+            causal,
             True,
-            return_lse,
+            with_lse,
             None,
         )
     except ArgumentError as error:
         raise renamed(error, _SINGLE_NAMES) from None
-    return (result[0][0], result[1][0]) if return_lse else result[0][0]
 
 
 _SINGLE_NAMES = {
@@ -340,7 +364,7 @@ _SINGLE_NAMES = {
     "bmm2_scale": "v_scale",
     "max_seq_len": "k",
 }
-"""What attend() calls arguments of single_decode_with_kv_cache()."""
+"""What attend() calls the arguments of single_decode_with_kv_cache() and single_prefill_with_kv_cache()."""
 
 
 def factor(scale: float | None) -> float:

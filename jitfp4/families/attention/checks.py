@@ -147,20 +147,18 @@ def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], l
         raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
 
 
-def check_lengths(query: torch.Tensor, batch: int, q_len: int, *, ragged: bool) -> None:
-    """``q_len`` tokens, or up to that many, for each request."""
-    if not 1 <= q_len <= MAX_Q_LEN:
-        raise ArgumentError("max_q_len" if ragged else "q_len_per_req", q_len, f"1 to {MAX_Q_LEN}")
-    if not ragged and query.shape[0] != batch * q_len:
-        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
+def check_q_len(name: str, q_len: int, most: int = MAX_TOKENS) -> None:
+    """The query tokens of a request, or a bound of them."""
+    if not 1 <= q_len <= most:
+        raise ArgumentError(name, q_len, f"1 to {most}")
 
 
-def check_work(query: torch.Tensor, cache: Cache, max_tokens: int) -> None:
-    """Positions and units of work that 32 bits hold."""
+def check_work(query: torch.Tensor, cache: Cache, q_len: int, max_tokens: int) -> None:
+    """Positions that 32 bits hold; for few query tokens also units of work, for many their rows."""
     if not 0 <= max_tokens <= MAX_TOKENS:
         raise ArgumentError("max_seq_len", max_tokens, f"0 to {MAX_TOKENS}")
-    units = query.shape[0] * cache.heads * MAX_GROUP * ceil_div(max(1, max_tokens), TILE)
-    if units >= _MAX_WORK:
+    tiles = ceil_div(max(1, max_tokens), TILE) if q_len <= MAX_Q_LEN else 1
+    if query.shape[0] * cache.heads * MAX_GROUP * tiles >= _MAX_WORK:
         raise ArgumentError("query", f"{query.shape[0]} tokens over {max_tokens}", "less work than 2**31 tiles")
 
 
@@ -195,6 +193,16 @@ def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[
     return 1.0, value.view(1)
 
 
+def one_name(
+    kv_cache_sf: Pair | None, kv_block_scales: Pair | None
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """The scales of K and V, under either name."""
+    if kv_cache_sf is not None and kv_block_scales is not None:
+        raise ArgumentError("kv_block_scales", "a value besides kv_cache_sf", "one of the two")
+    scales = kv_cache_sf if kv_block_scales is None else kv_block_scales
+    return (None, None) if scales is None else pair("kv_cache_sf", scales)
+
+
 def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """A contiguous buffer of any type, as bytes."""
     if not isinstance(workspace, torch.Tensor):
@@ -206,7 +214,10 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
     return workspace.view(torch.uint8).flatten()
 
 
-def unused(name: str, value: object, default: object) -> None:
-    """A parameter of kernels that are not open has its default."""
+def unused(
+    name: str, value: object, default: object, why: str = "it belongs to kernels that FlashInfer ships as binaries"
+) -> None:
+    """A parameter that no kernel here has keeps its default."""
     if value is not default and value != default:
-        raise ArgumentError(name, value, f"{default}: it belongs to kernels that FlashInfer ships as binaries")
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
+        raise ArgumentError(name, what, f"{default}: {why}")

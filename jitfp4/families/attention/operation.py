@@ -1,4 +1,4 @@
-"""The operation behind all decode functions: its arguments, its kernel, its reference."""
+"""The operation behind all functions: its arguments, its kernels, its reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import prefill, wgmma
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
+    MAX_Q_LEN,
+    MAX_ROWS,
+    ROW_BLOCK,
     TILE,
     Pages,
     Problem,
@@ -18,12 +22,12 @@ from jitfp4.families.attention.problem import (
     rejects,
     specialise,
 )
-from jitfp4.families.attention.tables import TABLE, TACTICS, problems
+from jitfp4.families.attention.tables import PREFILL_TACTICS, TABLE, TACTICS, WGMMA_TACTICS, problems
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import attention as reference
-from jitfp4.spec import F32, I64, Ptr
+from jitfp4.spec import F32, I64, Param, Ptr
 
 
 class Arguments(NamedTuple):
@@ -32,7 +36,9 @@ class Arguments(NamedTuple):
     The scales are those of an NVFP4 cache, which is uint8.
     Page numbers are [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends``, those of request b are
     block_tables[page_ends[b] : page_ends[b + 1]]. Scales multiply: ``bmm1`` by ``bmm1_scale`` where there is one.
-    ``max_tokens`` bounds a request, ``max_pages`` all of them; neither changes what is read.
+    Request b has queries cum_seq_lens_q[b] to [b + 1], or ``q_len_per_req`` of them; as the other, that is a bound.
+    ``max_tokens`` bounds a request of the cache. No bound changes what is read, or what comes out. Query i of n sees
+    tokens up to seq_lens[b] - n + i where it is ``causal``, and no more than ``window_left`` before that.
     """
 
     query: torch.Tensor
@@ -54,6 +60,7 @@ class Arguments(NamedTuple):
     bmm2: float
     q_len_per_req: int
     window_left: int
+    causal: bool
     max_tokens: int
     hnd: bool
     interleaved: bool
@@ -71,12 +78,22 @@ def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
     return (page, second, first) if hnd else (page, first, second)
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    a = arguments
-    pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
+def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     needed = plan.spec.workspace_bytes(plan.geometry.grid[0])
-    if a.workspace_buffer.numel() < needed:
-        raise ArgumentError("workspace_buffer", f"{a.workspace_buffer.numel()} bytes", f"{needed} or more")
+    workspace = arguments.workspace_buffer
+    if workspace.numel() < needed:
+        raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
+    return _bind(arguments) | {"workspace": workspace}
+
+
+def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    del plan  # nothing depends on it
+    return _bind(arguments) | {"causal": int(arguments.causal)}
+
+
+def _bind(a: Arguments) -> dict[str, Any]:
+    """What every kernel takes."""
+    pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
     bound = {
         "q": a.query,
         "k": a.key_cache,
@@ -90,7 +107,6 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "sinks": a.sinks,
         "bmm1_tensor": a.bmm1_scale,
         "bmm2_tensor": a.bmm2_scale,
-        "workspace": a.workspace_buffer,
         "out": a.out,
         "lse": a.lse,
         "bmm1": a.bmm1,
@@ -126,24 +142,29 @@ def _problem(a: Arguments) -> Problem:
     d = a.query.shape[2]
     sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
     packed = all(_strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
-    rows = 8 if a.query.shape[1] // heads * a.q_len_per_req <= 8 else 16
+    batch, group = a.seq_lens.shape[0], a.query.shape[1] // heads
+    causal = a.causal or a.q_len_per_req == 1
+    few, rows = causal and a.q_len_per_req <= MAX_Q_LEN, group * a.q_len_per_req
+    blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all
-        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, a.seq_lens.shape[0]))
+        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
     tiles = _power_of_two(tiles)
     return Problem(
         cache=CACHES[a.key_cache.dtype],
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=rows,
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else (ROW_BLOCK if rows <= ROW_BLOCK else 2 * ROW_BLOCK),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),
         packed=packed,
         two_tables=a.block_tables.dim() == 3,
         tiles=tiles,
-        units=tiles * _power_of_two(a.seq_lens.shape[0] * heads),
+        units=tiles * _power_of_two(batch * heads),
+        causal=causal,
+        blocks=0 if few else _power_of_two(blocks),
     )
 
 
@@ -176,6 +197,7 @@ def _reference(a: Arguments) -> None:
         ends,
         bmm1_scale=a.bmm1 * (1.0 if a.bmm1_scale is None else a.bmm1_scale.double()),
         bmm2_scale=a.bmm2 * (1.0 if a.bmm2_scale is None else a.bmm2_scale.double()),
+        causal=a.causal,
         window_left=a.window_left,
         sinks=a.sinks,
     )
@@ -184,64 +206,93 @@ def _reference(a: Arguments) -> None:
         a.lse.copy_(lse)
 
 
+_INPUTS: tuple[Param, ...] = (
+    Ptr("q", "const Query", "[tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)"),
+    Ptr("k", "const uint8", "rows aligned to 16 bytes"),
+    Ptr("v", "const uint8"),
+    Ptr("k_scales", "const uint8", "rows aligned to D / 16 bytes"),
+    Ptr("v_scales", "const uint8"),
+    Ptr("tables", "const int32", "[batch, max_pages], twice with v_table, or one list"),
+    Ptr("seq_lens", "const int32", "[batch]"),
+    Ptr("page_ends", "const int32", "[batch + 1], where requests end in the list; null: a row for each"),
+    Ptr("cum_q", "const int32", "[batch + 1]; null: q_len of each request"),
+    Ptr("sinks", "const float", "[heads] or null"),
+    Ptr("bmm1_tensor", "const float", "[1] or null: multiplies bmm1"),
+    Ptr("bmm2_tensor", "const float", "[1] or null: multiplies bmm2"),
+)
+_SIZES: tuple[Param, ...] = (
+    Ptr("out", "Out", "[tokens, heads, D]"),
+    Ptr("lse", "float", "[tokens, heads] or null; base 2"),
+    F32("bmm1"),
+    F32("bmm2"),
+    I64("batch", member="int"),
+    I64("kv_heads", member="int"),
+    I64("group", "heads / kv_heads", member="int"),
+    I64("q_len", member="int"),
+    I64("total_q", "tokens of q", member="int"),
+    I64("num_pages", member="int"),
+    I64("page", "tokens", member="int"),
+    I64("max_pages", "columns of tables, or the length of the list", member="int"),
+    I64("window_left", "negative: none", member="int"),
+    I64("q_token_stride", "elements"),
+    I64("q_head_stride"),
+    I64("k_page_stride", "bytes, as all of the cache", member="int"),
+    I64("k_token_stride", member="int"),
+    I64("k_head_stride"),
+    I64("v_page_stride", member="int"),
+    I64("v_token_stride", member="int"),
+    I64("v_head_stride"),
+    I64("k_scales_page_stride", member="int"),
+    I64("k_scales_token_stride", member="int"),
+    I64("k_scales_head_stride"),
+    I64("v_scales_page_stride", member="int"),
+    I64("v_scales_token_stride", member="int"),
+    I64("v_scales_head_stride"),
+    I64("table_stride", "elements", member="int"),
+    I64("v_table", "elements from a request's K pages to its V pages", member="int"),
+)
+
 KERNEL = Kernel(
     name="attention/decode",
     spec=Spec,
     params=(
-        Ptr("q", "const Query", "[tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)"),
-        Ptr("k", "const uint8", "rows aligned to 16 bytes"),
-        Ptr("v", "const uint8"),
-        Ptr("k_scales", "const uint8", "rows aligned to D / 16 bytes"),
-        Ptr("v_scales", "const uint8"),
-        Ptr("tables", "const int32", "[batch, max_pages], twice with v_table, or one list"),
-        Ptr("seq_lens", "const int32", "[batch]"),
-        Ptr("page_ends", "const int32", "[batch + 1], where requests end in the list; null: a row for each"),
-        Ptr("cum_q", "const int32", "[batch + 1]; null: q_len of each request"),
-        Ptr("sinks", "const float", "[heads] or null"),
-        Ptr("bmm1_tensor", "const float", "[1] or null: multiplies bmm1"),
-        Ptr("bmm2_tensor", "const float", "[1] or null: multiplies bmm2"),
+        *_INPUTS,
         Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
-        Ptr("out", "Out", "[tokens, heads, D]"),
-        Ptr("lse", "float", "[tokens, heads] or null; base 2"),
-        F32("bmm1"),
-        F32("bmm2"),
-        I64("batch", member="int"),
-        I64("kv_heads", member="int"),
-        I64("group", "heads / kv_heads", member="int"),
-        I64("q_len", member="int"),
-        I64("total_q", "tokens of q", member="int"),
-        I64("num_pages", member="int"),
-        I64("page", "tokens", member="int"),
-        I64("max_pages", "columns of tables, or the length of the list", member="int"),
-        I64("window_left", "negative: none", member="int"),
-        I64("q_token_stride", "elements"),
-        I64("q_head_stride"),
-        I64("k_page_stride", "bytes, as all of the cache", member="int"),
-        I64("k_token_stride", member="int"),
-        I64("k_head_stride"),
-        I64("v_page_stride", member="int"),
-        I64("v_token_stride", member="int"),
-        I64("v_head_stride"),
-        I64("k_scales_page_stride", member="int"),
-        I64("k_scales_token_stride", member="int"),
-        I64("k_scales_head_stride"),
-        I64("v_scales_page_stride", member="int"),
-        I64("v_scales_token_stride", member="int"),
-        I64("v_scales_head_stride"),
-        I64("table_stride", "elements", member="int"),
-        I64("v_table", "elements from a request's K pages to its V pages", member="int"),
+        *_SIZES,
     ),
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind,
+    bind=_bind_decode,
 )
 
-DECODE = Operation(
+KERNEL_PREFILL = Kernel(
+    name="attention/prefill",
+    spec=prefill.PrefillSpec,
+    params=(*_INPUTS, *_SIZES, I64("causal", "0 or 1", member="int")),
+    tactics=PREFILL_TACTICS,
+    rejects=prefill.rejects,
+    specialise=prefill.specialise,
+    geometry=prefill.geometry,
+    bind=_bind_prefill,
+)
+
+KERNEL_WGMMA = Kernel(
+    name="attention/prefill_wgmma",
+    spec=wgmma.WgmmaSpec,
+    params=KERNEL_PREFILL.params,
+    tactics=WGMMA_TACTICS,
+    rejects=wgmma.rejects,
+    specialise=wgmma.specialise,
+    geometry=wgmma.geometry,
+    bind=_bind_prefill,
+)
+
+ATTENTION = Operation(
     Arguments,
-    name="attention_decode",
-    kernels=(KERNEL,),
+    name="attention",
+    kernels=(KERNEL, KERNEL_PREFILL, KERNEL_WGMMA),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

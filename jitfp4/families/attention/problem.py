@@ -1,4 +1,4 @@
-"""What selection sees of an attention over few query tokens, how its kernel can be cut, and how it is launched."""
+"""What selection sees of an attention, how the kernel for few query rows can be cut, and how it is launched."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ HEAD_DIMS = (64, 128, 256)
 TILE = 32  # tokens that a warp takes at a time
 MAX_PAGE = 128
 MAX_TOKENS = 1 << 24  # of a request: the kernel divides positions by the page without a division
-MAX_Q_LEN = 8
+MAX_Q_LEN = 8  # of a decode call
 MAX_GROUP = 16
+MAX_ROWS = 16  # that the decode kernel takes at a time
+ROW_BLOCK = 64
 
 _WARP = 32
 _WIDE_WARPS = 8  # of an SM
@@ -75,10 +77,12 @@ class Pages(StrEnum):
 
 
 class Problem(NamedTuple):
-    """``rows`` query rows of a KV head are taken at a time; ``heads`` is a power of two that divides the KV heads.
+    """``rows`` query rows of a KV head are taken at a time: 8 or 16 of few query tokens, 64 or 128 of more.
 
-    ``tiles`` of 32 tokens bound a request, and ``units``, a tile for one KV head, a call: powers of two, so that
-    growing contexts are few problems. Lengths themselves are on the device.
+    ``heads`` is a power of two that divides the KV heads. ``tiles`` of 32 tokens bound a request, and ``units``, a tile
+    for one KV head, a call: powers of two, so that growing contexts are few problems. Where rows are many, so does
+    ``blocks``: of ROW_BLOCK rows of one request and KV head, and two more for each of these. Lengths themselves are on
+    the device. Where each request has one query token, all is ``causal``.
     """
 
     cache: Cache
@@ -93,6 +97,8 @@ class Problem(NamedTuple):
     two_tables: bool
     tiles: int
     units: int
+    causal: bool = True
+    blocks: int = 0
 
     def units_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.units, arch.num_sms)
@@ -161,12 +167,14 @@ class Spec(KernelSpec):
 
 def specialise(problem: Problem, tactic: Tactic) -> Spec:
     """The kernel that a tactic makes for a problem."""
-    fields = {name: value for name, value in problem._asdict().items() if name not in ("heads", "tiles", "units")}
+    fields = {name: value for name, value in problem._asdict().items() if name in Spec.__slots__}
     return Spec(**fields, **asdict(tactic))
 
 
 def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem."""
+    if problem.rows > MAX_ROWS:
+        return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
     if problem.heads % tactic.head_warps:
         return f"{tactic.head_warps} warps take different heads"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:

@@ -1,16 +1,23 @@
-"""Which tactic of the decode kernel a problem gets, and the problems that meet every row.
+"""Which tactic a problem gets, and the problems that meet every row.
 
 Twelve warps with three tiles in flight each keep an SM's memory busy. Short requests end often: several CTAs then fill
 each other's pauses. Little work is over sooner with fewer parts to add up. Where the rows of a head do not follow each
 other, warps that take the heads of one token use whole sectors of it.
+
+Rows for many query rows have not been measured: they follow from registers, shared memory, and the products of a tile
+for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16. From
+128 rows on sm_90a takes its warpgroup products, by the model in wgmma.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jitfp4.arch import Arch
-from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.prefill import PrefillTactic
+from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
 
@@ -18,7 +25,7 @@ _FEW_UNITS = 32  # for each SM
 _MANY_UNITS = 128
 _SHORT = 128  # tiles of a request
 
-TABLE = Table(
+TABLE: Table[Any] = Table(
     (
         *rows(
             (Tactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
@@ -44,15 +51,41 @@ TABLE = Table(
         Row(Tactic(4, 2, 1)),
         Row(Tactic(2, 2, 1)),
         Row(Tactic(1, 2, 1)),
+        # Many query rows, wgmma: by model, not measured
+        *rows(
+            (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.BF16}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.F16}),
+            (WgmmaTactic(turns=True), {"head_dim": 128}),
+            (WgmmaTactic(tile=64), {}),
+            rows=2 * ROW_BLOCK,
+        ),
+        # Many query rows, mma.sync: by model, not measured
+        *rows(
+            (PrefillTactic(4, 16, 64, 2), {"head_dim": 128}),
+            (PrefillTactic(4, 16, 32, 1), {}),
+            rows=ROW_BLOCK,
+        ),
+        Row(PrefillTactic(4, 32, 64, 2), {"head_dim": 64}),
+        Row(PrefillTactic(8, 16, 64, 1), {"head_dim": 128}),
+        Row(PrefillTactic(8, 16, 32, 1)),
+        Row(PrefillTactic(4, 16, 32, 1)),
+        Row(PrefillTactic(4, 16, 16, 1)),
     ),
     measured="h200/attention_search.csv",
 )
 
-TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
+TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, Tactic)))
+PREFILL_TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, PrefillTactic)))
+
+WGMMA_TACTICS = (
+    *dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
+    WgmmaTactic(teams=3, tile=64, stages=3),
+)
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """bf16 queries: each order of heads and scales, few, short and many requests; then the odd sizes."""
+    """bf16 queries: each order of heads and scales, few, short and many requests; the odd sizes; many query tokens."""
     pages = (Pages.HALVES, Pages.WHOLE)
     loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS))
     for page in pages:
@@ -71,6 +104,15 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
         yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
         yield _problem(arch, Pages.HALVES, *loads[2], cache=cache, head_dim=256, rows=16)
+    for block in (ROW_BLOCK, 2 * ROW_BLOCK):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, two_tables=True)
+    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache)
 
 
 def _problem(
@@ -101,4 +143,5 @@ def _problem(
         two_tables=two_tables,
         tiles=tiles,
         units=units * arch.num_sms,
+        blocks=units if rows >= ROW_BLOCK else 0,
     )

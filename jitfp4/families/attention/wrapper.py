@@ -1,4 +1,4 @@
-"""FlashInfer's decode wrapper: page lists and scalars once in plan(), tensors in run()."""
+"""What FlashInfer's wrappers share: page lists and scalars once in plan(), tensors in run()."""
 
 from __future__ import annotations
 
@@ -10,19 +10,28 @@ import torch
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor
-from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE, MAX_Q_LEN
-from jitfp4.public import checked
+from jitfp4.families.attention.api import attend, factor
+from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.tensors import check_dtype
 
 _COUNTER_BYTES = 1 << 16  # at the start of the workspace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    indptr: torch.Tensor
-    indices: torch.Tensor
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """On the device: where the pages of each request end in ``pages``, tokens of each, and where its queries end."""
+
+    page_ends: torch.Tensor
+    pages: torch.Tensor
     seq_lens: torch.Tensor
+    q_ends: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What plan() leaves for run(). ``q_len`` bounds the queries of a request; None: nothing does."""
+
+    lists: Lists
     heads: tuple[int, int]
     head_dim: int
     page_size: int
@@ -31,277 +40,197 @@ class _Plan:
     cache_dtype: torch.dtype
     out_dtype: torch.dtype
     sm_scale: float
+    q_len: int | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The tensors and factors of a run()."""
+
+    q: torch.Tensor
+    paged_kv_cache: checks.Pair
+    kv_cache_sf: checks.Pair | None
+    q_scale: float | None
+    k_scale: float | None
+    v_scale: float | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    return_lse: bool
+    window_left: int | None
     q_len: int
+    enable_pdl: bool | None
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
-    """Attention over a paged cache whose page numbers come as one list.
+class PagedWrapper:
+    """A workspace, the buffers of a captured call, and the latest plan."""
 
-    Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), of any content; its first
-            64 KiB are set to zero here, and nobody else may write them while the wrapper is in use.
-        kv_layout: "NHD" or "HND".
-        use_cuda_graph: plan() then copies its tensors into the three buffers, whose addresses a captured run() keeps;
-            the batch is the length of paged_kv_last_page_len_buffer.
-        use_tensor_cores, backend: "auto" only; every kernel uses tensor cores. jit_args: None only.
-    """
-
-    @checked
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: torch.Tensor | None = None,
-        paged_kv_indices_buffer: torch.Tensor | None = None,
-        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[object] | None = None,
-    ) -> None:
-        del use_tensor_cores
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, buffers: dict[str, torch.Tensor | None] | None) -> None:
+        """``buffers`` are those of a captured call, by parameter, in the order of a plan's lists."""
         checks.check_layout(kv_layout)
-        checks.unused("backend", backend, "auto")
-        checks.unused("jit_args", jit_args, None)
         try:
-            self._workspace = checks.check_workspace(float_workspace_buffer, float_workspace_buffer)
+            self._workspace = checks.check_workspace(workspace, workspace)
         except ArgumentError as error:
-            raise renamed(error, {"workspace_buffer": "float_workspace_buffer"}) from None
+            raise renamed(error, _NAMES) from None
         self._workspace[:_COUNTER_BYTES].zero_()
         self._kv_layout = kv_layout
-        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        if use_cuda_graph:
-            buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-            for name, buffer in zip(("indptr", "indices", "last_page_len"), buffers, strict=True):
+        self._buffers: list[torch.Tensor] | None = None
+        self._plan: Plan | None = None
+        if buffers is not None:
+            given = []
+            for name, buffer in buffers.items():
                 if buffer is None:
-                    raise ArgumentError(f"paged_kv_{name}_buffer", "None", "a tensor with use_cuda_graph")
-                checks.check_ints(f"paged_kv_{name}_buffer", buffer, (None,), self._workspace)
-            self._buffers = (buffers[0], buffers[1], torch.zeros_like(buffers[2]))  # type: ignore[assignment, arg-type]
-            if (entries := len(buffers[0])) <= len(buffers[2]):  # type: ignore[arg-type]
-                got = f"{entries} elements"
-                raise ArgumentError("paged_kv_indptr_buffer", got, "one more than paged_kv_last_page_len_buffer")
-        self._plan: _Plan | None = None
+                    raise ArgumentError(name, "None", "a tensor with use_cuda_graph")
+                checks.check_ints(name, buffer, (None,), self._workspace)
+                given.append(buffer)
+            given[2] = torch.zeros_like(given[2])  # holds tokens of requests, not of their last pages
+            for (name, _), buffer in zip(buffers.items(), given, strict=True):
+                if "indptr" in name and len(buffer) <= len(given[2]):
+                    raise ArgumentError(name, f"{len(buffer)} elements", "one more than the batch of the buffers")
+            self._buffers = given
 
-    @checked
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: torch.dtype | str | None = "float16",
-        kv_data_type: torch.dtype | str | None = None,
-        o_data_type: torch.dtype | str | None = None,
-        data_type: torch.dtype | str | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-        window_right: int = 0,
-    ) -> None:
-        """Take the page lists of a batch. Nothing is read on the host, and nothing waits for the device.
-
-        Args:
-            indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
-            indices: int32, page numbers.
-            last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
-            kv_data_type: torch.uint8 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is its older name,
-                and None means q_data_type.
-            q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
-            sm_scale: None means ``head_dim ** -0.5``.
-            seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
-            q_len_per_req: query tokens of a request, 1 to 8.
-            pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
-                window_right: anything but the default is an error, -1 for fixed_split_size aside.
-        Raises:
-            ArgumentError, ArgumentTypeError.
-        """
-        del block_tables  # the same pages again
-        # vLLM asserts that run() goes by what it planned, under these names.
-        self._window_left, self._sm_scale, self._logits_soft_cap = window_left, sm_scale, logits_soft_cap or 0.0
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        for name, value, default in (
-            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
-            ("disable_split_kv", disable_split_kv, False),
-            ("window_right", window_right, 0),
-        ):
-            checks.unused(name, value, default)
-        q_dtype = _dtype("q_data_type", q_data_type, DTYPES)
-        older = None if data_type is None else _dtype("data_type", data_type, CACHES)
-        cache_dtype = q_dtype if older is None else older
-        if kv_data_type is not None:
-            cache_dtype = _dtype("kv_data_type", kv_data_type, CACHES)
-        _check_sizes(num_qo_heads, num_kv_heads, head_dim, page_size, window_left, q_len_per_req)
-        given = {"last_page_len": last_page_len, "indptr": indptr, "indices": indices, "seq_lens": seq_lens}
-        batch = None
-        for name, tensor in given.items():
-            if tensor is not None:
-                sizes = {"indptr": None if batch is None else batch + 1, "seq_lens": batch}
-                checks.check_ints(name, tensor, (sizes.get(name),), tensor)
-                if tensor.is_meta and not self._workspace.is_meta:
-                    raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
-                batch = tensor.shape[0] if batch is None else batch
-        move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
-        moved = [move(tensor) for tensor in (indptr, indices, last_page_len)]
+    def _take(
+        self, lists: dict[str, torch.Tensor], page_size: int, seq_lens: torch.Tensor | None, non_blocking: bool
+    ) -> Lists:
+        """Checks and moves a plan's lists, by parameter: indptr, indices, last_page_len, perhaps qo_indptr."""
+        batch = lists[next(name for name in lists if name.endswith("last_page_len"))].numel()
+        given = lists if seq_lens is None else lists | {"seq_lens": seq_lens}
+        for (name, tensor), size in zip(lists.items(), (batch + 1, None, batch, batch + 1), strict=False):
+            checks.check_ints(name, tensor, (size,), tensor)
         if seq_lens is not None:
-            lengths = move(seq_lens)
+            checks.check_ints("seq_lens", seq_lens, (batch,), seq_lens)
+        for name, tensor in given.items():
+            if tensor.is_meta and not self._workspace.is_meta:
+                raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
+        move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
+        moved = [move(tensor) for tensor in lists.values()]
+        if seq_lens is not None:
+            moved[2] = move(seq_lens)
         else:
             pages = moved[0][1:] - moved[0][:-1]
-            lengths = torch.where(pages > 0, (pages - 1) * page_size + moved[2], 0).to(torch.int32)
+            moved[2] = torch.where(pages > 0, (pages - 1) * page_size + moved[2], 0).to(torch.int32)
         if self._buffers is not None:
-            lists = self._buffers[1]
-            if batch != len(self._buffers[2]) or batch + 1 > len(self._buffers[0]) or len(moved[1]) > len(lists):
-                raise ArgumentError("indptr", f"a batch of {batch}", f"{len(self._buffers[2])}, as the buffers hold")
-            self._buffers[0][: batch + 1].copy_(moved[0])
-            lists[: len(moved[1])].copy_(moved[1])
-            self._buffers[2].copy_(lengths)
-            moved[:2], lengths = [self._buffers[0][: batch + 1], lists], self._buffers[2]
-        self._plan = _Plan(
-            indptr=moved[0],
-            indices=moved[1],
-            seq_lens=lengths,
-            heads=(num_qo_heads, num_kv_heads),
-            head_dim=head_dim,
-            page_size=page_size,
-            window_left=window_left,
-            q_dtype=q_dtype,
-            cache_dtype=cache_dtype,
-            out_dtype=q_dtype if o_data_type is None else _dtype("o_data_type", o_data_type, DTYPES),
-            sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
-            q_len=q_len_per_req,
-        )
+            sizes = [len(buffer) for buffer in self._buffers]
+            if batch != sizes[2] or any(len(tensor) > size for tensor, size in zip(moved, sizes, strict=True)):
+                raise ArgumentError(next(iter(lists)), f"a batch of {batch}", f"{sizes[2]}, as the buffers hold")
+            for buffer, tensor in zip(self._buffers, moved, strict=True):
+                buffer[: len(tensor)].copy_(tensor)
+            moved = [self._buffers[0][: batch + 1], self._buffers[1], *(b[: batch + 1] for b in self._buffers[2:])]
+        return Lists(moved[0], moved[1], moved[2], moved[3] if len(moved) > 3 else None)
 
-    begin_forward = plan
+    # vLLM asserts that run() goes by what it planned, under these names.
+    @property
+    def _window_left(self) -> int:
+        return self._planned().window_left
+
+    @property
+    def _sm_scale(self) -> float:
+        return self._planned().sm_scale
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return 0.0
+
+    @property
+    def _causal(self) -> bool:
+        return self._planned().causal
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """False: engines ask before they plan past plan(), into FlashInfer's buffers. Here plan() serves graphs too."""
         return False
 
-    @checked
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: checks.Pair,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        kv_cache_sf: checks.Pair | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Attend with the queries of a planned batch.
-
-        Args:
-            q: [batch * q_len_per_req, heads, d].
-            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
-            kv_cache_sf: the block scales of a uint8 cache, V's linear; two tensors, or one with both along dimension 1.
-            q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
-            out, lse, return_lse, enable_pdl, sinks: as there.
-            window_left, q_len_per_req: None means what plan() got.
-        Returns:
-            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_decode_with_kv_cache() gives.
-        Raises:
-            ArgumentError, ArgumentTypeError: before anything is written.
-        """
-        plan = self._plan
-        if plan is None:
+    def _planned(self) -> Plan:
+        if self._plan is None:
             raise ArgumentError("run", "a call before plan()", "plan() first")
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        check_dtype("q", q, (plan.q_dtype,))
-        key, value = checks.pair("paged_kv_cache", paged_kv_cache)
+        return self._plan
+
+    def _attend(self, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        plan = self._planned()
+        check_dtype("q", run.q, (plan.q_dtype,))
+        key, value = checks.pair("paged_kv_cache", run.paged_kv_cache)
         check_dtype("paged_kv_cache", key, (plan.cache_dtype,))
         page_at, heads_at = (2, 1) if self._kv_layout == "HND" else (1, 2)
         if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
             wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"
             raise ArgumentError("paged_kv_cache", f"shape {tuple(key.shape)}", wanted)
-        if q.dim() != 3 or tuple(q.shape[1:]) != (plan.heads[0], plan.head_dim):
+        if run.q.dim() != 3 or tuple(run.q.shape[1:]) != (plan.heads[0], plan.head_dim):
             wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
-            raise ArgumentError("q", f"shape {tuple(q.shape)}", wanted)
-        scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+            raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
+        scales = (None, None) if run.kv_cache_sf is None else checks.pair("kv_cache_sf", run.kv_cache_sf)
         try:
             result = attend(
-                q,
+                run.q,
                 key,
                 value,
                 scales[0],
                 scales[1],
                 self._workspace,
-                plan.indices,
-                plan.seq_lens,
-                plan.indptr,
-                None,
-                plan.sm_scale * factor(q_scale) * factor(k_scale),
-                factor(v_scale),
-                sinks,
-                out,
-                lse,
+                plan.lists.pages,
+                plan.lists.seq_lens,
+                plan.lists.page_ends,
+                plan.lists.q_ends,
+                plan.sm_scale * factor(run.q_scale) * factor(run.k_scale),
+                factor(run.v_scale),
+                run.sinks,
+                run.out,
+                run.lse,
                 0,
-                plan.window_left if window_left is None else window_left,
+                plan.window_left if run.window_left is None else run.window_left,
                 plan.out_dtype,
                 self._kv_layout,
                 "linear",
-                plan.q_len if q_len_per_req is None else q_len_per_req,
+                run.q_len,
+                plan.causal,
                 True,
-                return_lse or lse is not None,
-                enable_pdl,
+                run.return_lse or run.lse is not None,
+                run.enable_pdl,
             )
         except ArgumentError as error:
-            raise renamed(error, _RUN_NAMES) from None
-        return (result[0], result[1]) if return_lse else result[0]
-
-    forward = run
+            raise renamed(error, _NAMES) from None
+        return (result[0], result[1]) if run.return_lse else result[0]
 
 
-_RUN_NAMES = {
+_NAMES = {
     "query": "q",
     "kv_cache": "paged_kv_cache",
     "bmm1_scale": "q_scale, k_scale",
     "bmm2_scale": "v_scale",
     "workspace_buffer": "float_workspace_buffer",
 }
-"""What attend() calls arguments of run() and of the wrapper."""
+"""What attend() calls arguments of run() and of the wrappers."""
 
 
-def _dtype(name: str, dtype: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+def dtypes(
+    q: torch.dtype | str | None, cache: torch.dtype | str | None, out: torch.dtype | str | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of queries, cache and outputs; None means that of queries."""
+    q_dtype = dtype("q_data_type", q, DTYPES)
+    cache_dtype = q_dtype if cache is None else dtype("kv_data_type", cache, CACHES)
+    return q_dtype, cache_dtype, q_dtype if out is None else dtype("o_data_type", out, DTYPES)
+
+
+def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
+    """A dtype, or its name in torch."""
+    found = getattr(torch, given, None) if isinstance(given, str) else given
     if found not in allowed:
-        raise ArgumentError(name, repr(dtype), " or ".join(map(str, allowed)))
+        raise ArgumentError(name, repr(given), " or ".join(map(str, allowed)))
     return found  # type: ignore[return-value]
 
 
-def _check_sizes(
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, window_left: int, q_len_per_req: int
-) -> None:
-    """What a plan says in numbers, within what the kernels take."""
+def check_sizes(heads: tuple[int, int], head_dim: tuple[str, int], page_size: int, window_left: int) -> None:
+    """What a plan says in numbers, within what the kernels take; ``head_dim`` with its parameter's name."""
     for name, value, least, most in (
-        ("num_kv_heads", num_kv_heads, 1, None),
+        ("num_kv_heads", heads[1], 1, None),
         ("page_size", page_size, 1, MAX_PAGE),
         ("window_left", window_left, -1, None),
-        ("q_len_per_req", q_len_per_req, 1, MAX_Q_LEN),
     ):
         if value < least or (most is not None and value > most):
             raise ArgumentError(name, value, f"{least} or more" if most is None else f"{least} to {most}")
-    if head_dim not in HEAD_DIMS:
-        raise ArgumentError("head_dim", head_dim, " or ".join(map(str, HEAD_DIMS)))
-    group, rest = divmod(num_qo_heads, num_kv_heads)
+    if head_dim[1] not in HEAD_DIMS:
+        raise ArgumentError(*head_dim, " or ".join(map(str, HEAD_DIMS)))
+    group, rest = divmod(heads[0], heads[1])
     if rest or not 1 <= group <= MAX_GROUP:
         wanted = f"1 to {MAX_GROUP} query heads for each KV head"
-        raise ArgumentError("num_qo_heads, num_kv_heads", f"{num_qo_heads} and {num_kv_heads}", wanted)
+        raise ArgumentError("num_qo_heads, num_kv_heads", f"{heads[0]} and {heads[1]}", wanted)

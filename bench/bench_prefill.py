@@ -1,0 +1,112 @@
+"""Prefill and extend attention over a paged cache, and what else could be picked.
+
+Run on a GPU: ``python -m bench.bench_prefill [--out DIR]``. A request's new tokens are the last of its context, causal.
+``tflops`` counts four operations for each dimension, query head, and pair of a query and a token that it sees. Peers
+are recorded rows, in results/h200/prefill_peers.csv with their names and date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import jitfp4
+from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
+from bench.harness import GRAPH_BYTES, Call, time_us, write_results
+from bench.stamp import stamp
+
+CELLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768))
+"""Requests, new tokens and context of each."""
+HEADS = (64, 8)
+LAYOUTS = (("HND", 64), ("NHD", 16))
+POOL_BYTES = 1 << 30
+PEERS = Path(__file__).parent / "results/h200/prefill_peers.csv"
+
+
+class Cell(NamedTuple):
+    """``case`` without new tokens, which are the last ``q_len`` of its context."""
+
+    case: Case
+    q_len: int
+
+    @property
+    def tflop(self) -> float:
+        """Of one call."""
+        seen = self.q_len * (self.case.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
+        return 4e-12 * HEAD_DIM * self.case.heads * self.case.batch * seen
+
+
+def cells() -> Iterator[Cell]:
+    for cache in CACHES:
+        for layout, page in LAYOUTS:
+            for batch, q_len, context in CELLS:
+                yield Cell(Case(cache, *HEADS, layout, page, batch, context), q_len)
+
+
+def call(cell: Cell, pool: Pool) -> Call:
+    """One call of prefill."""
+    case = cell.case
+    cache, scales, numbers = pool.pages(case)
+    query = torch.randn(case.batch * cell.q_len, case.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device="cuda")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    q_ends, kv_ends = ends * cell.q_len, ends * case.context
+    out = torch.empty_like(query)
+    return lambda: jitfp4.trtllm_batch_context_with_kv_cache(
+        query,
+        cache,
+        pool.workspace,
+        numbers,
+        lengths,
+        cell.q_len,
+        case.context,
+        HEAD_DIM**-0.5,
+        0.5,
+        case.batch,
+        q_ends,
+        kv_ends,
+        out=out,
+        kv_layout=case.kv_layout,
+        kv_cache_sf=scales,
+        v_scale_layout="linear",
+    )
+
+
+def peers() -> dict[tuple[int, int, int], dict[str, float]]:
+    """The best recorded peer of each format, and cuDNN, by requests, new tokens and context."""
+    found: dict[tuple[int, int, int], dict[str, float]] = {}
+    with PEERS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            times = found.setdefault((int(row["batch"]), int(row["q_len"]), int(row["context"])), {})
+            for name in (row["cache"], *(("cudnn",) if row["peer"] == "sdpa_cudnn" else ())):
+                times[name] = min(float(row["us"]), times.get(name, float("inf")))
+    return found
+
+
+def measure(cell: Cell, pool: Pool, best: dict[str, float]) -> dict[str, Any]:
+    us = time_us(lambda: call(cell, pool), GRAPH_BYTES)
+    row: dict[str, Any] = cell.case._asdict() | {"q_len": cell.q_len, "us": us, "tflops": 1e6 * cell.tflop / us}
+    for name in ("cudnn", "bf16", "fp8", "nvfp4"):
+        row[f"{name}_us"] = best.get(name)
+        row[f"over_{name}"] = best[name] / us if name in best else None
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    arguments = parser.parse_args()
+    known, pool, rows = peers(), Pool(POOL_BYTES), []
+    for cell in cells():
+        rows.append(measure(cell, pool, known.get((cell.case.batch, cell.q_len, cell.case.context), {})))
+        print(rows[-1])
+    write_results(arguments.out / "prefill", rows, stamp())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Attention of many query tokens: new requests (prefill), and chunks of tokens behind a cache (extend)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import checks
+from jitfp4.families.attention.api import attend, check_plain, factor, single
+from jitfp4.public import checked
+
+
+@checked
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: checks.Pair,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    kv_cache_sf: checks.Pair | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    *,
+    kv_block_scales: checks.Pair | None = None,
+    v_scale_layout: str = "interleaved4",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of any number of query tokens a request over a paged cache that already holds their keys and values.
+
+    Args:
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
+            bytes. Request b owns rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
+        kv_cache, workspace_buffer, block_tables: as for trtllm_batch_decode_with_kv_cache().
+        seq_lens: int32 [batch], tokens of each request in the cache, the new ones included. Read on the device only.
+        max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
+            kernel.
+        bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
+        bmm2_scale: v_scale / o_scale, likewise.
+        batch_size: the length of seq_lens.
+        cum_seq_lens_q: int32 [batch + 1], where each request's queries end. Read on the device only.
+        cum_seq_lens_kv: int32 [batch + 1]; seq_lens says the same, and is what is read.
+        window_left: a query sees that many tokens before its own; -1: all.
+        out, out_dtype: as for trtllm_batch_decode_with_kv_cache().
+        o_sf_scale, o_sf_vec_size: None; as below, anything else belongs to kernels that FlashInfer ships as binaries
+            and is an error.
+        kv_layout, enable_pdl, sinks, kv_cache_sf: as for trtllm_batch_decode_with_kv_cache().
+        skip_softmax_threshold_scale_factor: None.
+        uses_shared_paged_kv_idx: whether K and V have the same page numbers.
+        causal: whether query i of n in a request of s tokens sees those up to s - n + i only. False: all of them; a
+            window begins where it does with True.
+        lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
+        multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress: None.
+        kv_block_scales: the older name of kv_cache_sf.
+        v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales, or "linear".
+    Returns:
+        out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
+    Numerics:
+        As trtllm_batch_decode_with_kv_cache(); weights have the dtype of a 16-bit cache, float16 otherwise. Where
+        max_q_len is more than 8, sums over tokens are in their order.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    for name, value in (
+        ("o_sf_scale", o_sf_scale),
+        ("o_sf_vec_size", o_sf_vec_size),
+        ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
+        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer),
+        ("use_fp16_softmax", use_fp16_softmax),
+        ("uses_spcompress", uses_spcompress),
+    ):
+        checks.unused(name, value, None)
+    checks.check_q_len("max_q_len", max_q_len)
+    checks.check_ints("cum_seq_lens_kv", cum_seq_lens_kv, (batch_size + 1,), query)
+    if seq_lens.shape != (batch_size,):
+        raise ArgumentError("batch_size", batch_size, f"the length of seq_lens, {tuple(seq_lens.shape)}")
+    key, value = checks.pair("kv_cache", kv_cache)
+    scales = checks.one_name(kv_cache_sf, kv_block_scales)
+    result = attend(
+        query,
+        key,
+        value,
+        scales[0],
+        scales[1],
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        None,
+        cum_seq_lens_q,
+        bmm1_scale,
+        bmm2_scale,
+        checks.one_tensor("sinks", sinks),
+        out,
+        lse,
+        max_kv_len,
+        window_left,
+        out_dtype,
+        kv_layout,
+        v_scale_layout,
+        max_q_len,
+        causal,
+        uses_shared_paged_kv_idx,
+        return_lse or lse is not None,
+        enable_pdl,
+    )
+    return (result[0], result[1]) if return_lse else result[0]
+
+
+@checked
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: checks.Pair | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request's query tokens over a cache that is not paged.
+
+    Args:
+        q: [tokens, heads, d], at least one token, as query of trtllm_batch_context_with_kv_cache().
+        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 with d/2 for NVFP4.
+        scale_q, scale_k, scale_v: None.
+        o_dtype: bf16, fp16 or float8_e4m3fn; None means q's.
+        custom_mask, packed_custom_mask: None.
+        causal: as in trtllm_batch_context_with_kv_cache().
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE".
+        use_fp16_qk_reduction: accepted; sums are float32.
+        sm_scale: None means ``d ** -0.5``.
+        window_left: as in trtllm_batch_context_with_kv_cache().
+        logits_soft_cap: None or 0.
+        rope_scale, rope_theta: None.
+        backend: "auto".
+        return_lse: give the logarithms too.
+        kv_cache_sf: the block scales of uint8 k and v, arranged likewise with d/16, linear.
+        k_scale, v_scale: factors; None means 1.
+    Returns:
+        [tokens, heads, d], or with return_lse also the base-2 logarithm of the denominators, float32 [tokens, heads].
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    del use_fp16_qk_reduction
+    check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+    check_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+    for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
+        checks.unused(name, scale, None, "scale queries, keys and values by head beforehand, or by k_scale and v_scale")
+    checks.unused("backend", backend, "auto")
+    scales = ((q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(k_scale), factor(v_scale))
+    result = single(q, (k, v), kv_cache_sf, scales, kv_layout, window_left, o_dtype, causal, return_lse)
+    return (result[0], result[1]) if return_lse else result[0]
+
+
+def check_masks(**masks: object) -> None:
+    """Every mask is None."""
+    for name, mask in masks.items():
+        checks.unused(name, mask, None, "masks are causal, windows, or none")

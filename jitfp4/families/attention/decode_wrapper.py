@@ -1,0 +1,177 @@
+"""FlashInfer's decode wrapper."""
+
+from __future__ import annotations
+
+import torch
+
+from jitfp4.families.attention import checks
+from jitfp4.families.attention.api import check_plain
+from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
+from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtype, dtypes
+from jitfp4.public import checked
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+    """Attention over a paged cache whose page numbers come as one list.
+
+    Args:
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), of any content; its first
+            64 KiB are set to zero here, and nobody else may write them while the wrapper is in use.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: plan() then copies its tensors into the three buffers, whose addresses a captured run() keeps;
+            the batch is the length of paged_kv_last_page_len_buffer.
+        use_tensor_cores, backend: "auto" only; every kernel uses tensor cores. jit_args: None only.
+    """
+
+    @checked
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[object] | None = None,
+    ) -> None:
+        del use_tensor_cores
+        checks.unused("backend", backend, "auto")
+        checks.unused("jit_args", jit_args, None)
+        buffers = {
+            "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
+            "paged_kv_indices_buffer": paged_kv_indices_buffer,
+            "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
+        }
+        super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None)
+
+    @checked
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype | str | None = "float16",
+        kv_data_type: torch.dtype | str | None = None,
+        o_data_type: torch.dtype | str | None = None,
+        data_type: torch.dtype | str | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        window_right: int = 0,
+    ) -> None:
+        """Take the page lists of a batch. Nothing is read on the host, and nothing waits for the device.
+
+        Args:
+            indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
+            indices: int32, page numbers.
+            last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
+            kv_data_type: torch.uint8 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is its older name,
+                and None means q_data_type.
+            q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
+            sm_scale: None means ``head_dim ** -0.5``.
+            seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
+            q_len_per_req: query tokens of a request, 1 to 8.
+            pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
+                window_right: anything but the default is an error, -1 for fixed_split_size aside.
+        Raises:
+            ArgumentError, ArgumentTypeError.
+        """
+        del block_tables  # the same pages again
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        for name, value, default in (
+            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
+            ("disable_split_kv", disable_split_kv, False),
+            ("window_right", window_right, 0),
+        ):
+            checks.unused(name, value, default)
+        older = None if data_type is None else dtype("data_type", data_type, CACHES)
+        given = older if kv_data_type is None else kv_data_type
+        q_dtype, cache_dtype, out_dtype = dtypes(q_data_type, given, o_data_type)
+        check_sizes((num_qo_heads, num_kv_heads), ("head_dim", head_dim), page_size, window_left)
+        checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
+        lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._plan = Plan(
+            lists=self._take(lists, page_size, seq_lens, non_blocking),
+            heads=(num_qo_heads, num_kv_heads),
+            head_dim=head_dim,
+            page_size=page_size,
+            window_left=window_left,
+            q_dtype=q_dtype,
+            cache_dtype=cache_dtype,
+            out_dtype=out_dtype,
+            sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+            q_len=q_len_per_req,
+            causal=True,
+        )
+
+    begin_forward = plan
+
+    @checked
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend with the queries of a planned batch.
+
+        Args:
+            q: [batch * q_len_per_req, heads, d].
+            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
+            kv_cache_sf: the block scales of a uint8 cache, V's linear; two tensors, or one with both along dimension 1.
+            q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
+            out, lse, return_lse, enable_pdl, sinks: as there.
+            window_left, q_len_per_req: None means what plan() got.
+        Returns:
+            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_decode_with_kv_cache() gives.
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+        q_len = (self._planned().q_len or 1) if q_len_per_req is None else q_len_per_req
+        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+        return self._attend(
+            Run(
+                q=q,
+                paged_kv_cache=paged_kv_cache,
+                kv_cache_sf=kv_cache_sf,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                sinks=sinks,
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
+                window_left=window_left,
+                q_len=q_len,
+                enable_pdl=enable_pdl,
+            )
+        )
+
+    forward = run

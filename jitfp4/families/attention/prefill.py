@@ -1,0 +1,86 @@
+"""The kernel for many query rows: how it can be cut, where it runs, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from jitfp4.arch import Arch
+from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem
+from jitfp4.formats import DType
+from jitfp4.layouts import round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+_WARP = 32
+_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+_MOST_SUMS = 128  # registers of a thread for sums of outputs
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTactic:
+    """How the kernel is cut: fields of its Spec."""
+
+    warps: int
+    warp_rows: int
+    tile: int
+    min_ctas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpec(KernelSpec):
+    """A kernel whose CTAs take ``warps`` times ``warp_rows`` query rows over ``tile`` tokens at a time.
+
+    ``interleaved`` tells the order of V's scales; ``min_ctas`` CTAs fit an SM.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    interleaved: bool
+    warps: int
+    warp_rows: int
+    tile: int
+    min_ctas: int
+
+    @property
+    def rows(self) -> int:
+        return self.warps * self.warp_rows
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: two tiles as 16-bit floats, two as they are in the cache, where four lie; queries."""
+        bits = self.cache.bits
+        scales = self.head_dim // 16 if bits == 4 else 0
+        raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
+        halves = 2 * self.tile * self.head_dim * 2
+        queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
+        return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
+
+
+def specialise(problem: Problem, tactic: PrefillTactic) -> PrefillSpec:
+    """The kernel that a tactic makes for a problem."""
+    fields = {name: value for name, value in problem._asdict().items() if name in PrefillSpec.__slots__}
+    return PrefillSpec(**fields, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    if problem.rows <= MAX_ROWS:
+        return "few query rows leave most of its products empty"
+    if problem.head_dim * tactic.warp_rows > 32 * _MOST_SUMS:
+        return "a thread has too few registers for the sums of its rows"
+    shared = specialise(problem, tactic).shared_bytes
+    if tactic.min_ctas * (shared + _CTA_RESERVE) > arch.shared_bytes + _CTA_RESERVE:
+        return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
+    return None
+
+
+def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
+    """A CTA for each block of rows that there may be; those without one return at once."""
+    del arch  # as many CTAs on each
+    spec = specialise(problem, tactic)
+    return Geometry(
+        grid=(problem.blocks * ROW_BLOCK // spec.rows, 1, 1),
+        block=(tactic.warps * _WARP, 1, 1),
+        shared_bytes=spec.shared_bytes,
+    )

@@ -1,0 +1,143 @@
+"""The prefill kernel of sm_90a's warpgroup products: how it can be cut, where it runs, and how it is launched.
+
+By model, not measured: what a tile of t tokens and r query rows costs an SM at d = 128. The tensor cores take r * t / 8
+cycles (256 * r * t multiplications and additions, 2048 a cycle), 2048 for 128 x 128. Beside that run, four instructions
+a cycle, as the machine code of that tile counts them:
+
+- the expansion of NVFP4 by four producer warps, 930 instructions each: 3.6 for an element of K or V (1.9 make float16
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers). 930 cycles of issue;
+- the softmax, 490 instructions in each of eight consumer warps: 7.7 for a score (1 each for maximum, exponent, power of
+  two and sum, 0.5 to round it, the rest are descriptors and barriers). 980 cycles of issue, and 1024 of the unit for
+  powers of two;
+- shared memory, 128 bytes a cycle: for a token, a warpgroup reads 640 bytes and the producers write 512: 1792 cycles.
+
+So 128 rows take 93 % of the issue slots and 88 % of shared memory at the full rate of the tensor cores, and 60 % and
+57 % at the 0.65 of it that cuDNN's attention reaches. With 64 rows the expansion alone would take 90 % of the slots.
+With 192 rows it falls to 30 %, but registers leave room for tiles of 64 tokens only, for which queries are read twice
+as often; selection takes 128. What a producer has of the next tile is on its way for one tile's time, 2048 cycles or
+more, which covers the latency of memory. 16-bit caches are copied past registers, by a warpgroup each for K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
+from jitfp4.formats import DType
+from jitfp4.layouts import round_up
+from jitfp4.spec import Geometry, KernelSpec
+
+TILES = (64, 96, 128)
+_TEAM_ROWS = 64
+_WARPGROUP = 128  # threads
+_REGISTERS = 65536  # of an SM
+_WORK_REGISTERS = 44  # of a producer, beside what is on its way
+_SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
+_SHARED_BYTES = 232448  # of a CTA
+_BARRIER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaTactic:
+    """How the kernel is cut: fields of its Spec."""
+
+    teams: int = 2
+    producers: int = 1
+    tile: int = 128
+    stages: int = 2
+    turns: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgmmaSpec(KernelSpec):
+    """A CTA takes 64 * ``teams`` query rows of one KV head and tiles of ``tile`` tokens.
+
+    ``producers`` warpgroups expand K and V, ``stages`` tiles of each ahead. With ``turns``, the teams start their
+    products one after the other. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages
+    of their own.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    interleaved: bool
+    two_tables: bool
+    teams: int
+    producers: int
+    tile: int
+    stages: int
+    turns: bool
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+
+    @property
+    def mma(self) -> str:
+        """What K, V, queries and weights are in products: float16 holds NVFP4 and E4M3 exactly."""
+        return "bf16" if self.cache is Cache.BF16 else "f16"
+
+    @property
+    def threads(self) -> int:
+        return _WARPGROUP * (self.teams + self.producers)
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
+        units = self.tile * self.head_dim * self.cache.bits // (128 * _WARPGROUP)  # of 16 bytes, of one side
+        unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
+        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers == 1 else 1), 8)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread: what the producers leave. A launch gives all threads as many, in eights."""
+        all_ = _REGISTERS // self.threads // 8 * 8 * self.threads
+        left = all_ - _WARPGROUP * self.producers * self.producer_registers
+        return left // (_WARPGROUP * self.teams) // 8 * 8
+
+    @property
+    def sums(self) -> int:
+        """Registers of a consumer that hold outputs, scores and weights."""
+        return self.head_dim // 2 + self.tile // 2 + self.tile // 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses."""
+        queries = self.teams * _TEAM_ROWS * self.head_dim * 2
+        tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
+        return round_up(queries + tiles + self.stages * self.tile // 8, 1024)
+
+
+def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
+    """The kernel that a tactic makes for a problem."""
+    fields = {name: value for name, value in problem._asdict().items() if name in WgmmaSpec.__slots__}
+    return WgmmaSpec(**fields, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem."""
+    if arch.name != "sm_90a":
+        return "its products are instructions of sm_90a"
+    if problem.rows <= ROW_BLOCK:
+        return "half of its query rows would be empty"
+    spec = specialise(problem, tactic)
+    if spec.sums + _SPARE_REGISTERS > spec.consumer_registers:
+        return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
+    if spec.shared_bytes > _SHARED_BYTES:
+        return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
+    lanes = 32 // min(4, problem.head_dim * problem.cache.bits // 128)
+    if tactic.tile % (4 * lanes):
+        return f"four producer warps take {lanes} tokens each at a time"
+    return None
+
+
+def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
+    """CTAs that stay, one on each SM, and take the work in turn."""
+    spec = specialise(problem, tactic)
+    return Geometry(
+        grid=(min(arch.num_sms, problem.blocks), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes
+    )

@@ -1,0 +1,194 @@
+"""Attention of many query tokens on sm_90a's warpgroup products: results, races, cuts, machine code, selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from jitfp4 import ArgumentError, nvrtc, sim
+from jitfp4.arch import Arch
+from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
+from jitfp4.families.attention.prefill import PrefillTactic
+from jitfp4.families.attention.problem import Cache, Pages, Problem
+from jitfp4.families.attention.wgmma import WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
+from jitfp4.formats import DType
+from tests.support.attention import Case
+from tests.support.sass import disassemble
+
+SM_90A = Arch.of("sm_90a")
+_ONE: dict[str, Any] = {"kv_heads": 1}
+CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
+    # More rows than an item has, items of several requests and heads, one without queries and one without tokens.
+    "ragged": (
+        WgmmaTactic(turns=True),
+        {
+            "lengths": (140, 33, 0, 20),
+            "q_lens": (27, 9, 3, 0),
+            "group": 5,
+            "page": 12,
+            "with_sinks": True,
+            "window_left": 70,
+            "missing": ((0, 0, 8, -1),),
+        },
+    ),
+    "d_256_interleaved_all_tokens": (
+        WgmmaTactic(tile=64),
+        _ONE
+        | {
+            "lengths": (70, 3),
+            "q_lens": (17, 5),
+            "head_dim": 256,
+            "causal": False,
+            "window_left": 40,
+            "kv_layout": "NHD",
+            "v_scale_layout": "interleaved4",
+            "extra_page_bytes": 64,
+            "out_dtype": torch.float8_e4m3fn,
+        },
+    ),
+    "two_tables_three_teams": (
+        WgmmaTactic(teams=3, tile=64, stages=3, turns=True),
+        _ONE
+        | {
+            "lengths": (150,),
+            "q_lens": (30,),
+            "shared": False,
+            "missing": ((0, 0, 1, -1), (0, 1, 3, 2**30)),
+            "q_dtype": torch.float16,
+        },
+    ),
+    "cache_bf16": (
+        WgmmaTactic(producers=2, turns=True),
+        _ONE
+        | {"cache": torch.bfloat16, "lengths": (300, 5), "q_lens": (17, 9), "page": 5, "missing": ((0, 0, 1, -1),)},
+    ),
+    "cache_fp16_d_64": (
+        WgmmaTactic(stages=4, turns=True),
+        _ONE
+        | {
+            "cache": torch.float16,
+            "q_dtype": torch.float16,
+            "head_dim": 64,
+            "lengths": (140,),
+            "q_lens": (130,),
+            "group": 1,
+        },
+    ),
+    "cache_e4m3": (
+        WgmmaTactic(turns=True),
+        _ONE
+        | {
+            "cache": torch.float8_e4m3fn,
+            "q_dtype": torch.float8_e4m3fn,
+            "out_dtype": torch.bfloat16,
+            "lengths": (150,),
+            "q_lens": (17,),
+            "page": 1,
+            "missing": ((0, 0, 3, -1),),
+        },
+    ),
+}
+# As those of the kernel on mma.sync: weights are 16-bit floats and outputs rounded.
+_BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
+
+
+def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tensor]]:
+    """A case into poisoned outputs."""
+    tactic, fields = CASES[name]
+    case = Case(**fields, **changes)
+    out = torch.full(case.query.shape, torch.nan, device=case.device).to(case.out_dtype or case.query.dtype)
+    with ATTENTION.forced(tactic):
+        return case, case.run_context(out=out, out_dtype=None)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_kernel_is_attention_without_races(name: str) -> None:
+    with sim.device("sm_90a", races=True):
+        case, got = run(name)
+    case.check(got, _BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_attention(name: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90a GPU")
+    case, got = run(name, device="cuda")
+    case.check(got, _BOUND)
+    for _ in range(5):
+        again = run(name, device="cuda")[1]
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(again, got, strict=True))
+
+
+# ---- cuts ------------------------------------------------------------------------------------------------------------
+
+
+def problem(cache: Cache = Cache.NVFP4, *, head_dim: int = 128, rows: int = 128) -> Problem:
+    dtype = DType.F16 if cache is Cache.F16 else DType.BF16
+    return Problem(
+        cache=cache,
+        q_dtype=dtype,
+        out_dtype=dtype,
+        head_dim=head_dim,
+        rows=rows,
+        heads=8,
+        interleaved=False,
+        pages=Pages.WHOLE,
+        packed=True,
+        two_tables=False,
+        tiles=128,
+        units=1024,
+        blocks=4096,
+    )
+
+
+@pytest.mark.compile
+def test_the_most_registers_suffice() -> None:
+    """Without them ptxas waits behind every product; that of K is waited for twice, that of V twice."""
+    spec = specialise(problem(head_dim=256), WgmmaTactic(tile=64))
+    code = disassemble(nvrtc.compile_cubin(KERNEL_WGMMA.render(spec, SM_90A), SM_90A, symbol=KERNEL_WGMMA.symbol))
+    assert sum(line.startswith("HGMMA") for line in code) == 2 * (256 // 16 + 64 // 16)
+    assert sum(line.startswith("WARPGROUP.DEPBAR") for line in code) == 4
+    assert not [line for line in code if line.startswith(("LDL", "STL"))]
+
+
+def test_registers_are_shared_out() -> None:
+    for tactic in KERNEL_WGMMA.tactics:
+        spec: WgmmaSpec = specialise(problem(), tactic)
+        used = 128 * (spec.teams * spec.consumer_registers + spec.producers * spec.producer_registers)
+        assert used <= 65536
+        assert spec.consumer_registers % 8 == spec.producer_registers % 8 == 0
+        assert 24 <= spec.producer_registers <= spec.consumer_registers <= 240
+
+
+def test_why_a_tactic_is_rejected() -> None:
+    assert "sm_90a" in str(rejects(problem(), WgmmaTactic(), Arch.of("sm_100a")))
+    assert "empty" in str(rejects(problem(rows=64), WgmmaTactic(), SM_90A))
+    assert "registers" in str(rejects(problem(), WgmmaTactic(teams=3), SM_90A))
+    assert "registers" in str(rejects(problem(Cache.E4M3, head_dim=256), WgmmaTactic(tile=64), SM_90A))
+    assert "shared memory" in str(rejects(problem(), WgmmaTactic(stages=4), SM_90A))
+    assert "tokens each" in str(rejects(problem(head_dim=64), WgmmaTactic(tile=96), SM_90A))
+
+
+@pytest.mark.parametrize(("name", "value"), [("teams", 1), ("producers", 3), ("tile", 80), ("stages", 1)])
+def test_impossible_cuts_name_the_field(name: str, value: int) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name}:"):
+        specialise(problem(), WgmmaTactic(**{name: value}))
+
+
+def test_who_takes_how_many_rows() -> None:
+    for cache in Cache:
+        for head_dim in (64, 128, 256):
+            tactic = ATTENTION.select(problem(cache, head_dim=head_dim), SM_90A)
+            assert isinstance(tactic, PrefillTactic if (cache, head_dim) == (Cache.E4M3, 256) else WgmmaTactic)
+    assert isinstance(ATTENTION.select(problem(rows=64), SM_90A), PrefillTactic)
+    assert isinstance(ATTENTION.select(problem(), Arch.of("sm_100a")), PrefillTactic)
+
+
+def test_a_cta_for_each_sm_or_fewer() -> None:
+    assert geometry(problem(), WgmmaTactic(), SM_90A).grid == (SM_90A.num_sms, 1, 1)
+    assert geometry(problem()._replace(blocks=8), WgmmaTactic(), SM_90A).grid == (8, 1, 1)

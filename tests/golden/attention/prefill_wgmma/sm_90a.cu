@@ -1,0 +1,1378 @@
+// attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","stages":2,"teams":2,"tile":128,"turns":true,"two_tables":false}
+//
+// Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
+// query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
+// for all of them. Producer warps expand tiles of K and V to 16-bit floats in shared memory; each consumer warpgroup
+// has 64 rows, and its products with V of a tile run beside its softmax of the next one.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// One function per instruction, and what several need.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that they stay behind griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: a thread's next load may find its half of a sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
+// the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
+// kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// Read once: does not allocate a line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Not read again soon: evict it from L2 first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
+// of that parity has ended; on a fresh barrier wait(1) passes at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/warpgroup ---------------------------------------------------
+// Warpgroups: their matrix products, their registers, their barriers.
+namespace ptx {
+// Rows of 128 bytes with the 128-byte swizzle, in blocks `across` bytes apart. Where the rows are those of the product,
+// 16 columns more lie 32 bytes on and a block is not left; where they are its depth, blocks are 64 columns of the
+// product each and 16 rows more lie 2048 bytes on. Both are added in units of 16 bytes.
+__device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
+  return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
+}
+// d = a b, or d += a b, of 64 rows by 16 and 128 rows by 16, both in shared memory.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4)
+// + 2 t + i % 2. It belongs to the tensor cores until a wait.
+__device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64 a, uint64 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  setp.ne.b32 add, %66, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, %64, %65, add, 1, 1, 0, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        , "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+        , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "l"(a), "l"(b), "r"(int32(add)));
+}
+// d += a b of 64 rows by 16 in registers and 16 rows by 128 in shared memory. a[i] is row 16 w + g + 8 (i % 2),
+// columns 2 t + 8 (i / 2) and the next: what d above has in neighbours.
+__device__ __forceinline__ void wgmma_outputs(float (&d)[64], const uint32 (&a)[4], uint64 b) {
+  asm volatile("{\n"
+               "  wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        , "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+        , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// Before a product whose registers were written, and whenever they were.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last kAllowed groups are through.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
+// Barrier i of the CTA, for a number of threads, whole warps: waits for them, or counts without waiting.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Makes this thread's writes to shared memory visible to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// Keeps the compiler from reading sums before the wait in front of this.
+template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// ---- spec ------------------------------------------------------------------
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
+constexpr int kCacheBits = 4;  // of an element of K and V
+using Query = bf16;
+using Out   = bf16;
+using Mma   = f16;  // what K, V, the queries and the weights are in products
+constexpr int  kHeadDim     = 128;
+constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kTwoTables   = false;   // K and V have pages of their own
+constexpr int  kTile        = 128;   // tokens
+constexpr int  kTeams       = 2;  // consumer warpgroups
+constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
+constexpr bool kTurns       = true;  // teams start their products in turn
+constexpr int  kProducers   = 1;  // producer warpgroups: one for K and V, or one for each
+
+constexpr int kTeamRows  = 64;
+constexpr int kRows      = kTeams * kTeamRows;
+constexpr int kConsumers = kTeams * 128;  // threads
+constexpr int kThreads   = kConsumers + kProducers * 128;
+constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+
+constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+constexpr int kBlocks     = kHeadDim / 64;  // of columns: 128 bytes of 16-bit floats
+constexpr int kBlockBytes = kTile * 128;
+constexpr int kSteps      = kTile / 16;
+
+// ---- shared memory ---------------------------------------------------------
+enum Side { kKeys, kValues };
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   q[kTeams][kBlocks * kTeamRows * 128];
+  uint8   tiles[2][kStages][kBlocks * kBlockBytes];
+  uint32  absent[kStages][kTile / 32];  // a bit for each token without a page
+  Barrier full[2][kStages], empty[2][kStages];
+};
+static_assert(sizeof(Shared) == 164864, "the launch counts on it");
+
+enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
+
+struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- attention/items -------------------------------------------------------
+// The work of a call in items of kRows query rows for one KV head, in the order request, head, rows. A query row is a
+// query head of the group at a query token, heads first. Rows come in descending order: under a causal mask the long
+// items then start first. CTAs take items in turn; where they lie is found from the lengths on the device.
+constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
+struct Operands {
+  const Query* q;
+  const uint8* k;
+  const uint8* v;
+  const uint8* k_scales;
+  const uint8* v_scales;
+  const int32* tables;
+  const int32* seq_lens;
+  const int32* page_ends;
+  const int32* cum_q;
+  const float* sinks;
+  const float* bmm1_tensor;
+  const float* bmm2_tensor;
+  Out* out;
+  float* lse;
+  float bmm1;
+  float bmm2;
+  int batch;
+  int kv_heads;
+  int group;
+  int q_len;
+  int total_q;
+  int num_pages;
+  int page;
+  int max_pages;
+  int window_left;
+  int64 q_token_stride;
+  int64 q_head_stride;
+  int k_page_stride;
+  int k_token_stride;
+  int64 k_head_stride;
+  int v_page_stride;
+  int v_token_stride;
+  int64 v_head_stride;
+  int k_scales_page_stride;
+  int k_scales_token_stride;
+  int64 k_scales_head_stride;
+  int v_scales_page_stride;
+  int v_scales_token_stride;
+  int64 v_scales_head_stride;
+  int table_stride;
+  int v_table;
+  int causal;
+};
+
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+struct Request {
+  int tokens;  // in the cache, as far as the page table goes
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
+};
+
+// The token at which a query row stands; it sees those from first_seen() on and before end_seen().
+__device__ __forceinline__ int position(const Operands& p, const Request& r, int row) {
+  return r.tokens - r.q_len + min(row / p.group, r.q_len - 1);
+}
+__device__ __forceinline__ int first_seen(const Operands& p, int at) {
+  return p.window_left < 0 ? 0 : max(0, at - min(p.window_left, kMostTokens));
+}
+__device__ __forceinline__ int end_seen(const Operands& p, int at, int tokens) { return p.causal ? at + 1 : tokens; }
+
+struct Item {
+  Request request;
+  int head, row;   // the first of its rows
+  int first, end;  // of the tokens that any of its rows sees
+  int start;       // of its first tile
+
+  __device__ __forceinline__ int tiles() const { return max(1, (end - start + kTile - 1) / kTile); }
+};
+
+// Warps walk alone, 32 requests at a time, one in each lane.
+class Items {
+ public:
+  __device__ __forceinline__ explicit Items(const Operands& p) : p_(p), next_(blockIdx.x) {}
+
+  __device__ __forceinline__ bool next(Item& item) {
+    for (; b_ < p_.batch; b_ += kWarp) {
+      const int lane = ptx::thread_index() % kWarp;
+      Request r;
+      int own = 0;
+      if (b_ + lane < p_.batch) {
+        r.load(p_, b_ + lane);
+        own = r.items(p_);
+      }
+      int upto = own;
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, distance);
+        if (lane >= distance) upto += other;
+      }
+      const uint32 behind = __ballot_sync(~0u, next_ < before_ + upto);
+      if (behind != 0) {
+        const int found = __ffs(behind) - 1, items = __shfl_sync(~0u, own, found);
+        set(item, b_ + found, next_ - before_ - (__shfl_sync(~0u, upto, found) - items), items / p_.kv_heads);
+        next_ += gridDim.x;
+        return true;
+      }
+      before_ += __shfl_sync(~0u, upto, kWarp - 1);
+    }
+    return false;
+  }
+
+ private:
+  __device__ __forceinline__ void set(Item& item, int b, int inside, int blocks) const {
+    Request& r = item.request;
+    r.load(p_, b);
+    item.head  = inside / blocks;
+    item.row   = (blocks - 1 - inside % blocks) * kRows;
+    item.first = first_seen(p_, position(p_, r, item.row));
+    item.end   = end_seen(p_, position(p_, r, item.row + kRows - 1), r.tokens);
+    item.start = item.first / kTile * kTile;
+  }
+
+  const Operands& p_;
+  int next_;
+  int b_ = 0, before_ = 0;  // the first request in the lanes, and the items of those before it
+};
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that does not change: the compiler may move the load, but not past a change of p.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// From global memory, not through L1.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+namespace ptx {
+// Zeros where not `present`: then nothing is read.
+template <int kBytes, bool kPresent>
+__device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
+  const int bytes = present ? kBytes : 0;
+  if constexpr (kBytes == 16 && kPresent) {
+    copy_async(to, from);
+  } else if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  } else if constexpr (kPresent) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
+  }
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until no more than the latest kGroups groups of this thread are under way.
+template <int kGroups>
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
+
+// base + a b bytes
+__device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
+  const uint8* d;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
+  return d;
+}
+
+// Adds to what other CTAs read and write: what they wrote before is seen after, and the other way round.
+__device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
+  uint32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+}  // namespace ptx
+
+// ---- attention/expand ------------------------------------------------------
+// Tiles of K and V on their way from pages to shared memory, as 16-bit floats in rows of 128 bytes with the 128-byte
+// swizzle. A warp takes kGroup tokens at a time, each lane 16 bytes of one: eight lanes with neighbouring tokens write
+// to all banks. What it has of the next tile is on its way while it waits for a free one.
+constexpr int kUnits  = kRowBytes / 16;            // of a row
+constexpr int kAcross = kUnits < 4 ? kUnits : 4;   // of a row that a warp takes at a time
+constexpr int kGroup  = kWarp / kAcross;           // tokens
+constexpr int kPasses = kUnits / kAcross;
+constexpr int kWarps  = 4;                         // that take a tile: a warpgroup
+constexpr int kLoads  = kTile / (kGroup * kWarps);
+static_assert(kLoads * kGroup * kWarps == kTile, "every warp takes as many tokens");
+
+// As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
+// 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
+constexpr bool  kIsNvfp4 = kCacheBits == 4;
+constexpr float kUnit    = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
+
+namespace ptx {
+// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
+// One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
+template <bool kUpper> __device__ __forceinline__ uint32 twice(uint32 pair) {
+  uint16 half[2];
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(half[0]), "=h"(half[1]) : "r"(pair));
+  asm("mov.b32 %0, {%1, %1};" : "=r"(pair) : "h"(half[kUpper]));
+  return pair;
+}
+__device__ __forceinline__ uint4 expand_e2m1(uint32 word, uint32 scale) {
+  uint32 pair[4];
+  decode(word, pair);
+  return {ptx::mul_f16x2(pair[0], scale), ptx::mul_f16x2(pair[1], scale), ptx::mul_f16x2(pair[2], scale),
+          ptx::mul_f16x2(pair[3], scale)};
+}
+__device__ __forceinline__ uint4 expand_e4m3(uint32 a, uint32 b) {
+  return {decode_e4m3x2(uint16(a)), decode_e4m3x2(uint16(a >> 16)), decode_e4m3x2(uint16(b)),
+          decode_e4m3x2(uint16(b >> 16))};
+}
+
+// The pages of a lane's tokens in one tile; what the item does not see has none.
+struct Tile {
+  int head;
+  int page[kLoads], v_page[kTwoTables ? kLoads : 1], slot[kLoads];
+
+  template <Side kSide> __device__ __forceinline__ int page_of(int i) const {
+    return kSide == kValues && kTwoTables ? v_page[i] : page[i];
+  }
+  __device__ __forceinline__ bool has(const Operands& p, int i) const {
+    return uint32(page[i]) < uint32(p.num_pages) && (!kTwoTables || uint32(v_page[i]) < uint32(p.num_pages));
+  }
+  // Of a lane's load i
+  __device__ __forceinline__ static int token_of(int i) {
+    const int thread = ptx::thread_index(), lane = thread % kWarp, warp = thread / kWarp % kWarps;
+    return (i * kWarps + warp) * kGroup + lane / 8 / kAcross * 8 + lane % 8;
+  }
+  // Of which of a lane's tokens, bit i for load i, there is no page
+  __device__ __forceinline__ uint32 missing(const Operands& p) const {
+    uint32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) bits |= has(p, i) ? 0 : 1u << i;
+    return bits;
+  }
+  // A bit for each token of the tile, for the masks
+  __device__ __forceinline__ static void mark(uint32 missing, uint32* absent) {
+    const int lane = ptx::thread_index() % kWarp;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint32 all = __ballot_sync(~0u, missing >> i & 1);
+      if (lane % (8 * kAcross) == 0) reinterpret_cast<uint8*>(absent)[token_of(i) / 8] = uint8(all >> lane);
+    }
+  }
+};
+
+// Tiles in the order of the work. Their pages are looked up one tile ahead.
+class Tiles {
+ public:
+  __device__ __forceinline__ explicit Tiles(const Operands& p)
+      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page) {}
+
+  __device__ __forceinline__ bool next(Tile& tile) {
+    if (left_ == 0) {
+      if (!items_.next(item_)) return false;
+      left_ = item_.tiles(), start_ = item_.start;
+    }
+    const int32* table = p_.tables + item_.request.table;
+    tile.head = item_.head;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int  token  = start_ + Tile::token_of(i), column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+      const bool inside = token >= item_.first && token < item_.end;
+      tile.slot[i] = token - column * p_.page;
+      tile.page[i] = inside ? table[column] : -1;
+      if constexpr (kTwoTables) tile.v_page[i] = inside ? table[column + p_.v_table] : -1;
+    }
+    --left_, start_ += kTile;
+    return true;
+  }
+
+ private:
+  const Operands& p_;
+  Items items_;
+  Item  item_;
+  const uint32 inverse_;
+  int left_ = 0, start_;
+};
+
+// What a lane has of one tile's K or V.
+template <Side kSide> class Raw {
+ public:
+  __device__ __forceinline__ void load(const Operands& p, const Tile& tile) {
+    const uint8* base   = keep((kSide == kValues ? p.v + tile.head * p.v_head_stride
+                                                 : p.k + tile.head * p.k_head_stride) + unit() * 16);
+    const uint8* scales = keep((kSide == kValues ? p.v_scales + tile.head * p.v_scales_head_stride
+                                                 : p.k_scales + tile.head * p.k_scales_head_stride) +
+                               (kByFour ? 0 : 2 * unit()));
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool   there = tile.has(p, i);
+      const uint8* from  = row(p, tile, base, i);
+#pragma unroll
+      for (int j = 0; j < kPasses; ++j) {
+        bytes_[i][j] = {0, 0, 0, 0};
+        if (there) bytes_[i][j] = ptx::ld_once(from + j * kAcross * 16);
+        if constexpr (kIsNvfp4) scales_[i][j] = there ? load_scales(p, tile, scales, i, j) : 0;
+      }
+    }
+  }
+  // To where Raw::first_chunk() of the tile stands
+  __device__ __forceinline__ void store(uint32 to) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int j = 0; j < kPasses; ++j) {
+        const uint32 words[4] = {bytes_[i][j].x, bytes_[i][j].y, bytes_[i][j].z, bytes_[i][j].w};
+        uint32 two = 0;
+        if constexpr (kIsNvfp4) two = decode_scales(scales_[i][j]);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
+          const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
+          ptx::st_shared(chunk_at(to, i, j, c), chunk);
+        }
+      }
+    }
+  }
+  // 16-bit floats stay what they are: no registers in between.
+  __device__ __forceinline__ static void copy(const Operands& p, const Tile& tile, uint32 to) {
+    const uint8* base = (kSide == kValues ? p.v + tile.head * p.v_head_stride
+                                          : p.k + tile.head * p.k_head_stride) + unit() * 16;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const bool   there = tile.has(p, i);
+      const uint8* from  = row(p, tile, base, i);
+#pragma unroll
+      for (int j = 0; j < kPasses; ++j)
+        ptx::copy_or_clear<16, false>(chunk_at(to, i, j, 0), from + j * kAcross * 16, there);
+    }
+  }
+  // Where a lane's first chunk stands in a tile
+  __device__ __forceinline__ static uint32 first_chunk() {
+    const int token = Tile::token_of(0), chunk = unit() * kChunks;
+    return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
+  }
+
+ private:
+  static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
+  static constexpr bool kByFour = kSide == kValues && kInterleaved;
+
+  __device__ __forceinline__ static int unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
+  // Keeps the compiler from adding it up anew for every row.
+  __device__ __forceinline__ static const uint8* keep(const uint8* base) {
+    asm volatile("" : "+l"(base));
+    return base;
+  }
+  __device__ __forceinline__ static const uint8* row(const Operands& p, const Tile& tile, const uint8* base, int i) {
+    const uint8* page =
+        ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
+    return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
+  }
+  __device__ __forceinline__ static uint32 load_scales(
+      const Operands& p, const Tile& tile, const uint8* base, int i, int j) {
+    const uint8* page = ptx::mad_wide(
+        tile.page_of<kSide>(i), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, base);
+    const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[i];
+    if constexpr (!kByFour) return ptx::ld<uint16>(ptx::mad_wide(slot, stride, page) + 2 * j * kAcross);
+    // Four tokens' scales of a block are neighbours, in rows of kScaleBytes over all blocks of the four.
+    const int a = 8 * (j * kAcross + unit()) + slot % 4, b = a + 4, group = slot / 4 * 4;
+    const uint32 low = ptx::ld<uint8>(ptx::mad_wide(group + a / kScaleBytes, stride, page) + a % kScaleBytes);
+    return low | ptx::ld<uint8>(ptx::mad_wide(group + b / kScaleBytes, stride, page) + b % kScaleBytes) << 8;
+  }
+  __device__ __forceinline__ static uint32 chunk_at(uint32 first, int i, int j, int c) {
+    const int chunk = j * kAcross * kChunks + c;
+    return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kWarps * kGroup * 128);
+  }
+
+  uint4  bytes_[kLoads][kPasses];
+  uint32 scales_[kLoads][kPasses];  // of two blocks
+};
+
+// ---- attention/team --------------------------------------------------------
+// The query rows of a team and their softmax, in powers of two. With g = lane / 4 and c = lane % 4, a lane has of rows
+// g and g + 8 of its warp's 16 every 8 columns the ones at 2 c and 2 c + 1.
+constexpr float kLog2E = 1.44269504f;
+// A weight is 2^kHeadroom at the maximum that set its reference, which moves only when float16 might not hold a weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference before the first token
+
+using Scores  = float[kTile / 2];
+using Weights = uint32[kSteps][4];
+using Sums    = float[kHeadDim / 2];
+
+// Which tokens of a tile have no page
+struct Absent {
+  uint32 words[kTile / 32];
+
+  __device__ __forceinline__ explicit Absent(const uint32* from) {
+#pragma unroll
+    for (int i = 0; i < kTile / 32; ++i) words[i] = from[i];
+  }
+  __device__ __forceinline__ bool any() const {
+    uint32 all = 0;
+#pragma unroll
+    for (int i = 0; i < kTile / 32; ++i) all |= words[i];
+    return all != 0;
+  }
+};
+
+struct Rows {
+  int   row;           // of the request: this warp's first
+  int   inner, width;  // the tiles that all rows of the warp see in full begin at `inner` or up to `width` behind it
+  float scale[2];      // from products to powers of two
+
+  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team)
+      : row(item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16) {
+    inner = first_seen(p, position(p, item.request, row + 15));
+    width = end_seen(p, position(p, item.request, row), item.request.tokens) - kTile - inner;
+  }
+
+  __device__ __forceinline__ bool see_all(int start) const {
+    return width >= 0 && uint32(start - inner) <= uint32(width);
+  }
+
+  // Not in the registers of a lane: where its rows stand.
+  __device__ __forceinline__ void mask(
+      const Operands& p, const Request& r, int start, const Absent& absent, Scores& s) const {
+    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2;
+    int first[2], end[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = position(p, r, row + lane / 4 + 8 * i);
+      first[i] = first_seen(p, at) - start, end[i] = end_seen(p, at, r.tokens) - start;
+    }
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) {
+      const int  token = i / 4 * 8 + column + i % 2, at = i / 2 % 2;
+      const bool there = (absent.words[i / 16] >> (i / 4 % 4 * 8 + column + i % 2) & 1) == 0;
+      if (!there || token < first[at] || token >= end[at]) s[i] = __uint_as_float(0xFF800000u);
+    }
+  }
+
+  // The warp's rows to shared memory, as K's columns lie. As float16, a row is brought near 2^14 by a power of two,
+  // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
+  __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
+    constexpr int kEights = kHeadDim / 16;  // of a lane
+    const int lane = ptx::thread_index() % kWarp, own = row + lane / 2;
+    const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
+                        (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kHeadDim / 2);
+    const bool used = own < item.request.q_len * p.group;
+    constexpr int kWords = sizeof(Query) == 1 ? 2 : 4;
+    uint32 x[kEights][kWords];
+    float  amax = 0.0f, v[8];
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) x[i][j] = 0;
+      if (used) ld_halves<2 * kWords>(from + 8 * i, x[i]);
+      get(x[i], v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    const float    unit     = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
+    const uint32   exponent = kIsBf16<Mma> ? 127u : min(268 - (__float_as_uint(amax) >> 23), 253u);
+    const float    factor   = copysignf(__uint_as_float(exponent << 23), unit);  // a scale is positive
+    const float    back     = fmaxf(fabsf(unit) * __uint_as_float((254 - exponent) << 23), 0x1p-126f);
+    const uint32   line     = ptx::shared_address(to) + (row - item.row) % kTeamRows * 128 + lane / 2 * 128;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const int chunk = lane % 2 * kEights + i;
+      get(x[i], v);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] *= factor;
+      const uint4 pairs = kIsNvfp4 ? uint4{to_pair<Mma>(v[0], v[4]), to_pair<Mma>(v[1], v[5]), to_pair<Mma>(v[2], v[6]),
+                                           to_pair<Mma>(v[3], v[7])}
+                                   : uint4{to_pair<Mma>(v[0], v[1]), to_pair<Mma>(v[2], v[3]), to_pair<Mma>(v[4], v[5]),
+                                           to_pair<Mma>(v[6], v[7])};
+      ptx::st_shared(line + chunk / 8 * (kTeamRows * 128) + ((chunk % 8 ^ lane / 2 % 8) * 16), pairs);
+    }
+    scale[0] = __shfl_sync(~0u, back, lane / 4 * 2), scale[1] = __shfl_sync(~0u, back, lane / 4 * 2 + 16);
+  }
+
+ private:
+  template <int kWords> __device__ __forceinline__ static void get(const uint32 (&x)[kWords], float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(Query) == 1) {
+        const uint32 two = decode_e4m3x2(uint16(x[i / 2] >> i % 2 * 16));
+        v[2 * i] = low<f16>(two), v[2 * i + 1] = high<f16>(two);
+      } else {
+        using Half = Select<sizeof(Query) == 2, Query, f16>;
+        v[2 * i] = low<Half>(x[i]), v[2 * i + 1] = high<Half>(x[i]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void to_weights(const Scores& s, Weights& weights) {
+#pragma unroll
+  for (int i = 0; i < kTile / 4; ++i) weights[i / 4][i % 4] = to_pair<Mma>(s[2 * i], s[2 * i + 1]);
+}
+
+struct State {
+  float reference[2];
+  float sum[2];     // of the weights that this lane has seen
+  float factor[2];  // of the last move
+  Sums  o;
+
+  __device__ __forceinline__ void clear() {
+    reference[0] = reference[1] = kNone, sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+  }
+
+  // Products to weights. Returns whether references moved: then the sums of outputs must follow.
+  __device__ __forceinline__ bool weigh(Scores& s, const Rows& rows) {
+    float top[2] = {s[0], s[2]}, most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      top[i] *= rows.scale[i];
+      most = fmaxf(most, top[i] - reference[i]);
+    }
+    const bool moved = __any_sync(~0u, most > kLargest);
+    if (moved) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float next = top[i];
+        next = fmaxf(next, __shfl_xor_sync(~0u, next, 1));
+        next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
+        next = next - reference[i] > kLargest ? next - kHeadroom : reference[i];
+        factor[i] = ptx::ex2_approx(reference[i] - next);
+        reference[i] = next;
+        sum[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) {
+      s[i] = ptx::ex2_approx(fmaf(s[i], rows.scale[i / 2 % 2], -reference[i / 2 % 2]));
+      sum[i / 2 % 2] += s[i];
+    }
+    return moved;
+  }
+  __device__ __forceinline__ void move() {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void finish(const Operands& p, const Item& item, const Rows& rows) {
+    const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
+    const float unit = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = rows.row + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
+      const int64 at = int64(item.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
+      const bool used = row < item.request.q_len * p.group;
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      float scale = unit;
+      if (p.sinks) {
+        const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference[i]);
+        factor[i] = ptx::ex2_approx(reference[i] - top);
+        sum[i] = fmaf(sum[i], factor[i], ptx::ex2_approx(sink - top)), reference[i] = top;
+        scale *= factor[i];
+      }
+      scale = sum[i] == 0.0f ? 0.0f : scale / sum[i];
+      if (p.lse && used && c == 0)
+        p.lse[at] = sum[i] > 0.0f ? reference[i] + log2f(sum[i]) : __uint_as_float(0xFF800000u);
+      Out* out = p.out + at * kHeadDim;
+#pragma unroll
+      for (int block = 0; block < kHeadDim / 8; block += 4) {
+        uint32 pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* x = &o[(block + j) * 4 + 2 * i];
+          pairs[j] = encode(x[0] * scale, x[1] * scale);
+        }
+        exchange(pairs, c);
+        if (used) store(out + (block + c) * 8, pairs);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32 encode(float a, float b) {
+    if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
+    else return to_pair<Select<sizeof(Out) == 2, Out, f16>>(a, b);
+  }
+  // Four lanes have a pair each of four blocks; then each has a block, in the order of the lanes.
+  __device__ __forceinline__ static void exchange(uint32 (&w)[4], int c) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = c & bit;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j & bit) continue;
+        const uint32 other = __shfl_xor_sync(~0u, upper ? w[j] : w[j + bit], bit);
+        if (upper) w[j] = other;
+        else w[j + bit] = other;
+      }
+    }
+  }
+  // Eight neighbours from four pairs: of an NVFP4 cache, pair i is dimensions i and i + 4.
+  __device__ __forceinline__ static void store(Out* to, const uint32 (&w)[4]) {
+    if constexpr (sizeof(Out) == 1) {
+      const uint32 order = kIsNvfp4 ? 0x5140 : 0x5410;
+      const uint32 a = __byte_perm(w[0], w[1], order), b = __byte_perm(w[2], w[3], order);
+      *reinterpret_cast<uint2*>(to) =
+          kIsNvfp4 ? uint2{__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632)} : uint2{a, b};
+    } else {
+      *reinterpret_cast<uint4*>(to) =
+          kIsNvfp4 ? uint4{__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410),
+                           __byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632)}
+                   : uint4{w[0], w[1], w[2], w[3]};
+    }
+  }
+};
+
+// ---- producers -------------------------------------------------------------
+// K or V of one tile after the other, by one warpgroup.
+template <Side kSide> class Producer {
+ public:
+  __device__ __forceinline__ Producer(const Operands& p, Shared& shared)
+      : p_(p), shared_(shared), to_(ptx::shared_address(shared.tiles[kSide]) + Raw<kSide>::first_chunk()) {}
+
+  // Starts to load what put() then stores; 16-bit floats are on their way to shared memory.
+  __device__ __forceinline__ void load(const Tile& tile, const Ring& ring) {
+    if constexpr (kSide == kKeys) missing_ = tile.missing(p_);
+    if constexpr (kCacheBits < 16) raw_.load(p_, tile);
+    else Raw<kSide>::copy(p_, tile, take(ring));
+  }
+  __device__ __forceinline__ void put(const Ring& ring) {
+    if constexpr (kCacheBits < 16) raw_.store(take(ring));
+    else ptx::copy_async_wait();
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]);
+  }
+
+ private:
+  // A slot that everybody is through with: where this lane stores to
+  __device__ __forceinline__ uint32 take(const Ring& ring) const {
+    ptx::mbarrier_wait(&shared_.empty[kSide][ring.slot], ring.parity ^ 1);
+    if constexpr (kSide == kKeys) Tile::mark(missing_, shared_.absent[ring.slot]);
+    return to_ + ring.slot * sizeof(shared_.tiles[0][0]);
+  }
+
+  const Operands& p_;
+  Shared& shared_;
+  const uint32 to_;
+  uint32 missing_;  // bits of K's tokens
+  Raw<kSide> raw_;
+};
+
+template <bool kHasKeys, bool kHasValues>
+__device__ __forceinline__ void produce(const Operands& p, Shared& shared) {
+  Tiles tiles(p);
+  Tile  tile;
+  if (!tiles.next(tile)) return;
+  Producer<kKeys>   keys(p, shared);
+  Producer<kValues> values(p, shared);
+  Ring ring;
+  if constexpr (kHasKeys) keys.load(tile, ring);
+  if constexpr (kHasValues) values.load(tile, ring);
+  for (bool more = true; more;) {
+    more = tiles.next(tile);
+    Ring next = ring;
+    next.advance();
+    if constexpr (kHasKeys) {
+      keys.put(ring);
+      if (more) keys.load(tile, next);
+    }
+    if constexpr (kHasValues) {
+      values.put(ring);
+      if (more) values.load(tile, next);
+    }
+    ring = next;
+  }
+}
+
+// ---- consumers -------------------------------------------------------------
+// One warp of a team.
+struct Consumer {
+  const Operands& p;
+  Shared& shared;
+  int  team;
+  Ring keys, values;
+
+  // s = q k of the next tile; under way until a wait.
+  __device__ __forceinline__ void start_scores(Scores& s) {
+    ptx::mbarrier_wait(&shared.full[kKeys][keys.slot], keys.parity);
+    const uint64 q = ptx::wgmma_matrix(ptx::shared_address(shared.q[team]), kTeamRows * 128);
+    const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), kBlockBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i)
+      ptx::wgmma_scores(s, q + i / 4 * (kTeamRows * 8) + i % 4 * 2, k + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
+    ptx::wgmma_commit();
+  }
+  // o += weights v of the next tile; under way until a wait.
+  __device__ __forceinline__ void start_outputs(Sums& o, const Weights& weights) {
+    ptx::mbarrier_wait(&shared.full[kValues][values.slot], values.parity);
+    const uint64 v = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kValues][values.slot]), kBlockBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) ptx::wgmma_outputs(o, weights[i], v + i * 128);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void release(Side side, Ring& ring) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&shared.empty[side][ring.slot]);
+    ring.advance();
+  }
+  // Teams start products one after the other, so that one's softmax falls into the products of the others.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (kTurns) ptx::barrier_sync(kTurnBarrier + team, 256);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kTurns) ptx::barrier_arrive(kTurnBarrier + (team + 1) % kTeams, 256);
+  }
+
+  // The scores of the tile at `start` to weights, while outputs of the tile before are under way if there is one.
+  template <bool kFirst>
+  __device__ __forceinline__ void weigh(
+      const Rows& rows, const Item& item, int start, Scores& s, Weights& weights, State& state) {
+    const Absent absent(shared.absent[keys.slot]);
+    ptx::wgmma_wait<kFirst ? 0 : 1>();
+    hold(s);
+    if (absent.any() || !rows.see_all(start)) rows.mask(p, item.request, start, absent, s);
+    release(kKeys, keys);
+    const bool moved = state.weigh(s, rows);
+    if constexpr (!kFirst) {
+      ptx::wgmma_wait<0>();
+      release(kValues, values);
+      hold(state.o);
+      if (moved) state.move();
+    }
+    hold(s);
+    to_weights(s, weights);
+  }
+
+  __device__ __forceinline__ void attend(const Rows& rows, const Item& item, State& state) {
+    Scores  s;
+    Weights weights;
+    int start = item.start;
+    take_turn();
+    start_scores(s);
+    pass_turn();
+    weigh<true>(rows, item, start, s, weights, state);
+    for (int left = item.tiles() - 1; left > 0; --left) {
+      take_turn();
+      start_scores(s);
+      start_outputs(state.o, weights);
+      pass_turn();
+      weigh<false>(rows, item, start += kTile, s, weights, state);
+    }
+    start_outputs(state.o, weights);
+    ptx::wgmma_wait<0>();
+    release(kValues, values);
+    hold(state.o);
+  }
+};
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmma(
+    const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
+    const uint8* __restrict__ k,            // rows aligned to 16 bytes
+    const uint8* __restrict__ v,
+    const uint8* __restrict__ k_scales,     // rows aligned to D / 16 bytes
+    const uint8* __restrict__ v_scales,
+    const int32* __restrict__ tables,       // [batch, max_pages], twice with v_table, or one list
+    const int32* __restrict__ seq_lens,     // [batch]
+    const int32* __restrict__ page_ends,    // [batch + 1], where requests end in the list; null: a row for each
+    const int32* __restrict__ cum_q,        // [batch + 1]; null: q_len of each request
+    const float* __restrict__ sinks,        // [heads] or null
+    const float* __restrict__ bmm1_tensor,  // [1] or null: multiplies bmm1
+    const float* __restrict__ bmm2_tensor,  // [1] or null: multiplies bmm2
+    Out* __restrict__ out,                  // [tokens, heads, D]
+    float* __restrict__ lse,                // [tokens, heads] or null; base 2
+    float bmm1,
+    float bmm2,
+    int64 batch,
+    int64 kv_heads,
+    int64 group,                            // heads / kv_heads
+    int64 q_len,
+    int64 total_q,                          // tokens of q
+    int64 num_pages,
+    int64 page,                             // tokens
+    int64 max_pages,                        // columns of tables, or the length of the list
+    int64 window_left,                      // negative: none
+    int64 q_token_stride,                   // elements
+    int64 q_head_stride,
+    int64 k_page_stride,                    // bytes, as all of the cache
+    int64 k_token_stride,
+    int64 k_head_stride,
+    int64 v_page_stride,
+    int64 v_token_stride,
+    int64 v_head_stride,
+    int64 k_scales_page_stride,
+    int64 k_scales_token_stride,
+    int64 k_scales_head_stride,
+    int64 v_scales_page_stride,
+    int64 v_scales_token_stride,
+    int64 v_scales_head_stride,
+    int64 table_stride,                     // elements
+    int64 v_table,                          // elements from a request's K pages to its V pages
+    int64 causal                            // 0 or 1
+) {
+  extern __shared__ uint8 dynamic[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
+      out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len), int(total_q),
+      int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride, q_head_stride,
+      int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
+      v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
+      int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
+      int(v_table), int(causal)};
+  const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler now sees
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2 * kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[0][0] + i, kWarps);
+      ptx::mbarrier_init(&shared.empty[0][0] + i, kTeams * 4);
+    }
+  }
+  __syncthreads();
+  ptx::griddep_wait();
+  ptx::griddep_launch();
+  if (team >= kTeams) {
+    ptx::registers_fewer<kProducerRegisters>();
+    if constexpr (kProducers == 1) produce<true, true>(p, shared);
+    else if (team == kTeams) produce<true, false>(p, shared);
+    else produce<false, true>(p, shared);
+    return;
+  }
+  ptx::registers_more<kConsumerRegisters>();
+  Consumer consumer{p, shared, team, {}, {}};
+  if (kTurns && team == kTeams - 1) consumer.pass_turn();
+  Items items(p);
+  for (Item item; items.next(item);) {
+    Rows rows(p, item, team);
+    ptx::barrier_sync(kTeamBarrier + team, 128);  // the last item's queries are no longer read
+    rows.load(p, item, shared.q[team]);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    State state;
+    state.clear();
+    consumer.attend(rows, item, state);
+    state.finish(p, item, rows);
+  }
+  if (kTurns && team == 0) consumer.take_turn();  // the one that is left
+}
