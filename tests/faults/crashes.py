@@ -104,9 +104,12 @@ def aftermath(kind: str, root: Path, scenario: str) -> Iterator[str]:
 
 
 def kill_at_random(store: str, root: str, kills: int) -> dict[str, int]:
-    """SIGKILL a process that publishes big kernels as fast as it can, ``kills`` times; count what it left."""
+    """SIGKILL a process that publishes big kernels as fast as it can, ``kills`` times; count what is left.
+
+    ``orphans`` are the kills after which an unfinished entry was there.
+    """
     rng = random.Random(kills)
-    folder = Path(root)
+    folder, orphans = Path(root), 0
     for kill in range(kills):
         ready, started = os.pipe()
         first = (kill + 1) * 1000
@@ -117,7 +120,7 @@ def kill_at_random(store: str, root: str, kills: int) -> dict[str, int]:
         time.sleep(rng.uniform(0, 0.002))
         end_child(child, signal.SIGKILL)
         os.close(ready)
-    orphans = len(list((folder / "tmp").iterdir())) if store == "cache" else 0
+        orphans += any((folder / "tmp").glob("*"))
     entries = list(folder.rglob("kernel.cubin"))
     torn = sum(path.read_bytes() != _BIG for path in entries if path.parent.parent.parent.parent.name == "v1")
     problems = list(aftermath(store, folder, "publish"))
