@@ -104,19 +104,23 @@ def aftermath(kind: str, root: Path, scenario: str) -> Iterator[str]:
 
 
 def kill_at_random(store: str, root: str, kills: int) -> dict[str, int]:
-    """SIGKILL a process that publishes big kernels as fast as it can, ``kills`` times; count what it left."""
+    """SIGKILL a process that publishes big kernels as fast as it can, ``kills`` times; count what is left.
+
+    ``orphans`` are the kills after which an unfinished entry was there.
+    """
     rng = random.Random(kills)
-    folder = Path(root)
+    folder, orphans = Path(root), 0
     for kill in range(kills):
         ready, started = os.pipe()
         first = (kill + 1) * 1000
         child = start_child(lambda first=first, started=started: publish_forever(store, folder, first, started))
-        os.read(ready, 1)
-        os.close(ready)
         os.close(started)
-        time.sleep(rng.uniform(0, 0.006))
+        for _ in range(rng.randrange(1, 5)):  # it began, and published so many
+            os.read(ready, 1)
+        time.sleep(rng.uniform(0, 0.002))
         end_child(child, signal.SIGKILL)
-    orphans = len(list((folder / "tmp").iterdir())) if store == "cache" else 0
+        os.close(ready)
+        orphans += any((folder / "tmp").glob("*"))
     entries = list(folder.rglob("kernel.cubin"))
     torn = sum(path.read_bytes() != _BIG for path in entries if path.parent.parent.parent.parent.name == "v1")
     problems = list(aftermath(store, folder, "publish"))
@@ -128,6 +132,7 @@ def publish_forever(store: str, root: Path, first: int, started: int) -> None:
     os.write(started, b".")
     for seed in itertools.count(first):
         opened.get_or_build(make_recipe(seed), TOOLCHAIN, lambda: Built(cubin=_BIG, symbol=SYMBOL, provenance={}))
+        os.write(started, b".")
 
 
 def trace_publish(store: str, root: str) -> list[list[str]]:
