@@ -75,7 +75,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quantization": (*_FP4, "make_nvfp4_global_scale"),
     "utils": (),
 }
-"""FlashInfer's modules, and of their functions those that jitfp4 has or will have under these names."""
+"""FlashInfer's modules, and of their functions those that jitfp4 has under these names."""
 
 _ALL = tuple(dict.fromkeys(name for names in MODULES.values() for name in names))
 

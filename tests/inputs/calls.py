@@ -95,7 +95,9 @@ def _fits_no_other(bad: Bad) -> bool:
 _LISTS = (
     *("batch_indices", "positions", "slot_mapping", "kv_indices", "kv_indptr", "seq_lens", "cum_seq_lens_q"),
     *("indptr", "indices", "last_page_len", "paged_kv_indptr_buffer", "paged_kv_indices_buffer"),
-    "paged_kv_last_page_len_buffer",
+    *("paged_kv_last_page_len_buffer", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
+    *("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
+    *("cum_seq_lens_kv", "batch_size"),
 )
 """Arguments that are lists of integers, whose lengths go together."""
 
@@ -133,9 +135,16 @@ _LEGAL = {
     ("q", "one row too many"),  # another head
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
+    *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
+    *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
+    *itertools.product(("max_token_per_sequence",), ("7",)),
+    ("token_pos_in_items_len", "0"),
     *itertools.product(("kv_indices", "indices", "paged_kv_indptr_buffer"), ("one element too many",)),  # room
     *itertools.product(("paged_kv_indices_buffer",), ("one element too many", "one element too few")),
     *itertools.product(("slot_mapping", "indices", "paged_kv_last_page_len_buffer"), ("one element too few",)),
+    *itertools.product(("paged_kv_indices", "paged_kv_indices_buf"), ("one element too many", "one element too few")),
+    *itertools.product(("qo_indptr_buf", "paged_kv_indptr_buf"), ("one element too many",)),
+    ("paged_kv_last_page_len_buf", "one element too few"),
 }
 
 

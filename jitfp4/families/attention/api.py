@@ -315,8 +315,6 @@ def single(
 ) -> tuple[torch.Tensor, ...]:
     """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
     hnd = checks.check_layout(kv_layout)
-    if q.dim() != 3:
-        raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
     sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
@@ -363,6 +361,7 @@ _SINGLE_NAMES = {
     "bmm1_scale": "sm_scale, q_scale, k_scale",
     "bmm2_scale": "v_scale",
     "max_seq_len": "k",
+    "out_dtype": "o_dtype",
 }
 """What attend() calls the arguments of single_decode_with_kv_cache() and single_prefill_with_kv_cache()."""
 

@@ -92,9 +92,12 @@ def trtllm_batch_context_with_kv_cache(
     ):
         checks.unused(name, value, None)
     checks.check_q_len("max_q_len", max_q_len)
+    checks.check_ints("seq_lens", seq_lens, (None,), query)
+    if len(seq_lens) != batch_size:
+        raise ArgumentError("batch_size", batch_size, f"the length of seq_lens, {len(seq_lens)}")
     checks.check_ints("cum_seq_lens_kv", cum_seq_lens_kv, (batch_size + 1,), query)
-    if seq_lens.shape != (batch_size,):
-        raise ArgumentError("batch_size", batch_size, f"the length of seq_lens, {tuple(seq_lens.shape)}")
+    if max_kv_len < 0:
+        raise ArgumentError("max_kv_len", max_kv_len, "0 or more")
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
@@ -184,6 +187,8 @@ def single_prefill_with_kv_cache(
     for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         checks.unused(name, scale, None, "scale queries, keys and values by head beforehand, or by k_scale and v_scale")
     checks.unused("backend", backend, "auto")
+    if q.dim() != 3:
+        raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
     scales = ((q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(k_scale), factor(v_scale))
     result = single(q, (k, v), kv_cache_sf, scales, kv_layout, window_left, o_dtype, causal, return_lse)
     return (result[0], result[1]) if return_lse else result[0]

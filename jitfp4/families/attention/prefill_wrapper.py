@@ -114,7 +114,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError.
         """
-        del use_fp16_qk_reduction, seq_lens_q, block_tables, max_sequence_kv  # the same again
+        del use_fp16_qk_reduction, seq_lens_q, block_tables  # the same again
+        if max_sequence_kv is not None and max_sequence_kv < 0:
+            raise ArgumentError("max_sequence_kv", max_sequence_kv, "0 or more")
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         check_masks(
             custom_mask=custom_mask,

@@ -94,13 +94,13 @@ class PagedWrapper:
         self, lists: dict[str, torch.Tensor], page_size: int, seq_lens: torch.Tensor | None, non_blocking: bool
     ) -> Lists:
         """Checks and moves a plan's lists, by parameter: indptr, indices, last_page_len, perhaps qo_indptr."""
-        batch = lists[next(name for name in lists if name.endswith("last_page_len"))].numel()
+        names = list(lists)
+        checks.check_ints(names[2], lists[names[2]], (None,), lists[names[2]])
+        batch = len(lists[names[2]])
+        sizes = dict(zip(names, (batch + 1, None, batch, batch + 1), strict=False))
         given = lists if seq_lens is None else lists | {"seq_lens": seq_lens}
-        for (name, tensor), size in zip(lists.items(), (batch + 1, None, batch, batch + 1), strict=False):
-            checks.check_ints(name, tensor, (size,), tensor)
-        if seq_lens is not None:
-            checks.check_ints("seq_lens", seq_lens, (batch,), seq_lens)
         for name, tensor in given.items():
+            checks.check_ints(name, tensor, (sizes.get(name, batch),), tensor)
             if tensor.is_meta and not self._workspace.is_meta:
                 raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
         move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
