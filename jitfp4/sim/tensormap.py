@@ -236,7 +236,7 @@ def tensor_map_bytes(address: int) -> Bytes:
     return np.frombuffer((_MARK + address.to_bytes(8, "little")).ljust(TENSOR_MAP_BYTES, b"\0"), np.uint8)
 
 
-def tensor_map_in(data: Bytes) -> int | None:
-    """The parameter address of the map of which memory holds a copy."""
+def tensor_map_in(data: Bytes) -> int:
+    """The parameter address of the map of which memory holds a copy; -1 where it holds none."""
     address = int.from_bytes(data[len(_MARK) : len(_MARK) + 8].tobytes(), "little")
-    return address if (data[:TENSOR_MAP_BYTES] == tensor_map_bytes(address)).all() else None
+    return address if (data[:TENSOR_MAP_BYTES] == tensor_map_bytes(address)).all() else -1
