@@ -46,7 +46,7 @@ def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
         "ends of no tokens": ("cum_seq_lens_kv", {"cum_seq_lens_kv": ends[:1]}),
         "a flag that is a number": ("causal", {"causal": 1}),
         "a window": ("window_left", {"window_left": -2}),
-        "a bound beyond positions": ("max_seq_len", {"max_kv_len": -1}),
+        "a bound beyond positions": ("max_kv_len", {"max_kv_len": -1}),
         "sinks of some heads": ("sinks", {"sinks": torch.zeros(3)}),
         "an output of another shape": ("out", {"out": torch.empty(1, 2, 3, dtype=torch.bfloat16)}),
         "an output type": ("out_dtype", {"out_dtype": torch.float32}),

@@ -90,19 +90,23 @@ class PagedWrapper:
                     raise ArgumentError(name, f"{len(buffer)} elements", "one more than the batch of the buffers")
             self._buffers = given
 
+    def _check(self, lists: dict[str, torch.Tensor], seq_lens: torch.Tensor | None) -> int:
+        """The number of requests in these lists, by parameter: that of last_page_len, the third."""
+        name, last = list(lists.items())[2]
+        checks.check_ints(name, last, (None,), last)
+        batch = len(last)
+        expected = dict(zip(lists, (batch + 1, None, batch, batch + 1), strict=False))
+        for name, tensor in (lists if seq_lens is None else lists | {"seq_lens": seq_lens}).items():
+            checks.check_ints(name, tensor, (expected.get(name, batch),), tensor)
+            if tensor.is_meta and not self._workspace.is_meta:
+                raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
+        return batch
+
     def _take(
         self, lists: dict[str, torch.Tensor], page_size: int, seq_lens: torch.Tensor | None, non_blocking: bool
     ) -> Lists:
         """Checks and moves a plan's lists, by parameter: indptr, indices, last_page_len, perhaps qo_indptr."""
-        names = list(lists)
-        checks.check_ints(names[2], lists[names[2]], (None,), lists[names[2]])
-        batch = len(lists[names[2]])
-        sizes = dict(zip(names, (batch + 1, None, batch, batch + 1), strict=False))
-        given = lists if seq_lens is None else lists | {"seq_lens": seq_lens}
-        for name, tensor in given.items():
-            checks.check_ints(name, tensor, (sizes.get(name, batch),), tensor)
-            if tensor.is_meta and not self._workspace.is_meta:
-                raise ArgumentTypeError(name, "a tensor on meta", "a tensor with values")
+        batch = self._check(lists, seq_lens)
         move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
         moved = [move(tensor) for tensor in lists.values()]
         if seq_lens is not None:
