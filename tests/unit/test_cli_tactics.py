@@ -125,7 +125,7 @@ def test_the_selected_one_is_marked_and_reasons_are_shown_when_they_are_asked_fo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none", "--arch", "sm_90a"], "operation: got 'none'; allowed: attention_decode"),
+        (["none", "--arch", "sm_90a"], "operation: got 'none'; allowed: attention,"),
         (["quantize", "--arch", "sm_1"], "arch: got 'sm_1'"),
         (["quantize", "--arch", "sm_90a", "--problem", "size=3"], "--problem: got 'size=3'; allowed: NAME=VALUE with"),
         (["quantize", "--arch", "sm_90a", "--problem", "m=x"], "--problem: got m=x; allowed: m=a number"),
