@@ -17,6 +17,7 @@ from jitfp4.sim.ops import (
     memory,
     move,
     tcgen05,
+    tcgen05_pipe,
     warp,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "memory",
     "move",
     "tcgen05",
+    "tcgen05_pipe",
     "warp",
 ]
