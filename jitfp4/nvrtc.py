@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import mmap
 import re
+import signal
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,7 @@ def _compile(source: str, arch: Arch, options: tuple[str, ...], symbol: str, kin
     try:
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         status = nvrtc.status("CompileProgram", program, len(encoded), encoded)
+        _let_ctrl_c_interrupt()
         if status:
             log = nvrtc.read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status == _ERROR_COMPILATION:
@@ -143,6 +145,12 @@ def _compile(source: str, arch: Arch, options: tuple[str, ...], symbol: str, kin
         return nvrtc.read(program, kind)
     finally:
         nvrtc.status("DestroyProgram", ctypes.byref(program))
+
+
+def _let_ctrl_c_interrupt() -> None:
+    """Undo what the first compilation of NVRTC does to SIGINT: then it no longer ends a wait of the main thread."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.siginterrupt(signal.SIGINT, True)
 
 
 def numbered_excerpt(source: str, log: str) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from jitfp4 import SfLayout, sim
 from jitfp4.arch import Arch
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
@@ -120,7 +120,7 @@ def _chunk(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
 def _attention(tactic: DecodeTactic, **options: Any) -> Check:
     def run(arch: str) -> None:
         one = attention_case(**options)
-        with sim.device(replace(Arch.of(arch), num_sms=2)), DECODE.forced(tactic):
+        with sim.device(replace(Arch.of(arch), num_sms=2)), ATTENTION.forced(tactic):
             attention.check(one, one.run(), attention._BOUND)
 
     return run

@@ -13,7 +13,7 @@ import torch
 
 import jitfp4
 from jitfp4 import engine, sim
-from jitfp4.families.attention.operation import DECODE
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
@@ -172,7 +172,7 @@ def attention_case(**options: Any) -> Case:
 def _attention(tactic: DecodeTactic, **options: Any) -> None:
     """Seven tiles of two requests, which end within the share of a CTA and of a warp."""
     made = attention_case(**({"lengths": (70, 33), "kv_heads": 2, "group": 8} | options))
-    with _few_sms(), DECODE.forced(tactic):
+    with _few_sms(), ATTENTION.forced(tactic):
         made.run()
 
 

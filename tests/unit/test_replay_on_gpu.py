@@ -62,6 +62,13 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "e2m1_and_ufp8sf_scale_to_float": lambda seed: codes("e2m1_tensor", "ufp8_scale_tensor", seed)
     | {"global_scale_tensor": torch.ones(1).cuda()},
     "block_scale_interleave": lambda seed: {"unswizzled_sf": codes("", "sf", seed)["sf"]},
+    "nvfp4_block_scale_interleave": lambda seed: {"unswizzled_sf": codes("", "sf", seed)["sf"]},
+    "make_nvfp4_global_scale": lambda seed: {"input_tensor": random(4, 64, seed=seed), "per_token_activation": False},
+    "mxfp4_dequantize_host": lambda seed: {
+        "weight": codes("q", "", seed, block=32)["q"],
+        "scale": torch.full((130, 8), 120 + seed, dtype=torch.uint8).cuda(),
+    },
+    "silu_and_mul": lambda seed: {"input": random(130, 512, seed=seed)},
     "shuffle_matrix_a": lambda seed: {"input_tensor": codes("q", "", seed)["q"], "epilogue_tile_m": 128},
     "shuffle_matrix_sf_a": lambda seed: {"input_tensor": codes("", "sf", seed)["sf"], "epilogue_tile_m": 128},
     "rmsnorm_fp4quant": lambda seed: {"input": random(130, 256, seed=seed), "weight": random(256)},
@@ -74,7 +81,8 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "gated_delta_rule_decode_pretranspose": one_token,
     "gated_delta_rule_decode": one_token,
 }  # fmt: skip
-REPEATED = [name for name in CALLS if not name.startswith(("block_scale", "shuffle"))]
+TORCH = ("block_scale", "nvfp4_block_scale", "make_", "shuffle", "silu_and_mul")  # no kernel, or none of their own
+REPEATED = [name for name in CALLS if not name.startswith(TORCH) or name.endswith("quantize")]
 
 
 def moved(given: dict[str, Any]) -> dict[str, Any]:
