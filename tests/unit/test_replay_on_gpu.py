@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
     "make_nvfp4_global_scale": lambda seed: {"input_tensor": random(4, 64, seed=seed), "per_token_activation": False},
     "mxfp4_dequantize_host": lambda seed: {
         "weight": codes("q", "", seed, block=32)["q"],
-        "scale": torch.full((130, 8), 120 + seed, dtype=torch.uint8).cuda(),
+        "scale": torch.full((128, 8), 120 + seed, dtype=torch.uint8).cuda(),
     },
     "silu_and_mul": lambda seed: {"input": random(130, 512, seed=seed)},
     "shuffle_matrix_a": lambda seed: {"input_tensor": codes("q", "", seed)["q"], "epilogue_tile_m": 128},
