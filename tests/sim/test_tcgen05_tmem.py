@@ -10,7 +10,7 @@ import pytest
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim import tmem
 from jitfp4.sim.instruction_descriptor import InstructionDescriptor
-from jitfp4.sim.ops.tcgen05 import _Form, _Operands, _tensor_reads
+from jitfp4.sim.ops.tcgen05_pipe import _Form, _Operands, _tensor_reads
 from jitfp4.sim.tmem import Allocations
 
 RNG = np.random.default_rng(29)
