@@ -301,8 +301,43 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }
 }  // namespace ptx
 
-// ---- attention/warpgroup ---------------------------------------------------
-// Warpgroups: their matrix products, their registers, their barriers.
+// ---- warpgroup -------------------------------------------------------------
+// Warpgroups: the order of their matrix products, their registers, their barriers.
+namespace ptx {
+// Before the first product, and whenever registers of one were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last kAllowed groups are through.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
+// Counts at barrier i of the CTA, for a number of threads, whole warps, without waiting.
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- attention/products ----------------------------------------------------
+// Matrix products of warpgroups.
 namespace ptx {
 // Rows of 128 bytes with the 128-byte swizzle, in blocks `across` bytes apart. Where the rows are those of the product,
 // 16 columns more lie 32 bytes on and a block is not left; where they are its depth, blocks are 64 columns of the
@@ -355,39 +390,10 @@ __device__ __forceinline__ void wgmma_outputs(float (&d)[64], const uint32 (&a)[
         , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// Before a product whose registers were written, and whenever they were.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last kAllowed groups are through.
-template <int kAllowed>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
-}
-
-// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
-template <int N> __device__ __forceinline__ void registers_fewer() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void registers_more() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
-__device__ __forceinline__ uint32 thread_index() {
-  uint32 i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-
-// Barrier i of the CTA, for a number of threads, whole warps: waits for them, or counts without waiting.
+// Waits for a number of threads, whole warps, at barrier i of the CTA.
 __device__ __forceinline__ void barrier_sync(int i, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-// Makes this thread's writes to shared memory visible to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // Keeps the compiler from reading sums before the wait in front of this.

@@ -458,8 +458,43 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
-// ---- gemm/warpgroup --------------------------------------------------------
-// Warpgroups: their matrix product, their registers, their barriers, and the copies around them.
+// ---- warpgroup -------------------------------------------------------------
+// Warpgroups: the order of their matrix products, their registers, their barriers.
+namespace ptx {
+// Before the first product, and whenever registers of one were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the last kAllowed groups are through.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
+// Counts at barrier i of the CTA, for a number of threads, whole warps, without waiting.
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- gemm/products ---------------------------------------------------------
+// The matrix product of warpgroups, and the copies around it.
 namespace ptx {
 // A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on lie 32 bytes on, which
 // is 2 in the unit of this descriptor.
@@ -484,34 +519,6 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint
         , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
         , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int32(add)));
-}
-// Before the first product, and whenever registers of one were written.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last kAllowed groups are through.
-template <int kAllowed>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
-}
-
-// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
-template <int N> __device__ __forceinline__ void registers_fewer() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void registers_more() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// threadIdx.x, read anew: it need not live in a register where these are few.
-__device__ __forceinline__ uint32 thread_index() {
-  uint32 i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-
-// Counts at barrier i of the CTA without waiting.
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
 // At the place in the CTA `rank` that the barrier has in this one.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
@@ -541,8 +548,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32
 }
 // Until the stores of this thread have read their source.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-// Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
 // has the address of column c of matrix i, 16 bytes.
