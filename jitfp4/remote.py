@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jitfp4.bundle import Imported, normalized
+from jitfp4.bundle import Imported, indexed
 from jitfp4.cache import Cache, EntryFiles, Index
 from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE, is_digest
 from jitfp4.cache.index import MAX_INDEX_BYTES, Listed
-from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError, CacheError
+from jitfp4.errors import BundleError, CacheCorruptError, CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,11 +53,9 @@ class Remote:
             CacheCorruptError: an entry is not what its manifest says.
             CacheError: the store refused.
         """
-        kept = [normalized(files) for files in entries]
-        if not kept:
-            raise ArgumentError("entries", "none", "at least one: a bundle without kernels is of no use")
-        index = Index.of(map(Listed.of, kept))
-        blobs = {hashlib.sha256(data).hexdigest(): data for files in kept for data in files.by_name().values()}
+        index, kept = indexed(entries)
+        contents = (data for files in kept.values() for data in files.by_name().values())
+        blobs = {hashlib.sha256(data).hexdigest(): data for data in contents}
         with ThreadPoolExecutor(self.jobs) as pool:
             for _ in pool.map(lambda item: self._put(f"blobs/{item[0]}", item[1]), blobs.items()):
                 pass

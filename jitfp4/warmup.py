@@ -32,6 +32,10 @@ class Task:
     def __str__(self) -> str:
         return f"{self.kernel.name}[{self.spec}] {self.arch.name}"
 
+    def entry(self) -> dict[str, object]:
+        """The kernel as plans name it."""
+        return engine.plan_entry(self.kernel, self.spec, self.arch)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -63,7 +67,7 @@ def tuned(file: TacticsFile) -> tuple[Task, ...]:
 
 def write_plan(tasks: Iterable[Task]) -> str:
     """A plan as JSON text: what ``read_plan`` takes."""
-    kernels = [engine.plan_entry(task.kernel, task.spec, task.arch) for task in tasks]
+    kernels = [task.entry() for task in tasks]
     return json.dumps({"schema": PLAN_SCHEMA, "kernels": kernels}, indent=2) + "\n"
 
 

@@ -154,7 +154,7 @@ def _check(tasks: Sequence[Task], as_json: bool) -> None:
 
     absent = missing(tasks)
     if as_json:
-        put_json("warmup", total=len(tasks), missing=[_fields(task) for task in absent])
+        put_json("warmup", total=len(tasks), missing=[task.entry() for task in absent])
     else:
         for task in absent:
             put(str(task))
@@ -250,7 +250,7 @@ def _state(outcome: Outcome) -> State:
 
 
 def _report(outcome: Outcome) -> dict[str, object]:
-    report = _fields(outcome.task) | {"state": _state(outcome).value}
+    report = outcome.task.entry() | {"state": _state(outcome).value}
     if outcome.loaded is None:
         return report | {"error": str(outcome.error)}
     missed = outcome.loaded.missed
@@ -260,7 +260,3 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "cubin_bytes": len(outcome.loaded.cubin),
         "path": outcome.loaded.path and str(outcome.loaded.path),
     }
-
-
-def _fields(task: Task) -> dict[str, object]:
-    return {"family": task.kernel.name, "arch": task.arch.name, "spec": task.spec.fields()}
