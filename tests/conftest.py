@@ -64,11 +64,17 @@ def whole(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("whole"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_ptx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The PTX of each kernel is compiled once in a run, also where its tests are spread over workers."""
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all workers of a run."""
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "ptx"
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_ptx(run_folder: Path) -> Iterator[None]:
+    """The PTX of each kernel is compiled once in a run, also where its tests are spread over workers."""
+    folder = run_folder / "ptx"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "compile_ptx", ptx.kept(folder, nvrtc.compile_ptx))
@@ -76,9 +82,11 @@ def shared_ptx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the kernels that tests compile in order to run them."""
-    return tmp_path_factory.mktemp("cache")
+def shared_cache(run_folder: Path) -> Path:
+    """One cache for the kernels that tests compile in order to run them, whichever worker they run in."""
+    folder = run_folder / "cache"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(autouse=True)
