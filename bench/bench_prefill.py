@@ -17,8 +17,9 @@ import torch
 
 import jitfp4
 from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
-from bench.harness import GRAPH_BYTES, Call, time_us, write_results
+from bench.harness import write_results
 from bench.stamp import stamp
+from jitfp4.tuning import GRAPH_BYTES, Call, time_us
 
 CELLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768))
 """Requests, new tokens and context of each."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.bench_attention import Case, Pool
 from bench.bench_prefill import POOL_BYTES as PREFILL_POOL_BYTES
 from bench.bench_prefill import call, cells
-from bench.harness import GRAPH_BYTES, time_us, write_results
+from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.operation import ATTENTION
@@ -22,6 +22,7 @@ from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Tactic
 from jitfp4.families.attention.tables import PREFILL_TACTICS
 from jitfp4.families.attention.wgmma import TILES, WgmmaTactic
+from jitfp4.tuning import GRAPH_BYTES, time_us
 
 LOADS = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (256, 1024), (64, 8192), (16, 131072))
 POOL_BYTES = 6 << 30
