@@ -38,17 +38,15 @@ class SfLayout(IntEnum):
 
         Inside a tile the order is ``[inner row][outer row][column]``. Both dimensions are padded to whole tiles.
         """
-        return _TILES[self]
+        return tile_of(self)
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Padded [rows, columns] of the buffer that holds ``rows`` x ``cols`` scales."""
-        outer, inner, tile_cols = _TILES[self]
-        return round_up(rows, outer * inner), round_up(cols, tile_cols)
+        return padded_shape(self, rows, cols)
 
     def numel(self, rows: int, cols: int) -> int:
         """Bytes of the buffer that holds ``rows`` x ``cols`` scales, one byte each."""
-        padded_rows, padded_cols = self.shape(rows, cols)
-        return padded_rows * padded_cols
+        return padded_numel(self, rows, cols)
 
     def offset(self, row: int, col: int, cols: int) -> int:
         """Byte offset of scale (row, col) in a buffer for ``cols`` columns."""
@@ -59,8 +57,24 @@ class SfLayout(IntEnum):
         return ((tile * inner + r % inner) * outer + r // inner) * tile_cols + c
 
 
-_TILES = {
-    SfLayout.layout_128x4: (4, 32, 4),
-    SfLayout.layout_8x4: (1, 8, 4),
-    SfLayout.layout_linear: (1, 1, 1),
-}
+_TILES = ((4, 32, 4), (1, 8, 4), (1, 1, 1))  # by a layout's number
+
+
+# What the methods above give, for what torch.compile traces: many a torch traces no methods of an enum's members.
+
+
+def tile_of(layout: SfLayout) -> tuple[int, int, int]:
+    """``layout.tile``."""
+    return _TILES[int(layout)]
+
+
+def padded_shape(layout: SfLayout, rows: int, cols: int) -> tuple[int, int]:
+    """``layout.shape(rows, cols)``."""
+    outer, inner, tile_cols = tile_of(layout)
+    return round_up(rows, outer * inner), round_up(cols, tile_cols)
+
+
+def padded_numel(layout: SfLayout, rows: int, cols: int) -> int:
+    """``layout.numel(rows, cols)``."""
+    padded_rows, padded_cols = padded_shape(layout, rows, cols)
+    return padded_rows * padded_cols

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jitfp4.formats import E2M1_VALUES, E4M3_MAX
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_shape, tile_of
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -85,10 +85,10 @@ def block_amax(blocks: torch.Tensor) -> torch.Tensor:
 def swizzle(scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
     """[..., rows, cols] scale bytes to ``layout``, padding zero: [..., padded rows, padded cols]."""
     *batch, rows, cols = scales.shape
-    padded_rows, padded_cols = layout.shape(rows, cols)
+    padded_rows, padded_cols = padded_shape(layout, rows, cols)
     padded = scales.new_zeros(*batch, padded_rows, padded_cols)
     padded[..., :rows, :cols] = scales
-    outer, inner, tile_cols = layout.tile
+    outer, inner, tile_cols = tile_of(layout)
     tiles = padded.view(-1, padded_rows // (outer * inner), outer, inner, padded_cols // tile_cols, tile_cols)
     return tiles.permute(0, 1, 4, 3, 2, 5).reshape(padded.shape)
 
@@ -96,6 +96,6 @@ def swizzle(scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
 def unswizzle(scales: torch.Tensor, layout: SfLayout, rows: int, cols: int) -> torch.Tensor:
     """The inverse of swizzle(): [..., padded rows, padded cols] in ``layout`` to the logical [..., rows, cols]."""
     *batch, padded_rows, padded_cols = scales.shape
-    outer, inner, tile_cols = layout.tile
+    outer, inner, tile_cols = tile_of(layout)
     tiles = scales.reshape(-1, padded_rows // (outer * inner), padded_cols // tile_cols, inner, outer, tile_cols)
     return tiles.permute(0, 1, 4, 3, 2, 5).reshape(*batch, padded_rows, padded_cols)[..., :rows, :cols]

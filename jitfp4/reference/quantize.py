@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from jitfp4.formats import INV_6_BITS, MXFP4, NVFP4, BlockFormat
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.reference.formats import (
     FLT_MAX,
     block_amax,
@@ -122,7 +122,7 @@ def dequantize(
     """
     codes = unpack_e2m1(q)
     rows, cols = codes.shape[-2], codes.shape[-1] // form.block
-    padded = sf.reshape(*codes.shape[:-2], *layout.shape(rows, cols))
+    padded = sf.reshape(*codes.shape[:-2], *padded_shape(layout, rows, cols))
     linear = unswizzle(padded, layout, rows, cols)
     scales = decode_ue8m0(linear) if form.scale == "ue8m0" else decode_e4m3(linear)
     if global_decode_scale is not None:

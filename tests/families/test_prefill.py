@@ -204,16 +204,15 @@ def test_long_requests(cache: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_a_graph_follows_the_lengths() -> None:
     case = Case(lengths=(600, 70, 300), q_lens=(100, 20, 60), kv_heads=2, device="cuda")
-    ends = torch.tensor(case.ends, dtype=torch.int32, device="cuda")
-    case.run_context(cum_seq_lens_q=ends)
+    case.run_context(max_q_len=180)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = case.run_context(cum_seq_lens_q=ends)
+        got = case.run_context(max_q_len=180)
     for lengths, q_lens in (((600, 70, 300), (100, 20, 60)), ((1, 70, 0), (1, 70, 109)), ((599, 0, 299), (0, 0, 180))):
         case.lengths, case.ends = lengths, [0, *itertools.accumulate(q_lens)]
         case.seq_lens.copy_(torch.tensor(lengths))
-        ends.copy_(torch.tensor(case.ends))
+        case.cum_seq_lens_q.copy_(torch.tensor(case.ends))
         graph.replay()
         torch.cuda.synchronize()
         case.check(got, _BOUND)

@@ -74,6 +74,7 @@ class Case:
         self.ends = [0]
         for count in counts:
             self.ends.append(self.ends[-1] + count)
+        self.cum_seq_lens_q = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
         query = torch.randn(self.ends[-1], self.kv_heads * self.group, d)
         self.query = query.to(self.q_dtype).to(self.device)
         self.sinks = torch.randn(self.kv_heads * self.group, device=self.device) if self.with_sinks else None
@@ -111,13 +112,11 @@ class Case:
             "v_scale_layout": self.v_scale_layout,
         }
         if ragged:
-            ends = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
-            arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": ends}
+            arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": self.cum_seq_lens_q}
         return jitfp4.trtllm_batch_decode_with_kv_cache(**(arguments | self.options | changes))
 
     def run_context(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
         """What trtllm_batch_context_with_kv_cache() gives."""
-        ends = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
         batch = len(self.lengths)
         arguments: dict[str, object] = {
             "query": self.query,
@@ -130,7 +129,7 @@ class Case:
             "bmm1_scale": self.bmm1,
             "bmm2_scale": self.bmm2,
             "batch_size": batch,
-            "cum_seq_lens_q": ends,
+            "cum_seq_lens_q": self.cum_seq_lens_q,
             "cum_seq_lens_kv": torch.zeros(batch + 1, dtype=torch.int32, device=self.device),
             "window_left": self.window_left,
             "out_dtype": self.out_dtype,

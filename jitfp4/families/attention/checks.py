@@ -103,14 +103,15 @@ def check_cache(
         _check_side("kv_cache_sf", side, (*key.shape[:3], d // NVFP4.block), dtypes, query)
     if not 1 <= page <= MAX_PAGE:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"1 to {MAX_PAGE}")
-    interleaved = interleaved and bool(sides)
+    interleaved = interleaved and len(sides) > 0
     if interleaved and page % _GROUP:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"a multiple of {_GROUP} for interleaved scales")
-    group, rest = divmod(query.shape[1], max(1, heads))
-    if rest or not 1 <= group <= MAX_GROUP:
+    group = query.shape[1] // max(1, heads)
+    if query.shape[1] != group * heads or not 1 <= group <= MAX_GROUP:
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
     scales = [side.view(torch.uint8) for side in sides]
-    return Cache(key, value, scales[0] if scales else None, scales[1] if scales else None, heads, page, interleaved)
+    key_scales, value_scales = scales or (None, None)
+    return Cache(key, value, key_scales, value_scales, heads, page, interleaved)
 
 
 def _check_side(

@@ -234,7 +234,7 @@ def check_sizes(heads: tuple[int, int], head_dim: tuple[str, int], page_size: in
             raise ArgumentError(name, value, f"{least} or more" if most is None else f"{least} to {most}")
     if head_dim[1] not in HEAD_DIMS:
         raise ArgumentError(*head_dim, " or ".join(map(str, HEAD_DIMS)))
-    group, rest = divmod(heads[0], heads[1])
-    if rest or not 1 <= group <= MAX_GROUP:
+    group = heads[0] // heads[1]
+    if heads[0] != group * heads[1] or not 1 <= group <= MAX_GROUP:
         wanted = f"1 to {MAX_GROUP} query heads for each KV head"
         raise ArgumentError("num_qo_heads, num_kv_heads", f"{heads[0]} and {heads[1]}", wanted)

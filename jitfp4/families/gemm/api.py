@@ -11,7 +11,7 @@ from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.weight import COLS, ROWS, Fp4Weight, prepare
 from jitfp4.formats import MXFP4, NVFP4
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
@@ -71,7 +71,7 @@ def prepare_fp4_weight(
     check_same_device("scales", scales, weight)
     check_contiguous("scales", scales)
     layout, cols = check_layout("sf_layout", sf_layout), k // block_size
-    padded = layout.shape(n, cols)
+    padded = padded_shape(layout, n, cols)
     if scales.numel() != math.prod(padded):
         raise ArgumentError("scales", f"{scales.numel()} elements", f"{padded[0]} * {padded[1]}")
     linear = unswizzle(scales.view(torch.uint8).view(padded), layout, n, cols)

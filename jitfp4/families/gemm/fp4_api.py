@@ -14,7 +14,7 @@ from jitfp4.families.gemm.fp4_operation import MM_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.weight import COLS, ROWS
 from jitfp4.formats import MXFP4, NVFP4
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_device, check_dtype, check_same_device
 
@@ -101,8 +101,8 @@ def mm_fp4(
         Arguments(
             a=a_rows,
             b=b_rows,
-            a_descale=_scales("a_descale", a_descale, a_layout.shape(m, cols), block, a),
-            b_descale=_scales("b_descale", b_descale, SfLayout.layout_128x4.shape(n, cols), block, a),
+            a_descale=_scales("a_descale", a_descale, padded_shape(a_layout, m, cols), block, a),
+            b_descale=_scales("b_descale", b_descale, padded_shape(SfLayout.layout_128x4, n, cols), block, a),
             alpha=alpha,
             out=product,
             block_size=block,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,7 +32,8 @@ _MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token: two chunks each, two
 _known_scales = WeakTensorKeyDictionary()  # a scale to the version of it that was found positive and finite
 
 
-class Side(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Side:
     """Codes [pages, tokens, heads, d/2] and scales [pages, tokens, heads, d/16] of K or V, as uint8 views."""
 
     codes: torch.Tensor
@@ -44,7 +45,8 @@ class Side(NamedTuple):
 
     def like(self, other: Side) -> bool:
         """Whether one launch can serve both: equal shapes and strides."""
-        return all(a.shape == b.shape and steps(a) == steps(b) for a, b in zip(self, other, strict=True))
+        pairs = ((self.codes, other.codes), (self.sf, other.sf))
+        return all(a.shape == b.shape and steps(a) == steps(b) for a, b in pairs)
 
 
 def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:

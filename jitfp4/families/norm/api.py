@@ -12,7 +12,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.formats import MXFP4
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import SF_DTYPES, as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
@@ -145,7 +145,8 @@ class _Recipe:
             raise ArgumentError(
                 "scale_format", repr(scale_format), f"{' or '.join(allowed)} for blocks of {block_size}"
             )
-        return _Recipe(block=block_size, scale=Scale(scale_format or allowed[0]), swizzled=swizzled, linear=linear)
+        scale = allowed[0] if scale_format is None else Scale(scale_format)
+        return _Recipe(block=block_size, scale=scale, swizzled=swizzled, linear=linear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,10 +200,10 @@ def _fused(
     m, cols = math.prod(lead), h // recipe.block
     sf_dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else SF_DTYPES[MXFP4]
     codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
-    flat, linear_shape = (SfLayout.layout_128x4.numel(m, cols),), (*lead, cols)
+    flat, linear_shape = (padded_numel(SfLayout.layout_128x4, m, cols),), (*lead, cols)
     swizzled = linear = None
     if recipe.swizzled:
-        shape, out = SfLayout.layout_128x4.shape(m, cols), outputs.block_scale
+        shape, out = padded_shape(SfLayout.layout_128x4, m, cols), outputs.block_scale
         swizzled = output("block_scale", out, flat if out is None or out.dim() != 2 else shape, sf_dtypes, like=input)
     if recipe.linear:
         name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"

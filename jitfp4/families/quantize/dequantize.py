@@ -9,7 +9,7 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
 from jitfp4.families.quantize.problem import OUT_DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import (
     CODE_DTYPES,
@@ -121,8 +121,8 @@ def _to_float(
     m = q.numel() * 2 // k
     check_same_device(scales_name, sf, q)
     check_contiguous(scales_name, sf)
-    if differ((sf.numel(),), (layout.numel(m, k // block),)):
-        raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{layout.shape(m, k // block)} for {layout.name}")
+    if differ((sf.numel(),), (padded_numel(layout, m, k // block),)):
+        raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{padded_shape(layout, m, k // block)} for {layout.name}")
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     DEQUANTIZE(
         DequantizeArguments(

@@ -8,7 +8,7 @@ from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
 from jitfp4.formats import NVFP4
-from jitfp4.layouts import SfLayout, ceil_div
+from jitfp4.layouts import SfLayout, ceil_div, padded_numel
 from jitfp4.public import public
 from jitfp4.reference.quantize import widen_e4m3
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
@@ -42,7 +42,7 @@ def nvfp4_batched_quantize(
     if a.dtype == torch.float8_e4m3fn:
         a = widen_e4m3(a, scale.view(-1, 1))
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
-    sf = torch.empty(batch, _LAYOUT.numel(m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
+    sf = torch.empty(batch, padded_numel(_LAYOUT, m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
     _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
     return q, sf
 

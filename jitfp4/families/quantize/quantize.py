@@ -10,7 +10,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
 from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.layouts import SfLayout
+from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import divide, swizzle
@@ -231,7 +231,7 @@ def silu_and_mul_nvfp4_quantize(
     scale = scalar_f32("global_scale", global_scale, like=input)
     m, k = rows.shape[0], rows.shape[1] // 2
     q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
-    sf = torch.empty(layout.shape(m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
+    sf = torch.empty(padded_shape(layout, m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
     _run(rows, scale, q, sf, NVFP4, layout, enable_pdl, silu=True, names="a=input")
     return q, sf
 
@@ -259,7 +259,7 @@ def silu_and_mul(
     if input.dim() == 0 or input.shape[-1] % 2:
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[..., 2k]")
     out = output("out", out, (*input.shape[:-1], input.shape[-1] // 2), (input.dtype,), like=input)
-    if out.numel() and meet(extent(out), extent(input)):
+    if not torch.compiler.is_dynamo_compiling() and out.numel() and meet(extent(out), extent(input)):
         raise ArgumentError("out", "memory of input", "memory of its own")
     return out.copy_(reference.silu_and_mul(input.detach()))
 
@@ -279,7 +279,7 @@ def _outputs(
     out_sf: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q = output("out", out, (*a.shape[:-1], k // 2), CODE_DTYPES, like=a)
-    return q, output("out_sf", out_sf, layout.shape(m, k // form.block), SF_DTYPES[form], like=a)
+    return q, output("out_sf", out_sf, padded_shape(layout, m, k // form.block), SF_DTYPES[form], like=a)
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
