@@ -91,6 +91,14 @@ class Case:
 
     def run(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
         """What trtllm_batch_decode_with_kv_cache() gives."""
+        return jitfp4.trtllm_batch_decode_with_kv_cache(**(self.decode_arguments() | changes))
+
+    def run_context(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """What trtllm_batch_context_with_kv_cache() gives."""
+        return jitfp4.trtllm_batch_context_with_kv_cache(**(self.context_arguments() | changes))
+
+    def decode_arguments(self) -> dict[str, object]:
+        """Those of trtllm_batch_decode_with_kv_cache()."""
         ragged = not isinstance(self.q_lens, int)
         arguments: dict[str, object] = {
             "query": self.query,
@@ -113,10 +121,10 @@ class Case:
         }
         if ragged:
             arguments |= {"max_q_len": max(1, *self.q_lens), "cum_seq_lens_q": self.cum_seq_lens_q}
-        return jitfp4.trtllm_batch_decode_with_kv_cache(**(arguments | self.options | changes))
+        return arguments | self.options
 
-    def run_context(self, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """What trtllm_batch_context_with_kv_cache() gives."""
+    def context_arguments(self) -> dict[str, object]:
+        """Those of trtllm_batch_context_with_kv_cache()."""
         batch = len(self.lengths)
         arguments: dict[str, object] = {
             "query": self.query,
@@ -141,7 +149,7 @@ class Case:
             "return_lse": True,
             "v_scale_layout": self.v_scale_layout,
         }
-        return jitfp4.trtllm_batch_context_with_kv_cache(**(arguments | self.options | changes))
+        return arguments | self.options
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention token by token in float64: out and base-2 logarithms."""
