@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", dest="whole", help="run every case and full counts, not samples")
 
 
+def pytest_configure() -> None:
+    """Workers share the cores: with as many threads in each as there are cores, they wait for each other."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m: what they choose is sampled
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: set[pytest.Item] = set()

@@ -41,7 +41,7 @@ from tests.support.gdn import (
     moved,
     recurrence,
 )
-from tests.support.sample import SIM_ARCHS
+from tests.support.sample import SIM_ARCHS, some
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -225,8 +225,8 @@ def test_simulated_pools_strides_and_orders(arch: str) -> None:
 class TestOnGpu:
     @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_every_cut(self, head_dim: int, state_dtype: torch.dtype) -> None:
-        for number, tactic in enumerate(tactics(head_dim)):
+    def test_every_cut(self, head_dim: int, state_dtype: torch.dtype, whole: bool) -> None:
+        for number, tactic in enumerate(some(10, tactics(head_dim), whole=whole)):
             dtype = (torch.bfloat16, torch.float16)[number % 2]
             arguments = case(5, 4, 2, 4, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
             with GATED_DELTA_RULE.forced(tactic):

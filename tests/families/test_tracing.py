@@ -13,6 +13,8 @@ import torch
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
+from tests.inputs.calls import function_of
+from tests.inputs.good import good_calls
 from tests.support.compare import assert_same_bytes
 from tests.support.gdn import case
 
@@ -82,6 +84,41 @@ def test_a_size_that_nobody_knows(name: str, which: str) -> None:
     wanted = want if isinstance(want, tuple) else (want,)
     for left, right in zip(got if isinstance(got, tuple) else (got,), wanted, strict=True):
         assert_same_bytes("result", left.contiguous(), right.contiguous())
+
+
+NOT_TRACED = {
+    "nvfp4_quantize_paged_kv_cache",  # its scales are Python numbers
+    "BatchPrefillWithPagedKVCacheWrapper",  # made, and planned, before a model runs
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "Fp4Weight.from_tensors",  # sizes are values of a tensor
+}
+NOT_OF_UNKNOWN_SIZES = {"single_prefill_with_kv_cache", "single_decode_with_kv_cache"}  # pages of a size that divides
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", sorted(good_calls().keys() - NOT_TRACED))
+def test_every_function_is_traced_in_one_piece(name: str, dynamic: bool | None) -> None:
+    """README says which are not."""
+    if dynamic and name in NOT_OF_UNKNOWN_SIZES:
+        pytest.skip("pages of a size that divides the number of tokens")
+    function, calls = function_of(name), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        calls.append(good_calls()[name]())
+        if "mask" in calls[-1]:
+            calls[-1]["mask"].fill_(4)  # all rows: the others are not written
+    torch.compiler.reset()
+    want = function(**calls[0])
+    got = torch.compile(lambda given: function(**given), fullgraph=True, backend="aot_eager", dynamic=dynamic)(calls[1])
+    for left, right in zip(leaves(got), leaves(want), strict=True):
+        assert_same_bytes("result", left.contiguous(), right.contiguous())
+
+
+def leaves(results: Any) -> list[torch.Tensor]:
+    results = results if isinstance(results, tuple) else (results,)
+    return [result for result in results if isinstance(result, torch.Tensor)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sample import beside_the_sample
+from tests.support.sample import beside_the_sample, some
 
 
 def case(name: str, n: int | None = None) -> Any:
@@ -34,6 +34,13 @@ def test_every_test_is_sampled_by_itself_and_unmarked_cases_all_run() -> None:
     items = [case(f"a.py::test_{name}[{i}]", n) for name, n in (("x", 4), ("y", 8), ("z", None)) for i in range(8)]
     kept = ran(items)
     assert [sum(f"test_{name}[" in one for one in kept) for name in "xyz"] == [2, 1, 8]
+
+
+def test_some_items_of_a_test() -> None:
+    few = some(3, range(12), whole=False)
+    assert few == some(3, reversed(range(12)), whole=False)
+    assert (len(few), sorted(some(3, range(12), whole=True))) == (3, [*range(12)])
+    assert some(3, range(2), whole=False, name=lambda item: f"item {item}") != []
 
 
 def test_whole_runs_are_those_with_the_option(whole: bool, request: pytest.FixtureRequest) -> None:

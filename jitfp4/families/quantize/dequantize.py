@@ -122,7 +122,9 @@ def _to_float(
     check_same_device(scales_name, sf, q)
     check_contiguous(scales_name, sf)
     if differ((sf.numel(),), (padded_numel(layout, m, k // block),)):
-        raise ArgumentError(scales_name, f"shape {tuple(sf.shape)}", f"{padded_shape(layout, m, k // block)} for {layout.name}")
+        raise ArgumentError(
+            scales_name, f"shape {tuple(sf.shape)}", f"{padded_shape(layout, m, k // block)} for {layout.name}"
+        )
     result = output("out", out, (*q.shape[:-1], k), (out_dtype,), like=q)
     DEQUANTIZE(
         DequantizeArguments(
