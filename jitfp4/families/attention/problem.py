@@ -28,7 +28,7 @@ ROW_BLOCK = 64
 _WARP = 32
 _WIDE_WARPS = 8  # of an SM
 _CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
-_COUNTER_BYTES = 4
+_COUNTER_BYTES = 8  # two
 
 
 class Cache(StrEnum):
@@ -160,7 +160,7 @@ class Spec(KernelSpec):
         return round_up(self.warps * of_warp + 8 + 1, 16)
 
     def workspace_bytes(self, grid: int) -> int:
-        """A counter for each CTA, then two parts of each: of an item that began before, and of one that goes on."""
+        """Two counters for each CTA, then two parts of each: of an item that began before, and of one that goes on."""
         part = self.head_warps * self.rows * (self.head_dim + 2) * 4
         return round_up(_COUNTER_BYTES * grid, 16) + 2 * grid * part
 
