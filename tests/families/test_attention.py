@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from jitfp4 import sim
-from tests.support.attention import Case
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import COUNTER_BYTES, Tactic
+from tests.support.attention import NAN_BYTE, Case
 from tests.support.sample import SIM_ARCHS
 
 CASES = {
@@ -74,6 +76,18 @@ def test_no_races(name: str, arch: str) -> None:
     case = Case(**CASES[name])
     with sim.device(arch, races=True):
         case.check(case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_kernels_of_any_size_share_a_workspace() -> None:
+    """Counters are where every kernel has them, and zero afterwards; the parts behind them may hold anything."""
+    case = Case(kv_heads=8, kv_layout="NHD", lengths=(300, 70))
+    case.workspace[COUNTER_BYTES:] = NAN_BYTE
+    for tactic in (Tactic(8, 3, 1, 8), Tactic(4, 3, 3)):  # the first adds up groups of parts
+        with sim.device("sm_90a"), ATTENTION.forced(tactic):
+            case.check(case.run(), _BOUND)
+        assert not case.workspace[:COUNTER_BYTES].any()
 
 
 @pytest.mark.gpu
