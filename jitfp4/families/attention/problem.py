@@ -155,8 +155,8 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results, and for each warp two positions in the work."""
-        of_warp = self.stages * self.stage_bytes + self.part_bytes + 2 * 48 + 4
+        """Shared memory that a CTA uses: rings, results, and for each warp three positions in the work."""
+        of_warp = self.stages * self.stage_bytes + self.part_bytes + 3 * 48 + 4
         return round_up(self.warps * of_warp + 8 + 1, 16)
 
     @property
