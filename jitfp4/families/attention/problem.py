@@ -28,6 +28,7 @@ ROW_BLOCK = 64
 
 _WARP = 32
 _WIDE_WARPS = 8  # of an SM
+_MOST_CTAS = _WARP**2
 _CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 
 
@@ -182,6 +183,8 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
         return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
     if problem.heads % tactic.head_warps:
         return f"{tactic.head_warps} warps take different heads"
+    if arch.num_sms * tactic.min_ctas > _MOST_CTAS:
+        return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
     shared = specialise(problem, tactic).shared_bytes
