@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from jitfp4 import sim
-from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import COUNTER_BYTES, Tactic
+from jitfp4.arch import Arch
+from jitfp4.families.attention.operation import ATTENTION, KERNEL
+from jitfp4.families.attention.problem import COUNTER_BYTES, Cache, Pages, Problem, Tactic
+from jitfp4.formats import DType
 from tests.support.attention import NAN_BYTE, Case
 from tests.support.sample import SIM_ARCHS
 
@@ -95,6 +97,18 @@ def test_kernels_of_any_size_share_a_workspace() -> None:
 def test_the_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name], device="cuda")
     case.check(case.run(), _BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
+def test_every_tactic_is_attention_on_one_workspace(kv_layout: str) -> None:
+    case = Case(lengths=(5000, 0, 700, 33), kv_heads=8, kv_layout=kv_layout, device="cuda")
+    case.workspace[COUNTER_BYTES:] = NAN_BYTE
+    packed, tiles, bf16 = kv_layout == "HND", 256, DType.BF16
+    problem = Problem(Cache.NVFP4, bf16, bf16, 128, 8, 8, False, Pages.HALVES, packed, False, tiles, 32 * tiles)
+    for tactic in KERNEL.candidates(problem, Arch.of_capability(*torch.cuda.get_device_capability())):
+        with ATTENTION.forced(tactic):
+            case.check(case.run(), _BOUND)
 
 
 @pytest.mark.gpu

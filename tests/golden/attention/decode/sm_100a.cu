@@ -1,5 +1,5 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":2,"two_tables":false,"warps":8}
 //
 // Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
 // own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax of its own, and
@@ -422,7 +422,7 @@ constexpr bool kPacked      = true;  // rows of a page and head follow each othe
 constexpr bool kTwoTables   = false;  // K and V have pages of their own
 constexpr int  kWarps       = 8;
 constexpr int  kHeadWarps   = 1;  // take the same tokens for different KV heads
-constexpr int  kStages      = 3;
+constexpr int  kStages      = 2;
 constexpr int  kMinCtas     = 1;  // on an SM, that registers must suffice for
 
 constexpr int   kTile     = 32;  // tokens
@@ -1640,7 +1640,7 @@ struct Shared {
   bool   last;
 };
 
-static_assert(sizeof(Shared) == 146480, "the launch counts on it");
+static_assert(sizeof(Shared) == 109488, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
