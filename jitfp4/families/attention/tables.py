@@ -119,6 +119,7 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, two_tables=True)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, packed=False)
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
         yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache)
 
