@@ -199,9 +199,9 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
 
 def choose(path: Path, arch: Arch) -> Iterator[str]:
     """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
-    names = [field.name for field in fields(NarrowTactic)]
     with path.open() as file:
         rows = list(csv.DictReader(file))
+    names = [field.name for field in fields(NarrowTactic) if field.name in rows[0]]
     best: dict[tuple[str, ...], float] = {}
     for row in rows:
         case = row["n"], row["k"], row["m"]
