@@ -55,7 +55,12 @@ def test_cuts_formats_and_dtypes(
         assert_product(m, n, k, block_format, dtype, out_dtype)
 
 
-RACED = (WideTactic(64, 1, 2, 2), WideTactic(64, 2, divided=True), WideTactic(64, 2, cluster=2), WideTactic(32, 1, 2, 2, ctas=2))
+RACED = (
+    WideTactic(64, 1, 2, 2),
+    WideTactic(64, 2, divided=True),
+    WideTactic(64, 2, cluster=2),
+    WideTactic(32, 1, 2, 2, ctas=2),
+)
 
 
 @pytest.mark.parametrize("tactic", RACED, ids=str)
