@@ -818,14 +818,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
 
   Accumulators sums = {};
   const uint32 matrix = lane % 8 * kRowBytes + (lane / 8 ^ lane % 8) * 16;
-  int    stage = 0, x_stage = 0;
+  int    stage  = 0;
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < work.turns; ++turn) {
     ptx::copy_async_wait_for<kXStages - 2>();
     if (kHasTma && work.has_rows) ptx::mbarrier_wait(&ring.full[warp][stage], parity);
     group_sync(group);
-    const int next = turn + kXStages - 1;
+    const int x_stage = kEarly ? turn % kXStages : stage, next = turn + kXStages - 1;
     if (next < work.turns) {
       const int to = x_stage == 0 ? kXStages - 1 : x_stage - 1;  // the stage just read
       if (!kEarly) work.load_weight(ring, warp, lane, to, next);
@@ -841,7 +841,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
       if (turn + kStages < work.turns) work.load_weight(ring, warp, lane, stage, turn + kStages);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
-    if (++x_stage == kXStages) x_stage = 0;
   }
   __syncthreads();  // the sums take the place of the ring
 
