@@ -82,9 +82,10 @@ Call = Callable[[], object]
 
 
 class Replay:
-    """A graph of calls, as often all of them as it takes to be long enough."""
+    """A graph of calls, as often all of them as it takes to be long enough. It keeps what the calls write to."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)  # a graph knows addresses only: memory of a tensor that is gone may be unmapped
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
