@@ -210,7 +210,8 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
                     continue
                 with MM_BF16_FP4.forced(tactic):
                     us = time_call(a, weights)
-                yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
+                cut = {name: int(value) for name, value in asdict(tactic).items()}
+                yield {"n": n, "k": k, "m": case.m, **cut, "us": round(us, 2)}
 
 
 def choose(path: Path, arch: Arch) -> Iterator[str]:

@@ -34,8 +34,8 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
     (WideTactic(256, 2), 200, 136, 160, MXFP4, F16, F16),
-    (WideTactic(16, 2, 2, 4), 13, 136, 672, MXFP4, F16, BF16),
-    (WideTactic(32, 2, divided=True, ctas=2), 40, 264, 416, NVFP4, BF16, F16),
+    (WideTactic(32, 2, 2, 4), 29, 136, 672, MXFP4, F16, BF16),
+    (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
 )
 
 
@@ -59,7 +59,7 @@ RACED = (
     WideTactic(64, 1, 2, 2),
     WideTactic(64, 2, divided=True),
     WideTactic(64, 2, cluster=2),
-    WideTactic(32, 1, 2, 2, ctas=2),
+    WideTactic(32, 1, 2, 2),
 )
 
 
@@ -126,7 +126,6 @@ def test_why_a_tactic_is_rejected() -> None:
     ("name", "tactic"),
     [
         ("tile_m", WideTactic(48, 1)),
-        ("ctas", WideTactic(64, 2, ctas=3)),
         ("depth", WideTactic(64, 1, 3)),
         ("cluster", WideTactic(64, 2, cluster=4)),
         ("split", WideTactic(64, 2, split=9)),

@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.problem import CTA_RESERVE, Problem
+from jitfp4.families.gemm.problem import Problem
 from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-WIDE_TILE_MS = (16, 32, 64, 128, 256)
+WIDE_TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = 232448  # of a CTA
 _MOST_SLOTS = 24
@@ -34,7 +34,6 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
-    ctas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +55,11 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    ctas: int = 1
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
-            ("tile_m", "depth", "cluster", "groups", "split", "ctas"),
-            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1), (1, 2)),
+            ("tile_m", "depth", "cluster", "groups", "split"),
+            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
@@ -96,8 +94,8 @@ class WideSpec(KernelSpec):
     @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as shared memory has room for."""
-        most = _SHARED_BYTES if self.ctas == 1 else _SHARED_BYTES // 2 - CTA_RESERVE // 2
-        return max(slots for slots in range(2, _MOST_SLOTS + 1, self.depth) if self._bytes(slots) <= most)
+        counts = range(2, _MOST_SLOTS + 1, self.depth)  # warpgroups of a group have slots of their own
+        return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
     def weight_slots(self) -> int:
@@ -159,7 +157,7 @@ def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
     rows = TILE_ROWS * tactic.groups * tactic.cluster
     clusters = ceil_div(problem.m, tactic.tile_m) * ceil_div(problem.n, rows)
     if spec.sharers == 1:
-        most = tactic.ctas * arch.num_sms // tactic.cluster
+        most = arch.num_sms // tactic.cluster
         steps = clusters * ceil_div(problem.k, TILE_COLS)
         clusters = min(most, steps if tactic.divided else clusters)
     grid, cluster = (clusters * width, 1, 1), (width, 1, 1)

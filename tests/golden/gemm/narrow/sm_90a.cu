@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":1,"dtype":"bf16","early":false,"format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
+// spec: {"ctas":2,"dtype":"bf16","early":true,"format":"nvfp4","groups":8,"out_dtype":"bf16","row_warps":1,"stages":6,"tile_m":8,"warp_blocks":1}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
 // fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -537,12 +537,12 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 16;
-constexpr int kStages     = 2;
-constexpr int kCtas       = 1;  // of an SM
-constexpr bool kEarly     = false;
+constexpr int kGroups     = 8;
+constexpr int kStages     = 6;
+constexpr int kCtas       = 2;  // of an SM
+constexpr bool kEarly     = true;
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
@@ -654,7 +654,7 @@ union Shared {
   Sums sums;  // once every warp is through
 };
 
-static_assert(sizeof(Shared) == 213248, "the launch counts on it");
+static_assert(sizeof(Shared) == 88448, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
 // What a warp works on: rows of the weight, and of the columns every kGroups-th chunk of its CTA's.
