@@ -90,6 +90,7 @@ SIMULATED = (
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
 )
+EARLY = (NarrowTactic(8, 2, 1, 2, 3, 2, early=True), NarrowTactic(16, 1, 5, 2, 4, 1, split=2, early=True))
 
 
 @pytest.mark.sim
@@ -100,6 +101,13 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
     """More chunks than stages, a last CTA with rows to spare, a last chunk that is not whole."""
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):
         assert_product(tactic.tile_m - 3, 72, 672, device="cpu")
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tactic", EARLY, ids=str)
+def test_weights_ahead_of_x(tactic: NarrowTactic) -> None:
+    test_every_cut_without_a_race(tactic, "sm_90a")
 
 
 @pytest.mark.sim

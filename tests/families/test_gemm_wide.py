@@ -35,6 +35,8 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
     (WideTactic(256, 2), 200, 136, 160, MXFP4, F16, F16),
+    (WideTactic(32, 2, 2, 4), 29, 136, 672, MXFP4, F16, BF16),
+    (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
 )
 
 
@@ -54,7 +56,12 @@ def test_cuts_formats_and_dtypes(
         assert_product(m, n, k, block_format, dtype, out_dtype)
 
 
-RACED = (WideTactic(64, 1, 2, 2), WideTactic(64, 2, divided=True), WideTactic(64, 2, cluster=2))
+RACED = (
+    WideTactic(64, 1, 2, 2),
+    WideTactic(64, 2, divided=True),
+    WideTactic(64, 2, cluster=2),
+    WideTactic(32, 1, 2, 2),
+)
 
 
 @pytest.mark.parametrize("tactic", RACED, ids=str)
@@ -119,7 +126,7 @@ def test_why_a_tactic_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("name", "tactic"),
     [
-        ("tile_m", WideTactic(32, 1)),
+        ("tile_m", WideTactic(48, 1)),
         ("depth", WideTactic(64, 1, 3)),
         ("cluster", WideTactic(64, 2, cluster=4)),
         ("split", WideTactic(64, 2, split=9)),

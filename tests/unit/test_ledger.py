@@ -17,6 +17,8 @@ _SPILLED = {
     ("cache=",): 20,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
+    # A product on warpgroups whose last tiles are divided: a register, loaded once for a tile.
+    ("depth=1,split=1", "divided=true"): 2,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled

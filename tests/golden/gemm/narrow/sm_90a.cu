@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":1,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
+// spec: {"ctas":2,"dtype":"bf16","early":true,"format":"nvfp4","groups":8,"out_dtype":"bf16","row_warps":1,"stages":6,"tile_m":8,"warp_blocks":1}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
 // fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,8 +8,9 @@
 // A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
 // of x, each with rows of its own. A warp has a ring of stages: copies fill a stage with a piece of the weight while
-// the warp works on others. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster,
-// always in the same order.
+// the warp works on others. With kEarly, every stage of the weight is asked for before the kernel waits for x, and x
+// has two stages only. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always
+// in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -536,14 +537,16 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 16;
-constexpr int kStages     = 2;
-constexpr int kCtas       = 1;  // of an SM
+constexpr int kGroups     = 8;
+constexpr int kStages     = 6;
+constexpr int kCtas       = 2;  // of an SM
+constexpr bool kEarly     = true;
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
+constexpr int kXStages      = 2;
 constexpr int kWarps        = kGroups * kRowWarps;
 constexpr int kThreads      = kWarps * kWarp;
 constexpr int kGroupThreads = kRowWarps * kWarp;
@@ -639,7 +642,7 @@ struct Output {
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][kStages][kTileM][kRowBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kTileM][kRowBytes];
   Barrier full[kWarps][kStages];  // the weight is there
 };
 constexpr int kPitch = kRows + 4;  // lanes of a fragment meet no bank conflict
@@ -651,7 +654,7 @@ union Shared {
   Sums sums;  // once every warp is through
 };
 
-static_assert(sizeof(Shared) == 213248, "the launch counts on it");
+static_assert(sizeof(Shared) == 88448, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
 // What a warp works on: rows of the weight, and of the columns every kGroups-th chunk of its CTA's.
@@ -709,7 +712,7 @@ struct Work {
 
   // Rows past the last of x, which no copy touches, become zero in every stage of the group.
   __device__ __forceinline__ void clear_x(Ring& ring, int group, int place) const {
-    for (int i = place; i < kStages * kTileM * kVectors; i += kGroupThreads) {
+    for (int i = place; i < kXStages * kTileM * kVectors; i += kGroupThreads) {
       if (i / kVectors % kTileM >= rows) {
         ptx::st_shared(ptx::shared_address(ring.x[group]) + i * 16, {0, 0, 0, 0});
       }
@@ -795,7 +798,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
+    for (int i = 0; i < kStages - !kEarly; ++i) {
       if (i < work.turns) work.load_weight(ring, warp, lane, i, i);
     }
   }
@@ -805,7 +808,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::griddep_wait();
   }
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
+  for (int i = 0; i < kXStages - 1; ++i) {
     if (i < work.turns) {
       if (!kHasTma) work.load_weight(ring, warp, lane, i, i);
       work.load_x(ring, group, place, i, i);
@@ -819,19 +822,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < work.turns; ++turn) {
-    ptx::copy_async_wait_for<kStages - 2>();
+    ptx::copy_async_wait_for<kXStages - 2>();
     if (kHasTma && work.has_rows) ptx::mbarrier_wait(&ring.full[warp][stage], parity);
     group_sync(group);
-    const int next = turn + kStages - 1;
+    const int x_stage = kEarly ? turn % kXStages : stage, next = turn + kXStages - 1;
     if (next < work.turns) {
-      const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
-      work.load_weight(ring, warp, lane, to, next);
+      const int to = x_stage == 0 ? kXStages - 1 : x_stage - 1;  // the stage just read
+      if (!kEarly) work.load_weight(ring, warp, lane, to, next);
       work.load_x(ring, group, place, to, next);
     }
     ptx::copy_async_commit();
     if (work.has_rows) {
       multiply(sums, ptx::shared_address(ring.weight[warp][stage]),
-               ptx::shared_address(ring.x[group][stage]) + matrix, lane);
+               ptx::shared_address(ring.x[group][x_stage]) + matrix, lane);
+    }
+    if constexpr (kEarly) {
+      __syncwarp();
+      if (turn + kStages < work.turns) work.load_weight(ring, warp, lane, stage, turn + kStages);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }

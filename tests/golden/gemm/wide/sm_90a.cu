@@ -1,5 +1,5 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"depth":1,"divided":false,"dtype":"bf16","format":"nvfp4","groups":2,"out_dtype":"bf16","split":4,"tile_m":64}
+// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. The weight is the left operand
 // of the tensor cores, decoded in registers, and x the right one, in shared memory: rows of a product are rows of the
@@ -497,28 +497,25 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // The matrix product of warpgroups, and the copies around it.
 namespace ptx {
 // A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on lie 32 bytes on, which
-// is 2 in the unit of this descriptor.
-__device__ __forceinline__ uint64 wgmma_tile(uint32 address) {
-  return uint64(address & 0x3FFFFu) >> 4 | uint64(1) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
-}
-// d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix.
+// is 2 in the unit of this descriptor, of which this is the low half; the high half is the same for all.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
+// d = a b, or d += a b, of a 64 x 16 by a 16 x 32 matrix.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
 // / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Both belong to the
 // tensor cores until a wait.
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint64 b, bool add) {
+__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
-               "  setp.ne.b32 add, %37, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%20, 0x40000040};\n"
+               "  setp.ne.b32 add, %21, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int32(add)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
 // At the place in the CTA `rank` that the barrier has in this one.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
@@ -664,14 +661,14 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
 using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 64;
-constexpr int kGroups      = 2;  // of 64 rows of the weight
+constexpr int kTileM       = 32;
+constexpr int kGroups      = 4;  // of 64 rows of the weight
 constexpr int kDepth       = 1;  // warpgroups of a group
 constexpr int kCluster     = 1;
-constexpr int kSplit       = 4;
-constexpr bool kDivided    = false;
-constexpr int kSlots       = 17;
-constexpr int kWeightSlots = 9;
+constexpr int kSplit       = 1;
+constexpr bool kDivided    = true;
+constexpr int kSlots       = 15;
+constexpr int kWeightSlots = 8;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
@@ -682,7 +679,7 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 1;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 // ---- shared memory ---------------------------------------------------------
@@ -700,7 +697,8 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 227328, "the launch counts on it");
+static_assert(sizeof(Shared) == 226304, "the launch counts on it");
+static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
 static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
 
@@ -838,8 +836,9 @@ struct Consumer {
     weight_ring.advance();
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    const uint64 x = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
+    const uint32 slot = ring.slot + half;
+    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
+    const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) ptx::wgmma(sums, a[i], x + 2 * i, add || i > 0);
@@ -850,7 +849,7 @@ struct Consumer {
   // The slot of the last product but kBack - 1.
   template <int kBack> __device__ __forceinline__ void release_x() {
     constexpr int kDistance = kBack * kDepth;
-    Barrier* b = &shared.empty[ring.slot >= kDistance ? ring.slot - kDistance : ring.slot + kSlots - kDistance];
+    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
     if constexpr (kCluster == 1) {
       if (lane == 0) ptx::mbarrier_arrive(b);
     } else {
@@ -989,7 +988,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
 ) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const uint32 team = threadIdx.x / 128, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
+  const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
 
   // Each producer prepares its barriers and starts; consumers wait for both.
   const bool produces = team == kTeams;
@@ -1031,7 +1031,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
     Consumer consumer{shared, group, half, warp, lane, {}, {}};
-    if (half == 1) consumer.ring.advance();
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
@@ -1071,6 +1070,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       ptx::fence_proxy_async();
       ptx::barrier_sync(kTeamBarrier + team, 128);
       if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
+      if constexpr (kSharers > 1) break;  // they have one tile
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
