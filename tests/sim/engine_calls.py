@@ -17,6 +17,9 @@ from jitfp4 import SfLayout
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.wgmma import WgmmaTactic
+from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
+from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_problem import PortableTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -147,19 +150,36 @@ def _linear_call(
     return Call("mm_bf16_fp4", given, tactic and (MM_BF16_FP4, tactic))
 
 
-def fp4_cases(bounds: Mapping[torch.dtype, float] | None) -> Iterator[Case]:
-    for m, n, k in ((1, 72, 416), (45, 136, 288), (200, 264, 160)):
-        for block_format, a_layout in product(BlockFormat, (SfLayout.layout_128x4, SfLayout.layout_8x4)):
-            yield partial(_fp4_call, m, n, k, block_format, a_layout, bounds)
+def portable_cases() -> Iterator[Case]:
+    for (tactic, *size), block_format, a_layout in product(
+        (
+            (PortableTactic(16, 128, 16, 32, 2, 3, split=4), 1, 72, 416),
+            (PortableTactic(64, 128, 64, 32, 1, 4), 45, 136, 288),
+            (PortableTactic(128, 128, 64, 32, 1, 4), 200, 264, 160),
+        ),
+        BlockFormat,
+        (SfLayout.layout_128x4, SfLayout.layout_8x4),
+    ):
+        yield partial(_fp4_call, tactic, *size, block_format, a_layout)
+
+
+# No tcgen05 has told yet in which order it adds: half a unit of the result's last place.
+_TCGEN05 = {torch.bfloat16: 2.0**-9}
+
+
+def blockscaled_cases(*tactics: K64Tactic | K96Tactic) -> Iterator[Case]:
+    for tactic, block_format in product(tactics, BlockFormat):
+        yield partial(_fp4_call, tactic, 200, 136, 768, block_format, SfLayout.layout_128x4, _TCGEN05)
 
 
 def _fp4_call(
+    tactic: PortableTactic | K64Tactic | K96Tactic,
     m: int,
     n: int,
     k: int,
     block_format: BlockFormat,
     a_layout: SfLayout,
-    bounds: Mapping[torch.dtype, float] | None,
+    bounds: Mapping[torch.dtype, float] | None = None,
 ) -> Call:
     a, b = make_matrix(m, k, block_format, a_layout, 1), make_matrix(n, k, block_format, seed=2)
     given = {
@@ -172,7 +192,7 @@ def _fp4_call(
         "use_8x4_sf_layout": a_layout is SfLayout.layout_8x4,
         "use_nvfp4": block_format is NVFP4,
     }
-    return Call("mm_fp4", given, None, bounds)
+    return Call("mm_fp4", given, (MM_FP4, tactic), bounds)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

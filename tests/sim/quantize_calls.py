@@ -15,6 +15,9 @@ import torch
 from jitfp4 import SfLayout
 from jitfp4.families.gdn.operation import DELTA_RULE, DTYPES, GATED_DELTA_RULE, STATE_DTYPES
 from jitfp4.families.gdn.problem import Problem, StateLayout
+from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.problem import TmaTactic
+from jitfp4.families.quantize.tables import TMA_TACTICS
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.kernel import AnyKernel
 from jitfp4.tensors import device_arch
@@ -69,6 +72,15 @@ def _vector_call(function: str, layout: SfLayout, m: int, k: int, dtype: torch.d
 def e4m3_cases() -> Iterator[Case]:
     for layout, size in product(SfLayout, (SMALL, MEDIUM)):
         yield partial(_vector_call, "nvfp4_quantize", layout, *size, E4M3)
+
+
+def tma_cases() -> Iterator[Case]:
+    for dtype, layout, tactic in product(HALVES, SfLayout, TMA_TACTICS):
+        yield partial(_tma_call, dtype, layout, tactic)
+
+
+def _tma_call(dtype: torch.dtype, layout: SfLayout, tactic: TmaTactic) -> Call:
+    return _vector_call("nvfp4_quantize", layout, 200, 528, dtype)._replace(forced=(QUANTIZE, tactic))
 
 
 def row_scale_cases() -> Iterator[Case]:
