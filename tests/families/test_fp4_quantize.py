@@ -135,9 +135,10 @@ def test_float8_input_comes_back_times_6_over_g() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
-    for m, k in ((40, 1040), (8, 21008)):  # in one turn of the threads, and in more than they take together
+    for m, k in ((72, 1040), (40, 21008)):  # in one turn of the threads, and in more than they take together
         a = random_matrix(m, k, dtype)
-        a[torch.arange(m), torch.arange(m) * 2635 % k] = 3e4  # the largest of a row is anywhere in it
+        largest = torch.where(torch.arange(m) % 3 == 0, -3e4, 3e4)  # of a row, anywhere in it
+        a[torch.arange(m), torch.arange(m) * 2635 % k] = largest.to(dtype)
         a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
         inverse_base = torch.tensor([1 / 2688])
         q, sf, scales = nvfp4_quantize(a.to(device), inverse_base.to(device), per_token_activation=True)
@@ -175,7 +176,9 @@ def test_shuffled_per_token_scales_go_with_their_rows(dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: str) -> None:
     """ex2.approx moves a product across a rounding boundary of 16 bits now and then; a code then moves by one."""
-    a = torch.cat([random_matrix(40, 352, dtype, seed) for seed in (1, 2)], dim=1).clamp(-200, 200)
+    gate, up = (random_matrix(40, 352, dtype, seed) for seed in (1, 2))
+    gate[::2, ::5] *= 64  # beside gates that count
+    a = torch.cat((gate, up), dim=1).clamp(-200, 200)
     g = torch.tensor([0.25])
     q, sf = silu_and_mul_nvfp4_quantize(a.to(device), g.to(device))
     want_q, want_sf = reference.nvfp4_quantize(reference.silu_and_mul(a), g, SfLayout.layout_128x4)
@@ -188,13 +191,15 @@ def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: s
 
 
 def test_silu_keeps_the_sign_of_zero_and_its_tail(device: str) -> None:
-    """Products of magnitude 3, down to silu(-92), which is about -1e-38."""
-    gate = torch.tensor([[-0.0, 0, 20, -79, -81, -87, -87.5, -88.5, -90, -92, -20, 1, 2, 3, -1, -5]]).double()
+    """Products of magnitude 3, down to silu(-92), which is about -1e-38; each gate at every place of a block."""
+    some = torch.tensor([-0.0, 0, 90, -79, -81, -87, -87.5, -88.5, -90, -92, -20, 1, 2, 3, -1, -5]).double()
+    gate = torch.stack([some.roll(by) for by in range(16)])
     exact = gate / (1 + torch.exp(-gate))
     up = torch.where(gate == 0, 1, 3 / exact.abs())
     a = torch.cat((gate, up), -1).bfloat16().to(device)
     q, _ = silu_and_mul_nvfp4_quantize(a, torch.tensor([1.0]).to(device))
-    assert unpack_e2m1(q.cpu()).tolist() == [[8, 0, *(7 if v > 0 else 15 for v in gate[0, 2:])]]
+    zeros = torch.where(torch.signbit(gate), 8, 0)
+    assert torch.equal(unpack_e2m1(q.cpu()).long(), torch.where(gate == 0, zeros, torch.where(gate > 0, 7, 15)))
 
 
 # ---- the general entry -----------------------------------------------------------------------------------------------

@@ -72,14 +72,19 @@ def test_grouped_outputs_are_views_in_the_published_order(device: str) -> None:
 
 
 def test_experts_apply_swiglu_first(device: str) -> None:
-    a = batch(2, 20, 2 * 96, torch.float16).clamp(-200, 200)
+    a = batch(2, 20, 2 * 96, torch.float16)
+    a[:, ::2, :96:5] *= 64  # gates beside others that count
+    a = a.clamp(-200, 200)
     scale, mask = torch.tensor([0.5, 0.25]), torch.tensor([20, 11], dtype=torch.int32)
     q, sf = silu_and_mul_scaled_nvfp4_experts_quantize(a.to(device), mask.to(device), scale.to(device))
     assert q.shape == (20, 48, 2) and sf.shape == (32, 4, 1, 4, 2, 2)
     for b, rows in enumerate((20, 11)):
-        codes, _ = reference.quantize_blocks(reference.silu_and_mul(a[b, :rows]), NVFP4, scale[b])
+        codes, scales = reference.quantize_blocks(reference.silu_and_mul(a[b, :rows]), NVFP4, scale[b])
         differ = (q[:rows, :, b].cpu() != codes).float().mean()
         assert differ <= 2e-3  # ex2.approx; see test_fp4_quantize.py
+        row, col = torch.meshgrid(torch.arange(rows), torch.arange(6), indexing="ij")
+        written = sf.view(torch.uint8).cpu()[row % 32, row % 128 // 32, row // 128, col % 4, col // 4, b]
+        assert (written != scales).float().mean() <= 1e-2
 
 
 def test_bad_arguments_are_named() -> None:

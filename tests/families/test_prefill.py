@@ -14,7 +14,7 @@ from jitfp4.families.attention.operation import ATTENTION, KERNEL_PREFILL, Argum
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
 from jitfp4.formats import DType
-from tests.support.attention import Case
+from tests.support.attention import SCATTERED, Case
 
 _SMALL: dict[str, Any] = {"kv_heads": 1, "group": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -65,6 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
         "page": 1,
         "missing": ((0, 0, 3, -1),),
     },
+    "scattered": SCATTERED,
+    "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
+    "scattered_e4m3": SCATTERED
+    | {"cache": torch.float8_e4m3fn, "q_dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "head_dim": 64},
 }
 # Weights are 16-bit floats and outputs rounded; E4M3 has four significant bits.
 _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}

@@ -23,7 +23,9 @@ from jitfp4.families.norm.problem import Tactic
 from jitfp4.families.quantize.tables import TABLE_TACTICS
 from jitfp4.formats import MXFP4, NVFP4
 from tests.families import test_attention as attention
+from tests.families import test_attention_wgmma as attention_wgmma
 from tests.families import test_dequantize as dequantize
+from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_fp4_quantize as fp4
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
@@ -31,9 +33,12 @@ from tests.families import test_grouped as grouped
 from tests.families import test_kv_append as append
 from tests.families import test_kv_dequantize as kv_read
 from tests.families import test_kv_quantize as kv_quantize
+from tests.families import test_mm_fp4 as mm_fp4
 from tests.families import test_norm_kernel as norm
+from tests.families import test_prefill as prefill
 from tests.families import test_quantize as quantize
 from tests.mutants.launches import attention_case
+from tests.support.attention import SCATTERED
 from tests.support.compare import poisoned
 from tests.support.gdn import assert_close, case, recurrence
 from tests.support.gemm import assert_product
@@ -75,15 +80,30 @@ def _norm(tactic: Tactic, h: int) -> tuple[Check, ...]:
     return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
 
 
-def _full_rows(arch: str) -> None:
+def _full_rows(tactic: Tactic, h: int, *layouts: str) -> Check:
     """Rows that fill their threads."""
-    x = rows_of_all_kinds(3, 1536, F16)
-    with sim.device(arch), RMSNORM.forced(Tactic(3, 1)):
-        check(x, x.flip(0), "both", 16, "e4m3", "cpu")
+
+    def run(arch: str) -> None:
+        x = rows_of_all_kinds(8, h, F16)
+        with sim.device(arch), RMSNORM.forced(tactic):
+            for layout in layouts or ("both",):
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+
+    return run
 
 
 def _short_rows(arch: str) -> None:
     norm.test_simulated_kernel(arch, F16, 16, "e4m3")
+
+
+def _rows_by_warps(arch: str) -> None:
+    """Longer ones of the same kernels."""
+    with sim.device(arch):
+        for layout in norm.LAYOUTS:
+            for h in (512, 1024, 1536, 4096, 6144):
+                x = rows_of_all_kinds(9, h, F16)
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+                check(x, None, "linear" if layout == "both" else layout, 16, "e4m3", "cpu", scale=None)
 
 
 def _gdn(tactic: WalkTactic, head_dim: int, tokens: int, *, update: bool = True) -> Check:
@@ -117,24 +137,49 @@ def _chunk(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
     return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
 
 
-def _attention(tactic: DecodeTactic, **options: Any) -> Check:
+def _attention(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
     def run(arch: str) -> None:
         one = attention_case(**options)
-        with sim.device(replace(Arch.of(arch), num_sms=2)), ATTENTION.forced(tactic):
-            attention.check(one, one.run(), attention._BOUND)
+        with sim.device(replace(Arch.of(arch), num_sms=sms)), ATTENTION.forced(tactic):
+            one.check(one.run(), attention._BOUND)
 
     return run
 
 
 def _decode(**cache: Any) -> tuple[Check, ...]:
-    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests."""
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares."""
     tactic = DecodeTactic(2, 2, 1)
     return (
         _attention(tactic, lengths=(70, 33), **cache),
         _attention(tactic, lengths=(45, 0, 33), window_left=30, with_sinks=True, missing=((0, 0, 1, -1),), **cache),
         _attention(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
         _attention(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
+        _attention(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
+        _attention(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
     )
+
+
+def _prefill(tests: Any, *names: str) -> tuple[Check, ...]:
+    """Cases of test_prefill.py or test_attention_wgmma.py."""
+
+    def one(name: str) -> Check:
+        def run(arch: str) -> None:
+            with sim.device(arch):
+                case, got = tests.run(name)
+            case.check(got, tests._BOUND)
+
+        return run
+
+    return tuple(map(one, names))
+
+
+def _mm_fp4(*cases: Any) -> tuple[Check, ...]:
+    """Cases of test_fp4_blockscaled.py."""
+
+    def one(tactic: Any, sms: int, *rest: Any) -> Check:
+        return lambda arch: blockscaled.assert_product(tactic, replace(Arch.of(arch), num_sms=sms), *rest)
+
+    return tuple(one(*case) for case in cases)
 
 
 def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
@@ -151,11 +196,16 @@ def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **opt
 _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
 _CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
 CHECKS: dict[str, Subject] = {
-    "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows)),
-    "norm, eight warps": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 8), 3088)),
-    "norm, cluster": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 16, clustered=True), 16400)),
+    "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows(Tactic(3, 1), 1536))),
+    "norm, eight warps": Subject(
+        "norm_rmsnorm_fp4quant", (*_norm(Tactic(2, 8), 3088), _full_rows(Tactic(2, 8), 8192))
+    ),
+    "norm, cluster": Subject(
+        "norm_rmsnorm_fp4quant",
+        (*_norm(Tactic(2, 16, clustered=True), 16400), _full_rows(Tactic(2, 16, clustered=True), 32768)),
+    ),
     "norm, stream": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(8, 16, stream=True), 9232)),
-    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows,)),
+    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows, _rows_by_warps)),
     "quantize, vector": Subject(
         "quantize_vector",
         (
@@ -174,7 +224,13 @@ CHECKS: dict[str, Subject] = {
         "quantize_row_scale",
         (on(fp4.test_per_token_is_the_reference, BF16),),
     ),
-    "quantize, silu": Subject("quantize_vector", (on(fp4.test_silu_and_mul_is_the_reference_but_for_exp, F16),)),
+    "quantize, silu": Subject(
+        "quantize_vector",
+        (
+            on(fp4.test_silu_and_mul_is_the_reference_but_for_exp, BF16),
+            on(fp4.test_silu_keeps_the_sign_of_zero_and_its_tail),
+        ),
+    ),
     "quantize, tensor maps": Subject(
         "quantize_tma", (lambda arch: fp4.test_tma_kernel_is_the_reference(arch, BF16, TILED),)
     ),
@@ -184,12 +240,19 @@ CHECKS: dict[str, Subject] = {
     ),
     "quantize, experts": Subject("quantize_grouped", (on(grouped.test_experts_apply_swiglu_first),)),
     "dequantize": Subject("quantize_dequantize", (lambda arch: dequantize.test_simulated_kernel(arch, TILED, BF16),)),
-    "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16),)),
+    "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16), on(kv_quantize.test_paged_cache, "HND", 6))),
     "kv, slots": Subject("kv_quantize", (on(append.test_slots, "NHD", "pair"), on(append.check_wild))),
     "kv, positions": Subject(
         "kv_quantize", (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild))
     ),
-    "kv, read": Subject("kv_dequantize", (on(kv_read.test_paged, "HND", "pair", BF16),)),
+    "kv, read": Subject(
+        "kv_dequantize",
+        (
+            on(kv_read.test_paged, "HND", "pair", BF16),
+            on(kv_read.test_interleaved_scales_of_v, (64, 64)),
+            on(kv_read.check_wild),
+        ),
+    ),
     "kv, read rows": Subject("kv_dequantize", (on(kv_read.test_flat, F16),)),
     "gdn, one token": Subject(
         "gdn_delta_rule", (_gdn(WalkTactic(16, 2, 2), 64, 1), _gates(WalkTactic(16, 2, 2), 64, 1))
@@ -219,6 +282,13 @@ CHECKS: dict[str, Subject] = {
     "attention, nvfp4": Subject("attention_decode", _decode()),
     "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
     "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
+    "prefill, nvfp4": Subject(
+        "attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")
+    ),
+    "prefill, interleaved": Subject("attention_prefill", _prefill(prefill, "ragged_interleaved")),
+    "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
+    "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3")),
+    "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "ragged", "scattered"), ("sm_90a",)),
     "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
     "gemm, narrow split": Subject(
         "gemm_narrow",
@@ -231,4 +301,16 @@ CHECKS: dict[str, Subject] = {
         "gemm_wide", _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), block_format=MXFP4), ("sm_90a",)
     ),
     "gemm, wide cluster": Subject("gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160)), ("sm_90a",)),
+    "mm_fp4, portable": Subject(
+        "gemm_portable",
+        (
+            on(lambda device: mm_fp4.test_formats_layouts_and_dtypes(device, NVFP4, TILED, BF16)),
+            on(mm_fp4.test_every_e4m3_scale),
+            on(mm_fp4.test_strides),
+        ),
+        ("sm_90a", "sm_120a"),
+    ),
+    "mm_fp4, K = 64": Subject("gemm_blockscaled", _mm_fp4(blockscaled.K64_CASES[0]), ("sm_100a",)),
+    "mm_fp4, K = 64 in pairs": Subject("gemm_blockscaled", _mm_fp4(blockscaled.K64_CASES[4]), ("sm_100a",)),
+    "mm_fp4, K = 96": Subject("gemm_blockscaled_k96", _mm_fp4(blockscaled.K96_CASES[0]), ("sm_103a",)),
 }
