@@ -76,9 +76,7 @@ def simulate(
     fault = ""
     stats = None
     try:
-        stats = sim.run(
-            text, values, geometry, arch or _target(text), entry=entry, races=races, seed=seed, limit=limit
-        )
+        stats = sim.run(text, values, geometry, arch or _target(text), entry=entry, races=races, seed=seed, limit=limit)
     except SimError as error:
         fault = f"{type(error).__name__}: {error}"
     if out is not None and not fault:

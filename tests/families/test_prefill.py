@@ -68,7 +68,13 @@ CASES: dict[str, dict[str, Any]] = {
     "scattered": SCATTERED,
     "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
     "scattered_e4m3": SCATTERED
-    | {"cache": torch.float8_e4m3fn, "q_dtype": torch.float8_e4m3fn, "out_dtype": torch.bfloat16, "head_dim": 64},
+    | {
+        "cache": torch.float8_e4m3fn,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "head_dim": 64,
+        "spikes": False,
+    },
 }
 # Weights are 16-bit floats and outputs rounded; E4M3 has four significant bits.
 _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}

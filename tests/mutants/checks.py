@@ -197,9 +197,7 @@ _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.in
 _CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
 CHECKS: dict[str, Subject] = {
     "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows(Tactic(3, 1), 1536))),
-    "norm, eight warps": Subject(
-        "norm_rmsnorm_fp4quant", (*_norm(Tactic(2, 8), 3088), _full_rows(Tactic(2, 8), 8192))
-    ),
+    "norm, eight warps": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(2, 8), 3088), _full_rows(Tactic(2, 8), 8192))),
     "norm, cluster": Subject(
         "norm_rmsnorm_fp4quant",
         (*_norm(Tactic(2, 16, clustered=True), 16400), _full_rows(Tactic(2, 16, clustered=True), 32768)),
@@ -282,9 +280,7 @@ CHECKS: dict[str, Subject] = {
     "attention, nvfp4": Subject("attention_decode", _decode()),
     "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
     "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
-    "prefill, nvfp4": Subject(
-        "attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")
-    ),
+    "prefill, nvfp4": Subject("attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")),
     "prefill, interleaved": Subject("attention_prefill", _prefill(prefill, "ragged_interleaved")),
     "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
     "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3")),

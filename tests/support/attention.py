@@ -19,6 +19,7 @@ SCATTERED: dict[str, Any] = {
     "window_left": 50,
     "missing": tuple((0, 0, at, -1) for at in range(140) if at * at % 7 in (1, 4)),
     "steep": 8.0,
+    "spikes": True,
 }
 """Every place in a tile has tokens that are missing, and tokens that some rows see and others do not."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
@@ -48,6 +49,7 @@ class Case:
     extra_page_bytes: int = 0  # between the pages
     device: str = "cpu"
     steep: float = 1.0  # how much further apart logits are: the greatest then rises along a request
+    spikes: bool = False  # one element of each query is 2^13 times as large as the others
     seed: int = 0
     options: dict[str, object] = field(default_factory=dict)
 
@@ -88,6 +90,10 @@ class Case:
         for count in counts:
             self.ends.append(self.ends[-1] + count)
         query = torch.randn(self.ends[-1], self.kv_heads * self.group, d)
+        if self.spikes:
+            query *= 2.0**-13
+            row, head = torch.meshgrid(*map(torch.arange, query.shape[:2]), indexing="ij")
+            query[row, head, (29 * row + 37 * head) % d] = torch.where((row + head) % 2 == 0, 1.5, -1.5)
         self.query = query.to(self.q_dtype).to(self.device)
         self.sinks = torch.randn(self.kv_heads * self.group, device=self.device) if self.with_sinks else None
         self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device=self.device)
