@@ -72,7 +72,7 @@ def test_a_kernel_that_does_not_end_is_given_up(tmp_path: Path, kernel: Path) ->
     assert "SimLimitError: still runs after" in result.stdout
     arguments = (kernel, "--block", "64", "f32[64]", "f32[64]", 64, 0.5)
     issued = json.loads(run(*arguments, "--json").stdout)["issued"]
-    assert 0 < issued and run(*arguments, "--limit", issued).exit_code == 0
+    assert issued > 0 and run(*arguments, "--limit", issued).exit_code == 0
     assert run(*arguments, "--limit", 0).exit_code == 2
 
 
