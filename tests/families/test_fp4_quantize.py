@@ -52,7 +52,8 @@ TMA_DEVICES = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_mxfp4_is_the_reference(dtype: torch.dtype, layout: SfLayout, device: str) -> None:
-    for a in (hard_blocks(dtype, 32), random_matrix(1, 32, dtype), random_matrix(131, 96, dtype)):
+    shapes = ((1, 32), (131, 96), (5, 128))
+    for a in (hard_blocks(dtype, 32), *(random_matrix(*shape, dtype) for shape in shapes)):
         m, k = a.shape
         out = poisoned((m, k // 2), torch.uint8, device)
         out_sf = poisoned(layout.shape(m, k // 32), torch.uint8, device)
@@ -94,10 +95,11 @@ def test_float8_input_is_the_reference(layout: SfLayout, device: str) -> None:
     generator = torch.Generator().manual_seed(7)  # the largest of a block is anywhere in it
     every_byte = torch.cat([torch.randperm(256, generator=generator) for _ in range(5)])
     every_byte = every_byte.to(torch.uint8).view(torch.float8_e4m3fn).view(10, 128)
-    for scale in (1.0, 37.3, 0.01, 1e-30, 1e30):
+    odd = torch.randint(0, 256, (129, 144), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    for a, scale in ((odd, 2.0), *((every_byte, scale) for scale in (1.0, 37.3, 0.01, 1e-30, 1e30))):
         g = torch.tensor([scale])
-        want_q, want_sf = reference.nvfp4_quantize(every_byte, g, layout)
-        q, sf = nvfp4_quantize(every_byte.to(device), g.to(device), layout)
+        want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
+        q, sf = nvfp4_quantize(a.to(device), g.to(device), layout)
         assert_same_bytes("codes", q, want_q)
         assert_same_bytes("scales", sf, want_sf)
 

@@ -208,6 +208,7 @@ CHECKS: dict[str, Subject] = {
         "quantize_vector",
         (
             lambda arch: quantize.test_simulated_kernel(arch, TILED, F16),
+            on(fp4.test_one_scale_for_each_row),
             *(on(quantize.test_no_global_scale_tells_kernels_and_reference_apart, x) for x in (0.0, torch.nan, 1e38)),
         ),
     ),
