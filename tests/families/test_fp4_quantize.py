@@ -33,7 +33,7 @@ from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1, unswizzle
 from jitfp4.spec import KernelSpec
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
+from tests.support.inputs import all_half_patterns, far_gates, hard_blocks, random_matrix
 from tests.support.sass import disassemble
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -111,11 +111,14 @@ def test_float8_input_through_the_table_is_the_reference(layout: SfLayout, tacti
     if place is not None and place.arch.has_e2m1_cvt:
         pytest.skip("the GPU converts to E2M1 itself")
     generator = torch.Generator().manual_seed(6)
-    a = torch.randint(0, 256, (133, 208), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
-    for scale in (1.0, 37.3, 0.01, 1e-30, 1e30):
-        g = torch.tensor([scale])
-        q = poisoned((133, 104), torch.uint8, device)
-        sf = poisoned(layout.shape(133, 13), torch.uint8, device)
+    tall, long = (
+        torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+        for shape in ((133, 208), (6, 1040))
+    )
+    for a, scale in ((long, 2.0), *((tall, scale) for scale in (1.0, 37.3, 0.01, 1e-30, 1e30))):
+        g, (m, k) = torch.tensor([scale]), a.shape
+        q = poisoned((m, k // 2), torch.uint8, device)
+        sf = poisoned(layout.shape(m, k // 16), torch.uint8, device)
         with QUANTIZE.forced(tactic):
             nvfp4_quantize(a.to(device), g.to(device), layout, out=q, out_sf=sf)
         want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
@@ -139,8 +142,9 @@ def test_float8_input_comes_back_times_6_over_g() -> None:
 def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
     for m, k in ((72, 1040), (40, 21008)):  # in one turn of the threads, and in more than they take together
         a = random_matrix(m, k, dtype)
-        largest = torch.where(torch.arange(m) % 3 == 0, -3e4, 3e4)  # of a row, anywhere in it
-        a[torch.arange(m), torch.arange(m) * 2635 % k] = largest.to(dtype)
+        row = torch.arange(m)  # the largest of each is anywhere in it, often near its end
+        place = torch.where(row % 2 == 0, row * 2635 % k, k - 1 - 13 * row)
+        a[row, place] = torch.where(row % 3 == 0, -3e4, 3e4).to(dtype)
         a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
         inverse_base = torch.tensor([1 / 2688])
         q, sf, scales = nvfp4_quantize(a.to(device), inverse_base.to(device), per_token_activation=True)
@@ -179,8 +183,7 @@ def test_shuffled_per_token_scales_go_with_their_rows(dtype: torch.dtype, device
 def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: str) -> None:
     """ex2.approx moves a product across a rounding boundary of 16 bits now and then; a code then moves by one."""
     gate, up = (random_matrix(40, 352, dtype, seed) for seed in (1, 2))
-    gate[::2, ::5] *= 64  # beside gates that count
-    a = torch.cat((gate, up), dim=1).clamp(-200, 200)
+    a = torch.cat((far_gates(gate), up), dim=1).clamp(-200, 200)
     g = torch.tensor([0.25])
     q, sf = silu_and_mul_nvfp4_quantize(a.to(device), g.to(device))
     want_q, want_sf = reference.nvfp4_quantize(reference.silu_and_mul(a), g, SfLayout.layout_128x4)

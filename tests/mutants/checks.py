@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -15,6 +16,8 @@ from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm import wide
+from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -182,10 +185,24 @@ def _mm_fp4(*cases: Any) -> tuple[Check, ...]:
     return tuple(one(*case) for case in cases)
 
 
-def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+def _gemm(tactic: NarrowTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
     def one(m: int, n: int, k: int) -> Check:
         def run(arch: str) -> None:
             with sim.device(arch), MM_BF16_FP4.forced(tactic):
+                assert_product(m, n, k, **options)
+
+        return run
+
+    return tuple(one(*size) for size in sizes)
+
+
+def _wide(tactic: WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+    """With two SMs, so that a CTA has several tiles, and rings of so few slots that each is filled again."""
+
+    def one(m: int, n: int, k: int) -> Check:
+        def run(arch: str) -> None:
+            few = mock.patch.object(wide, "_MOST_SLOTS", 4)
+            with sim.device(replace(Arch.of(arch), num_sms=2)), MM_BF16_FP4.forced(tactic), few:
                 assert_product(m, n, k, **options)
 
         return run
@@ -292,12 +309,16 @@ CHECKS: dict[str, Subject] = {
         _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4, dtype=F16),
     ),
     "gemm, wide split": Subject(
-        "gemm_wide", _gemm(WideTactic(64, 1, 2, 2), (70, 72, 416), block_format=NVFP4), ("sm_90a",)
+        "gemm_wide", _wide(WideTactic(64, 1, 2, 2), (70, 72, 416), (40, 200, 1536)), ("sm_90a",)
     ),
     "gemm, wide divided": Subject(
-        "gemm_wide", _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), block_format=MXFP4), ("sm_90a",)
+        "gemm_wide",
+        _wide(WideTactic(64, 2, divided=True), (70, 136, 416), (20, 264, 1536), block_format=MXFP4),
+        ("sm_90a",),
     ),
-    "gemm, wide cluster": Subject("gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160)), ("sm_90a",)),
+    "gemm, wide cluster": Subject(
+        "gemm_wide", _wide(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536)), ("sm_90a",)
+    ),
     "mm_fp4, portable": Subject(
         "gemm_portable",
         (
@@ -307,7 +328,19 @@ CHECKS: dict[str, Subject] = {
         ),
         ("sm_90a", "sm_120a"),
     ),
-    "mm_fp4, K = 64": Subject("gemm_blockscaled", _mm_fp4(blockscaled.K64_CASES[0]), ("sm_100a",)),
-    "mm_fp4, K = 64 in pairs": Subject("gemm_blockscaled", _mm_fp4(blockscaled.K64_CASES[4]), ("sm_100a",)),
-    "mm_fp4, K = 96": Subject("gemm_blockscaled_k96", _mm_fp4(blockscaled.K96_CASES[0]), ("sm_103a",)),
+    "mm_fp4, K = 64": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(blockscaled.K64_CASES[0], (K64Tactic(64, 1, 2), 1, 1050, 72, 64, NVFP4, BF16)),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 64 in pairs": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2100, 72, 64, MXFP4, BF16)),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 96": Subject(
+        "gemm_blockscaled_k96",
+        _mm_fp4(blockscaled.K96_CASES[0], (K96Tactic(64, 1, 2, 2), 1, 1050, 72, 64, NVFP4, BF16)),
+        ("sm_103a",),
+    ),
 }
