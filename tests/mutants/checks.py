@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -44,7 +45,7 @@ from tests.mutants.launches import attention_case
 from tests.support.attention import SCATTERED
 from tests.support.compare import poisoned
 from tests.support.gdn import assert_close, case, recurrence
-from tests.support.gemm import assert_product
+from tests.support.gemm import assert_product, assert_weights_come_back
 from tests.support.norm import check, rows_of_all_kinds
 
 Check = Callable[[str], None]
@@ -185,29 +186,21 @@ def _mm_fp4(*cases: Any) -> tuple[Check, ...]:
     return tuple(one(*case) for case in cases)
 
 
-def _gemm(tactic: NarrowTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
-    def one(m: int, n: int, k: int) -> Check:
-        def run(arch: str) -> None:
-            with sim.device(arch), MM_BF16_FP4.forced(tactic):
-                assert_product(m, n, k, **options)
+def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+    """Products, and each weight by itself. With two SMs, so that a CTA of the wide kernel has several tiles, and rings
+    of so few slots that each is filled again.
+    """
 
-        return run
-
-    return tuple(one(*size) for size in sizes)
-
-
-def _wide(tactic: WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
-    """With two SMs, so that a CTA has several tiles, and rings of so few slots that each is filled again."""
-
-    def one(m: int, n: int, k: int) -> Check:
+    def on_few_sms(test: Callable[[], object]) -> Check:
         def run(arch: str) -> None:
             few = mock.patch.object(wide, "_MOST_SLOTS", 4)
             with sim.device(replace(Arch.of(arch), num_sms=2)), MM_BF16_FP4.forced(tactic), few:
-                assert_product(m, n, k, **options)
+                test()
 
         return run
 
-    return tuple(one(*size) for size in sizes)
+    weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
+    return (*tuple(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
 
 
 _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
@@ -306,18 +299,18 @@ CHECKS: dict[str, Subject] = {
     "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
     "gemm, narrow split": Subject(
         "gemm_narrow",
-        _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4, dtype=F16),
+        _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4),
     ),
     "gemm, wide split": Subject(
-        "gemm_wide", _wide(WideTactic(64, 1, 2, 2), (70, 72, 416), (40, 200, 1536)), ("sm_90a",)
+        "gemm_wide", _gemm(WideTactic(64, 1, 2, 2), (70, 72, 416), (40, 200, 1536)), ("sm_90a",)
     ),
     "gemm, wide divided": Subject(
         "gemm_wide",
-        _wide(WideTactic(64, 2, divided=True), (70, 136, 416), (20, 264, 1536), block_format=MXFP4),
+        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (20, 264, 1536), block_format=MXFP4),
         ("sm_90a",),
     ),
     "gemm, wide cluster": Subject(
-        "gemm_wide", _wide(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536)), ("sm_90a",)
+        "gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536)), ("sm_90a",)
     ),
     "mm_fp4, portable": Subject(
         "gemm_portable",

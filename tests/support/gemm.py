@@ -54,6 +54,15 @@ def assert_product(
     return out
 
 
+def assert_weights_come_back(
+    n: int, k: int, block_format: BlockFormat, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> None:
+    """Rows with a single one give the weight, exactly: no rounding hides a wrong bit."""
+    weight = make_weight(n, k, block_format, device)
+    out = mm_bf16_fp4(torch.eye(k, dtype=dtype, device=device), weight)
+    assert torch.equal(out.double(), weight.dequantize().double().T)
+
+
 def assert_close(
     out: torch.Tensor, a: torch.Tensor, weight: Fp4Weight, alpha: torch.Tensor | None, bias: torch.Tensor | None
 ) -> None:
