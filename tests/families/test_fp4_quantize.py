@@ -52,7 +52,7 @@ TMA_DEVICES = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_mxfp4_is_the_reference(dtype: torch.dtype, layout: SfLayout, device: str) -> None:
-    shapes = ((1, 32), (131, 96), (5, 128))
+    shapes = ((1, 32), (131, 96), (3, 1152))
     for a in (hard_blocks(dtype, 32), *(random_matrix(*shape, dtype) for shape in shapes)):
         m, k = a.shape
         out = poisoned((m, k // 2), torch.uint8, device)
@@ -140,7 +140,7 @@ def test_float8_input_comes_back_times_6_over_g() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
-    for m, k in ((72, 1040), (40, 21008)):  # in one turn of the threads, and in more than they take together
+    for m, k in ((72, 1040), (96, 6672), (40, 21008)):  # in one turn of the threads, in some and in many
         a = random_matrix(m, k, dtype)
         row = torch.arange(m)  # the largest of each is anywhere in it, often near its end
         place = torch.where(row % 2 == 0, row * 2635 % k, k - 1 - 13 * row)
@@ -227,13 +227,13 @@ def test_general_entry_agrees_with_the_others(device: str) -> None:
             assert_same_bytes("output", left, right)
 
 
-def test_one_scale_for_each_row(device: str) -> None:
-    a, g = random_matrix(7, 80, torch.float16), torch.arange(1.0, 8.0)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_one_scale_for_each_row(dtype: torch.dtype, device: str) -> None:
+    a, g = random_matrix(7, 80, torch.float16).clamp(-400, 400).to(dtype), torch.arange(1.0, 8.0)
     q, sf = fp4_quantize(a.to(device), g.to(device))
-    for row in range(7):
-        want_q, _ = reference.nvfp4_quantize(a[row : row + 1], g[row], SfLayout.layout_linear)
-        assert_same_bytes(f"row {row}", q[row : row + 1], want_q)
-    _, blocks = reference.quantize_blocks(a, NVFP4, g.unsqueeze(1))
+    rows = [reference.nvfp4_quantize(a[row : row + 1], g[row], SfLayout.layout_linear) for row in range(7)]
+    want_q, blocks = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    assert_same_bytes("codes", q, want_q)
     assert_same_bytes("scales", sf, swizzle(blocks, SfLayout.layout_128x4))
 
 

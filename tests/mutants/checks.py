@@ -200,7 +200,7 @@ def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **opt
         return run
 
     weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
-    return (*tuple(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
+    return (*(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
 
 
 _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
@@ -218,12 +218,18 @@ CHECKS: dict[str, Subject] = {
         "quantize_vector",
         (
             lambda arch: quantize.test_simulated_kernel(arch, TILED, F16),
-            on(fp4.test_one_scale_for_each_row),
+            on(fp4.test_one_scale_for_each_row, F16),
             *(on(quantize.test_no_global_scale_tells_kernels_and_reference_apart, x) for x in (0.0, torch.nan, 1e38)),
         ),
     ),
     "quantize, mxfp4": Subject("quantize_vector", (on(fp4.test_mxfp4_is_the_reference, BF16, TILED),)),
-    "quantize, float8": Subject("quantize_vector", (on(fp4.test_float8_input_is_the_reference, TILED),)),
+    "quantize, float8": Subject(
+        "quantize_vector",
+        (
+            on(fp4.test_float8_input_is_the_reference, TILED),
+            on(fp4.test_one_scale_for_each_row, torch.float8_e4m3fn),
+        ),
+    ),
     "quantize, table": Subject(
         "quantize_e4m3",
         (on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),),
@@ -250,7 +256,15 @@ CHECKS: dict[str, Subject] = {
     "quantize, experts": Subject("quantize_grouped", (on(grouped.test_experts_apply_swiglu_first),)),
     "dequantize": Subject("quantize_dequantize", (lambda arch: dequantize.test_simulated_kernel(arch, TILED, BF16),)),
     "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16), on(kv_quantize.test_paged_cache, "HND", 6))),
-    "kv, slots": Subject("kv_quantize", (on(append.test_slots, "NHD", "pair"), on(append.check_wild))),
+    "kv, slots": Subject(
+        "kv_quantize",
+        (
+            on(append.test_slots, "NHD", "pair"),
+            on(append.test_slots, "HND", "one page"),
+            on(append.test_interleaved_scales_of_v, "NHD"),
+            on(append.check_wild),
+        ),
+    ),
     "kv, positions": Subject(
         "kv_quantize", (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild))
     ),
@@ -258,6 +272,7 @@ CHECKS: dict[str, Subject] = {
         "kv_dequantize",
         (
             on(kv_read.test_paged, "HND", "pair", BF16),
+            on(kv_read.test_paged, "NHD", "one page", BF16),
             on(kv_read.test_interleaved_scales_of_v, (64, 64)),
             on(kv_read.check_wild),
         ),
