@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -101,10 +102,11 @@ def _short_rows(arch: str) -> None:
 
 
 def _rows_by_warps(arch: str) -> None:
-    """Longer ones of the same kernels."""
-    with sim.device(arch):
-        for layout in norm.LAYOUTS:
-            for h in (512, 1040, 2048, 8192):
+    """The same kernels, with several rows for each CTA, of which some fill the threads."""
+    tactics = ((Tactic(1, 1), (80, 512)), (Tactic(1, 8), (1040, 4096)), (Tactic(2, 8), (4160, 8192)))
+    for tactic, lengths in tactics:
+        with sim.device(replace(Arch.of(arch), num_sms=2)), RMSNORM.forced(tactic):
+            for layout, h in product(norm.LAYOUTS, lengths):
                 x = rows_of_all_kinds(9, h, F16)
                 check(x, x.flip(0), layout, 16, "e4m3", "cpu")
                 check(x, None, "linear" if layout == "both" else layout, 16, "e4m3", "cpu", scale=None)
