@@ -323,7 +323,7 @@ CHECKS: dict[str, Subject] = {
     ),
     "gemm, wide divided": Subject(
         "gemm_wide",
-        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (20, 264, 1536), block_format=MXFP4),
+        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (70, 264, 1536), block_format=MXFP4),
         ("sm_90a",),
     ),
     "gemm, wide cluster": Subject(
