@@ -65,6 +65,15 @@ CASES: dict[str, dict[str, Any]] = {
         "page": 1,
         "missing": ((0, 0, 3, -1),),
     },
+    "many_requests": _SMALL
+    | {
+        "cache": torch.float8_e4m3fn,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "head_dim": 64,
+        "lengths": (41, *(1 + at % 5 for at in range(36))),
+        "q_lens": (20, *(1,) * 36),
+    },
     "scattered": SCATTERED,
     "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
     "scattered_e4m3": SCATTERED

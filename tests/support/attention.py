@@ -17,7 +17,8 @@ SCATTERED: dict[str, Any] = {
     "group": 2,
     "page": 1,
     "window_left": 50,
-    "missing": tuple((0, 0, at, -1) for at in range(140) if at * at % 7 in (1, 4)),
+    "shared": False,
+    "missing": tuple((0, at % 2, at, -1) for at in range(140) if at * at % 7 in (1, 4)),
     "steep": 8.0,
     "spikes": True,
 }
