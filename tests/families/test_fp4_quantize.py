@@ -140,11 +140,11 @@ def test_float8_input_comes_back_times_6_over_g() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
-    for m, k in ((72, 1040), (96, 6672), (40, 21008)):  # in one turn of the threads, in some and in many
+    for m, k in ((72, 1040), (96, 10768), (40, 21008)):  # in one turn of the threads, in some and in many
         a = random_matrix(m, k, dtype)
-        row = torch.arange(m)  # the largest of each is anywhere in it, often near its end
-        place = torch.where(row % 2 == 0, row * 2635 % k, k - 1 - 13 * row)
-        a[row, place] = torch.where(row % 3 == 0, -3e4, 3e4).to(dtype)
+        row = torch.arange(m)  # the largest of each is in every turn and at every place that a thread has in one
+        place = (row // 2 % 11 * 2048 + row * 37 % 65 * 8 + row // 12 % 8) % k
+        a[row, place] = torch.where(row % 2 == 0, -3e4, 3e4).to(dtype)
         a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
         inverse_base = torch.tensor([1 / 2688])
         q, sf, scales = nvfp4_quantize(a.to(device), inverse_base.to(device), per_token_activation=True)
@@ -313,6 +313,7 @@ def test_tma_kernel_is_the_reference(arch: str, dtype: torch.dtype, layout: SfLa
     for tactic in TMA_TACTICS if on_gpu else TMA_TACTICS[:1]:
         for m, k in shapes:
             a = random_matrix(m, k, dtype)
+            a[2::5, ::2], a[2::5, 16:64] = 0, 0
             rows = [a.to(place)]
             if layout is SfLayout.layout_linear:  # as one long row, and as rows apart
                 rows.append(torch.cat([a, a[:, :64]], dim=1).to(place)[:, :k])
