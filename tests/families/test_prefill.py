@@ -75,6 +75,13 @@ CASES: dict[str, dict[str, Any]] = {
         "q_lens": (20, *(1,) * 36),
     },
     "scattered": SCATTERED,
+    "scattered_interleaved": SCATTERED
+    | {
+        "page": 4,
+        "v_scale_layout": "interleaved4",
+        "kv_layout": "NHD",
+        "missing": tuple((0, at % 2, at, -1) for at in range(1, 35, 3)),
+    },
     "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
     "scattered_e4m3": SCATTERED
     | {

@@ -284,10 +284,10 @@ CHECKS: dict[str, Subject] = {
         "gdn_delta_rule", (_gdn(WalkTactic(16, 2, 2), 64, 1), _gates(WalkTactic(16, 2, 2), 64, 1))
     ),
     "gdn, bulk stores": Subject(
-        "gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 3, update=False), _gates(_CUTS[0], 64, 3))
+        "gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 6, update=False), _gates(_CUTS[0], 64, 3))
     ),
     "gdn, v in shared memory": Subject(
-        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 3, update=False), _gates(_CUTS[1], 64, 3))
+        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 6, update=False), _gates(_CUTS[1], 64, 3))
     ),
     "gdn, pools": Subject("gdn_delta_rule", (gdn.test_simulated_pools_strides_and_orders,)),
     "gdn, chunk": Subject(
@@ -309,7 +309,9 @@ CHECKS: dict[str, Subject] = {
     "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
     "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
     "prefill, nvfp4": Subject("attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")),
-    "prefill, interleaved": Subject("attention_prefill", _prefill(prefill, "ragged_interleaved")),
+    "prefill, interleaved": Subject(
+        "attention_prefill", _prefill(prefill, "ragged_interleaved", "scattered_interleaved")
+    ),
     "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
     "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3", "many_requests")),
     "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "ragged", "scattered"), ("sm_90a",)),
