@@ -214,7 +214,10 @@ CHECKS: dict[str, Subject] = {
         "norm_rmsnorm_fp4quant",
         (*_norm(Tactic(2, 16, clustered=True), 16400), _full_rows(Tactic(2, 16, clustered=True), 32768)),
     ),
-    "norm, stream": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(8, 16, stream=True), 9232)),
+    "norm, stream": Subject(
+        "norm_rmsnorm_fp4quant",
+        (*_norm(Tactic(8, 16, stream=True), 9232), _full_rows(Tactic(8, 16, stream=True), 65536)),
+    ),
     "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows, _rows_by_warps)),
     "quantize, vector": Subject(
         "quantize_vector",
