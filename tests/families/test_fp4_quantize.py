@@ -143,7 +143,7 @@ def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
     for m, k in ((72, 1040), (96, 10768), (40, 21008)):  # in one turn of the threads, in some and in many
         a = random_matrix(m, k, dtype)
         row = torch.arange(m)  # the largest of each is in every turn and at every place that a thread has in one
-        place = (row // 2 % 11 * 2048 + row * 37 % 65 * 8 + row // 12 % 8) % k
+        place = (row // 2 % 11 * 2048 + row * 37 % 65 * 8 + row // 2 * 3 % 8) % k
         a[row, place] = torch.where(row % 2 == 0, -3e4, 3e4).to(dtype)
         a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
         inverse_base = torch.tensor([1 / 2688])
