@@ -317,7 +317,7 @@ CHECKS: dict[str, Subject] = {
     ),
     "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
     "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3", "many_requests")),
-    "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "ragged", "scattered"), ("sm_90a",)),
+    "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "scattered", "ragged"), ("sm_90a",)),
     "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
     "gemm, narrow split": Subject(
         "gemm_narrow",
