@@ -10,7 +10,6 @@ import pytest
 
 from jitfp4.cache import Cache, Catalog, Limits, Loaded
 from jitfp4.cache.layer import entry_path
-from jitfp4.cache.tree import disk_bytes
 from jitfp4.config import Config, read_config
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe
 from tests.faults.sandbox import sandboxed
