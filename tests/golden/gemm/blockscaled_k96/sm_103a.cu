@@ -669,6 +669,15 @@ template <int kSize> struct Ring {
   }
 };
 
+// The barriers of a ring: one arrival fills a slot, `frees` of them empty it.
+template <int kSize>
+__device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empty)[kSize], uint32 frees) {
+  for (int s = 0; s < kSize; ++s) {
+    ptx::mbarrier_init(&full[s], 1);
+    ptx::mbarrier_init(&empty[s], frees);
+  }
+}
+
 struct Tiles {
   uint32 left, right, first, step;
 
@@ -1039,23 +1048,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_blockscaled_k96(
   if (warp == kSliceWarp && ptx::elect_one()) {
     ptx::prefetch_tensor_map(left);
     ptx::prefetch_tensor_map(right);
-    for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(&shared.full[s], 1);
-      ptx::mbarrier_init(&shared.empty[s], 1);
-    }
-    for (int i = 0; i < kSumsBarriers; ++i) {
-      ptx::mbarrier_init(&shared.sums_full[i], 1);
-      ptx::mbarrier_init(&shared.sums_empty[i], kWriters * kCtas);
-    }
+    init_ring(shared.full, shared.empty, 1);
+    init_ring(shared.sums_full, shared.sums_empty, kWriters * kCtas);
     ptx::fence_mbarrier_init();
   }
   if (warp == kScaleWarp && ptx::elect_one()) {
     ptx::prefetch_tensor_map(left_scales);
     ptx::prefetch_tensor_map(right_scales);
-    for (int s = 0; s < kScaleStages; ++s) {
-      ptx::mbarrier_init(&shared.scales_full[s], 1);
-      ptx::mbarrier_init(&shared.scales_empty[s], 1);
-    }
+    init_ring(shared.scales_full, shared.scales_empty, 1);
     ptx::fence_mbarrier_init();
   }
   if (warp == kProductWarp) {
