@@ -5,10 +5,16 @@ from __future__ import annotations
 import csv
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support.programs import ROOT, load, run_main
+from jitfp4 import sim
+from jitfp4.arch import Arch
+from jitfp4.spec import Geometry
+from tests.support.programs import FILES, ROOT, load, run_main
 from tests.support.rehearsal import rehearsal
 
 RESULTS = ROOT / "bench/results"
@@ -33,6 +39,11 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "search_norm": ({"ROWS": (1, 1000)}, {"norm_shapes"}),
 }
 NEVER_FILLED = {("launch", "triton_launches"), ("quantize_peers", "wrote")}  # the peers are not here
+
+
+def test_every_bench_of_a_gpu_is_run_here() -> None:
+    wanted = {name for name, file in FILES.items() if "Run on a GPU: ``python" in file.read_text()}
+    assert wanted == {command.split()[0] for command in RUNS}
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -89,3 +100,22 @@ def test_what_was_chosen_from_a_search_is_printed(capsys: pytest.CaptureFixture[
     run_main(load("bench_gemm"), "--part", "choose")
     buckets = [line for line in capsys.readouterr().out.splitlines() if line.startswith("m <= ")]
     assert len(buckets) == len(set(buckets)) >= 20
+
+
+@pytest.mark.usefixtures("clean_stamp")
+@pytest.mark.sim
+def test_faults_are_counted_on_a_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = load("faults_on_gpu")
+
+    def run(ptx: str, given: list[Any], geometry: Geometry) -> list[Any]:
+        sim.run(ptx, given, geometry, "sm_90a")
+        return [value for value in given if isinstance(value, np.ndarray)]
+
+    monkeypatch.setattr(program, "run_on_gpu", run)
+    monkeypatch.setattr(program, "device_arch", lambda _: Arch.of("sm_90a"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for cases in ("PROXIES", "GLOBAL", "MATRIX"):
+        monkeypatch.setattr(program, cases, [case for case in getattr(program, cases) if case.ends][:2])
+    run_main(program, "--launches", 1, "--out", tmp_path)
+    rows = read(tmp_path / "sim_faults.csv")
+    assert rows and {row["wrong_with_the_piece"] for row in rows} == {"0"}
