@@ -21,6 +21,7 @@ from jitfp4 import driver, engine, nvrtc, operation, tuning
 from jitfp4.arch import Arch
 
 ARCH = Arch.of("sm_90a")
+TARGET = engine.Target(ARCH, 0)
 GRAPH_MS = 1.0  # what the clock says of everything
 
 
@@ -70,6 +71,8 @@ class LoadedKernel:
 def plan(called: operation.Operation[Any, Any], arguments: Any) -> None:
     """What a call does up to its launch."""
     problem = called.problem(called.arguments(*arguments))
+    if (observer := operation._observer.get()) is not None:
+        observer(operation.Observed(called, arguments, problem, TARGET))
     called.plan(problem, ARCH, called.select(problem, ARCH)).values(arguments)
 
 
@@ -82,6 +85,7 @@ def rehearsal() -> Iterator[None]:
         "Event": Event,
         "CUDAGraph": CUDAGraph,
         "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
         "graph": lambda *_, **__: contextlib.nullcontext(),
         "current_stream": Stream,
         "synchronize": lambda: None,
@@ -89,7 +93,7 @@ def rehearsal() -> Iterator[None]:
     }
     replaced = {
         "LoadedKernel": LoadedKernel,
-        "target_of": lambda _: engine.Target(ARCH, 0),
+        "target_of": lambda _: TARGET,
         "build": lambda *_: SimpleNamespace(cubin=b""),
     }
     peers = {

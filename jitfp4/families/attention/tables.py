@@ -4,9 +4,10 @@ Twelve warps with three tiles in flight each keep an SM's memory busy. Short req
 each other's pauses. Little work is over sooner with fewer parts to add up. Where the rows of a head do not follow each
 other, warps that take the heads of one token use whole sectors of it.
 
-Rows for many query rows have not been measured: they follow from registers, shared memory, and the products of a tile
-for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16. From
-128 rows on sm_90a takes its warpgroup products, by the model in wgmma.py.
+From 128 query rows on sm_90a takes its warpgroup products: three teams of 64 rows share the expansion of K and V. Where
+the rows of a head do not follow each other, two warpgroups load them. Rows for mma.sync have not been measured: they
+follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half as
+often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -51,12 +52,11 @@ TABLE: Table[Any] = Table(
         Row(Tactic(4, 2, 1)),
         Row(Tactic(2, 2, 1)),
         Row(Tactic(1, 2, 1)),
-        # Many query rows, wgmma: by model, not measured
+        # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.BF16}),
-            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.F16}),
-            (WgmmaTactic(turns=True), {"head_dim": 128}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "packed": False}),
+            (WgmmaTactic(teams=3, tile=64, stages=4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=2 * ROW_BLOCK,
         ),
@@ -78,9 +78,14 @@ TABLE: Table[Any] = Table(
 TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, Tactic)))
 PREFILL_TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, PrefillTactic)))
 
-WGMMA_TACTICS = (
-    *dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
-    WgmmaTactic(teams=3, tile=64, stages=3),
+WGMMA_TACTICS = tuple(
+    dict.fromkeys(
+        (
+            *(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
+            *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
+            *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
+        )
+    )
 )
 
 
