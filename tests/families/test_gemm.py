@@ -11,7 +11,7 @@ from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem, rejects
 from jitfp4.families.gemm.tables import TABLE, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.gemm import LINEAR, assert_close, assert_product, make_codes, make_weight
+from tests.support.gemm import LINEAR, assert_close, assert_product, check_graph_replay, make_codes, make_weight
 from tests.support.sample import SIM_ARCHS
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -206,14 +206,4 @@ def test_in_a_graph_and_behind_each_other(block_format: BlockFormat) -> None:
             x = mm_bf16_fp4(x, weight, alpha)
         return x
 
-    want = chain()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = chain()
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, want)
+    check_graph_replay(chain)
