@@ -1,8 +1,8 @@
 """Products of many rows of bf16 activations and NVFP4 weights beside cuBLAS in bf16, on a Hopper GPU.
 
-Run: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number of
-rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table of
-sm_90a was read from.
+Run on a GPU: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number
+of rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table
+of sm_90a was read from.
 
 A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm; calls follow each
 other by programmatic dependent launch. cuBLAS multiplies the same values, dequantised. Both graphs are replayed in

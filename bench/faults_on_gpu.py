@@ -22,6 +22,7 @@ from jitfp4 import sim
 from jitfp4.tensors import device_arch
 from tests.sim.cuda import compiled
 from tests.sim.faulty import GLOBAL, PROXIES, Case
+from tests.sim.faulty_clusters import CLUSTERS
 from tests.sim.faulty_matrix import MATRIX
 from tests.sim.gpu import run_on_gpu
 
@@ -53,11 +54,11 @@ def main() -> int:
     arguments = parser.parse_args()
     arch = device_arch(torch.cuda.current_device()).name
     rows = []
-    for case in [*PROXIES, *GLOBAL, *MATRIX]:
+    for case in [*PROXIES, *GLOBAL, *CLUSTERS, *MATRIX]:
         if case.arch == arch and case.ends:
             rows.append(measure(case, arguments.launches))
             print({name: rows[-1][name] for name in ("case", "wrong_with_the_piece", "wrong_without")}, flush=True)
-    write_results(arguments.out / "faults", rows, stamp())
+    write_results(arguments.out / "sim_faults", rows, stamp())
     return 1 if any(row["wrong_with_the_piece"] for row in rows) else 0
 
 

@@ -87,14 +87,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("synchronisation", "arithmetic"), help="default: both")
     parser.add_argument("--kernel", action="append", choices=sorted({*KERNELS, *CHECKS}), help="only these")
-    parser.add_argument("--arch", action="append", choices=ARCHS)
+    parser.add_argument("--arch", action="append", help="only these, such as sm_90a")
     parser.add_argument("--count", type=int, default=14, help="mutants of the arithmetic of each kernel (default 14)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write mutants.csv and mutants.json")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for run, entries in ((synchronisation, KERNELS), (arithmetic, CHECKS)):
         for name in entries if arguments.kind in (None, run.__name__) else ():
-            for arch in arguments.arch or ARCHS if not arguments.kernel or name in arguments.kernel else ():
+            archs = CHECKS[name].archs if run is arithmetic else ARCHS
+            wanted = not arguments.kernel or name in arguments.kernel
+            for arch in archs if wanted else ():
+                if arch not in (arguments.arch or archs):
+                    continue
                 mine = list(run(name, arch, arguments.count))
                 rows += mine
                 if mine:

@@ -48,6 +48,14 @@ def simulate(
     arch: Annotated[str | None, typer.Option(help="Default: the target that the PTX names.")] = None,
     races: Annotated[bool, typer.Option(help="Look for races and missing fences.")] = True,
     seed: Annotated[int | None, typer.Option(help="Run CTAs and warps in an order drawn from this number.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Give up on a kernel that does not end, after about so many instructions of a batch of threads; one "
+            "that threads execute together counts once.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write each array afterwards: DIR/arg0.npy, ...")
     ] = None,
@@ -68,7 +76,7 @@ def simulate(
     fault = ""
     stats = None
     try:
-        stats = sim.run(text, values, geometry, arch or _target(text), entry=entry, races=races, seed=seed)
+        stats = sim.run(text, values, geometry, arch or _target(text), entry=entry, races=races, seed=seed, limit=limit)
     except SimError as error:
         fault = f"{type(error).__name__}: {error}"
     if out is not None and not fault:
@@ -77,12 +85,13 @@ def simulate(
             if isinstance(value, np.ndarray):
                 np.save(out / f"arg{number}.npy", value)
     if as_json:
-        instructions = None if stats is None else stats.instructions
-        put_json("sim", ok=not fault, fault=fault or None, instructions=instructions)
+        instructions, issued = (None, None) if stats is None else (stats.instructions, stats.issued)
+        put_json("sim", ok=not fault, fault=fault or None, instructions=instructions, issued=issued)
     elif stats is None:
         put(fault)
     else:
-        put_facts((("executed", plural(stats.instructions, "thread-instruction")), ("seconds", f"{stats.seconds:.3f}")))
+        executed = f"{plural(stats.instructions, 'thread-instruction')}, issued {stats.issued:,} times"
+        put_facts((("executed", executed), ("seconds", f"{stats.seconds:.3f}")))
         put("nothing found" if races else "nothing found; races were not looked for")
     if fault:
         raise typer.Exit(FAULT)

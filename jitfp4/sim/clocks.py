@@ -233,6 +233,8 @@ class Clocks:
 
     def acquire_by(self, ids: Array, keys: Array, releases: dict[int, Release]) -> None:
         """Threads ``ids``, ascending, learn what was published under their keys."""
+        if not len(ids):
+            return
         warps, rest = self.whole(ids)
         first = np.flatnonzero(np.r_[True, np.diff(self.machine.warp[ids]) != 0])
         key = keys[first]

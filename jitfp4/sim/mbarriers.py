@@ -40,6 +40,7 @@ class MBarriers:
         self.clock: dict[int, Release] = {}  # what arrivals and completions published, for the race detector
         self.done: dict[int, Release] = {}  # the same when the last phase completed
         self.unpublished: dict[int, int] = {}  # mbarriers that the async proxy may not know yet: who made them
+        self.remote: dict[int, dict[int, tuple[int, int]]] = {}  # by CTA, threads of others: when, where they last used
 
     def keys(self, space: str, ids: Array, address: Array) -> Array:
         """Flat offsets of 8-byte shared addresses; generic addresses must point into shared memory."""
@@ -59,6 +60,8 @@ class MBarriers:
         found = self.table.get(key)
         if found is None:
             raise self.machine.error(SimMemoryError, f"no {self.name(key)}: it was not initialised", ids)
+        if self.machine.live_in_cta[key // self.machine.memory.shared_stride] == 0:
+            raise self.machine.error(SimMemoryError, f"{self.name(key)} is used after its CTA has exited", ids)
         return found
 
     def init(self, key: int, count: int, ids: Array) -> None:
@@ -81,9 +84,14 @@ class MBarriers:
 
     def use(self, keys: Array, ids: Array) -> None:
         """Threads use mbarriers: their initialisation must lie behind them."""
-        races = self.machine.races
-        if races is not None:
-            races.require_behind(Part(self.machine.memory.shared, None, keys, "shared"), ids, SIZE)
+        m = self.machine
+        if m.races is None:
+            return
+        m.races.require_behind(Part(m.memory.shared, None, keys, "shared"), ids, SIZE)
+        home = keys // m.memory.shared_stride
+        for at in np.flatnonzero(home != m.cta[ids]).tolist():
+            thread = int(ids[at])
+            self.remote.setdefault(int(home[at]), {})[thread] = (int(m.races.clocks.now[m.warp[thread]]), m.pc)
 
     def use_async(self, key: int, ids: Array) -> None:
         """A thread hands an mbarrier to the async proxy, which must have been told of its initialisation."""

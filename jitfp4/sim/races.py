@@ -11,6 +11,7 @@ work is an agent of its own: what it wrote, or still reads, lies behind only tho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +23,7 @@ from jitfp4.sim.copy_races import CopyRaces
 from jitfp4.sim.flags import Flags
 from jitfp4.sim.history import PREVIOUS_GRID, History
 from jitfp4.sim.lanes import Lanes
+from jitfp4.sim.mbarriers import MBarriers
 from jitfp4.sim.memory import Part
 from jitfp4.sim.ptx import Array
 from jitfp4.sim.shadow import PROXY, READ_ONLY, STRONG, Cells, pack, time_of, who_of
@@ -252,20 +254,28 @@ class Races:
         for cta in np.unique(m.cta[ids]):
             if m.live_in_cta[cta]:
                 continue
-            stride, mine = m.memory.shared_stride, np.flatnonzero(m.cta == cta)
+            mine = np.flatnonzero(m.cta == cta)
             known = clocks.known[ORDERED, np.unique(clocks.row[mine])].max(0)
-            inside = self.shared.of_range(int(cta) * stride, stride)
-            for records, sites in ((self.shared.wrote, self.shared.wrote_at), (self.shared.read, self.shared.read_at)):
-                cell = np.flatnonzero(records[inside]) + inside.start
-                who, time = who_of(records[cell]), time_of(records[cell])
-                others = np.flatnonzero(who < m.total)
-                others = others[m.cta[who[others]] != cta]
-                column, alone = clocks.column[who[others]], clocks.alone[who[others]]
-                bad = others[(time[others] >= known[column]) & (time[others] >= known[alone])]
+            for who, time, sites in self._used_by_others(int(cta)):
+                bad = np.flatnonzero((time >= known[clocks.column[who]]) & (time >= known[clocks.alone[who]]))
                 if len(bad):
-                    site = m.program.place(int(sites[cell[bad[0]]]))
+                    site = m.program.place(int(sites[bad[0]]))
                     text = f"a CTA ends while others of its cluster use its shared memory\n  the access: {site}"
                     raise m.error(SimRaceError, text, ids[m.cta[ids] == cta][:1])
+
+    def _used_by_others(self, cta: int) -> Iterator[tuple[Array, Array, Array]]:
+        """Accesses by threads of other CTAs to a CTA's shared memory, and to its mbarriers: who, when and where."""
+        m, stride = self.machine, self.machine.memory.shared_stride
+        inside = self.shared.of_range(cta * stride, stride)
+        for records, sites in ((self.shared.wrote, self.shared.wrote_at), (self.shared.read, self.shared.read_at)):
+            cell = np.flatnonzero(records[inside]) + inside.start
+            cell = cell[who_of(records[cell]) < m.total]
+            cell = cell[m.cta[who_of(records[cell])] != cta]
+            yield who_of(records[cell]), time_of(records[cell]), sites[cell]
+        used = m.unit(MBarriers).remote.pop(cta, {})
+        if used:
+            time, site = np.array(list(used.values())).T
+            yield np.array(list(used)), time, site
 
     def _note_read(self, place: _Place) -> None:
         cells, cell = place.cells, place.cell

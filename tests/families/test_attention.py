@@ -31,6 +31,7 @@ CASES = {
     "q_len_4": {"q_lens": 4, "lengths": (60, 3), "group": 5},
     "q_len_8": {"q_lens": 8, "lengths": (90,), "group": 16, "kv_heads": 1, "window_left": 20},
     "ragged": {"q_lens": (3, 0, 5, 1), "lengths": (40, 50, 2, 0), "window_left": 20},
+    "steep": {"lengths": (300, 90), "kv_heads": 1, "steep": 8.0, "spikes": True},
     "two_tables": {"shared": False, "missing": ((0, 0, 1, -1), (1, 1, 2, 10**6))},
     "missing_pages": {"page": 4, "missing": ((0, 0, 1, -1), (0, 1, 1, -1), (1, 0, 2, 2**30), (1, 1, 2, 2**30))},
     "fp16": {"q_dtype": torch.float16},

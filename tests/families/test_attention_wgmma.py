@@ -14,7 +14,7 @@ from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Cache, Pages, Problem
 from jitfp4.families.attention.wgmma import WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
-from tests.support.attention import Case
+from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -89,6 +89,7 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
             "missing": ((0, 0, 3, -1),),
         },
     ),
+    "scattered": (WgmmaTactic(turns=True), SCATTERED | {"lengths": (250,), "q_lens": (130,), "group": 1}),
 }
 # As those of the kernel on mma.sync: weights are 16-bit floats and outputs rounded.
 _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}

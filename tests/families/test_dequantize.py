@@ -21,6 +21,7 @@ from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.reference import quantize as reference
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import random_matrix
+from tests.support.norm import assert_same_floats
 from tests.support.sample import SIM_ARCHS
 
 LAYOUTS = list(SfLayout)
@@ -47,13 +48,16 @@ def check_dequantize(
 
 
 def check_mxfp4(layout: SfLayout, out_dtype: torch.dtype, device: str) -> None:
-    """Every finite UE8M0 byte, in poisoned outputs."""
+    """Every UE8M0 byte, in poisoned outputs."""
     generator = torch.Generator().manual_seed(12)
-    q = torch.randint(0, 256, (70, 64), generator=generator).to(torch.uint8)
-    sf = reference.swizzle(torch.arange(70 * 4).remainder(255).to(torch.uint8).view(70, 4), layout)
-    out = poisoned((70, 128), out_dtype, device)
-    mxfp4_dequantize(q.to(device), sf.to(device), layout, out_dtype=out_dtype, out=out)
-    assert_same_bytes("values", out, reference.dequantize(q, sf, MXFP4, None, layout).to(out_dtype))
+    for m, k in ((70, 128), (9, 544)):
+        q = torch.randint(0, 256, (m, k // 2), generator=generator).to(torch.uint8)
+        scales = torch.arange(m * k // 32)
+        scales[::3] = torch.tensor([0, 255, 1, 254]).repeat(len(scales))[: len(scales[::3])]
+        sf = reference.swizzle(scales.to(torch.uint8).view(m, k // 32), layout)
+        out = poisoned((m, k), out_dtype, device)
+        mxfp4_dequantize(q.to(device), sf.to(device), layout, out_dtype=out_dtype, out=out)
+        assert_same_floats("values", out, reference.dequantize(q, sf, MXFP4, None, layout).to(out_dtype))
 
 
 def test_values_by_hand() -> None:

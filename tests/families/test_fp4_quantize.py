@@ -33,7 +33,7 @@ from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import decode_e2m1, swizzle, unpack_e2m1, unswizzle
 from jitfp4.spec import KernelSpec
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.inputs import all_half_patterns, hard_blocks, random_matrix
+from tests.support.inputs import all_half_patterns, far_gates, hard_blocks, random_matrix
 from tests.support.sass import disassemble
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -52,7 +52,8 @@ TMA_DEVICES = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.tag)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_mxfp4_is_the_reference(dtype: torch.dtype, layout: SfLayout, device: str) -> None:
-    for a in (hard_blocks(dtype, 32), random_matrix(1, 32, dtype), random_matrix(131, 96, dtype)):
+    shapes = ((1, 32), (131, 96), (3, 1152))
+    for a in (hard_blocks(dtype, 32), *(random_matrix(*shape, dtype) for shape in shapes)):
         m, k = a.shape
         out = poisoned((m, k // 2), torch.uint8, device)
         out_sf = poisoned(layout.shape(m, k // 32), torch.uint8, device)
@@ -94,10 +95,11 @@ def test_float8_input_is_the_reference(layout: SfLayout, device: str) -> None:
     generator = torch.Generator().manual_seed(7)  # the largest of a block is anywhere in it
     every_byte = torch.cat([torch.randperm(256, generator=generator) for _ in range(5)])
     every_byte = every_byte.to(torch.uint8).view(torch.float8_e4m3fn).view(10, 128)
-    for scale in (1.0, 37.3, 0.01, 1e-30, 1e30):
+    odd = torch.randint(0, 256, (129, 144), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+    for a, scale in ((odd, 2.0), *((every_byte, scale) for scale in (1.0, 37.3, 0.01, 1e-30, 1e30))):
         g = torch.tensor([scale])
-        want_q, want_sf = reference.nvfp4_quantize(every_byte, g, layout)
-        q, sf = nvfp4_quantize(every_byte.to(device), g.to(device), layout)
+        want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
+        q, sf = nvfp4_quantize(a.to(device), g.to(device), layout)
         assert_same_bytes("codes", q, want_q)
         assert_same_bytes("scales", sf, want_sf)
 
@@ -109,11 +111,14 @@ def test_float8_input_through_the_table_is_the_reference(layout: SfLayout, tacti
     if place is not None and place.arch.has_e2m1_cvt:
         pytest.skip("the GPU converts to E2M1 itself")
     generator = torch.Generator().manual_seed(6)
-    a = torch.randint(0, 256, (133, 208), generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
-    for scale in (1.0, 37.3, 0.01, 1e-30, 1e30):
-        g = torch.tensor([scale])
-        q = poisoned((133, 104), torch.uint8, device)
-        sf = poisoned(layout.shape(133, 13), torch.uint8, device)
+    tall, long = (
+        torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(torch.float8_e4m3fn)
+        for shape in ((133, 208), (6, 1040))
+    )
+    for a, scale in ((long, 2.0), *((tall, scale) for scale in (1.0, 37.3, 0.01, 1e-30, 1e30))):
+        g, (m, k) = torch.tensor([scale]), a.shape
+        q = poisoned((m, k // 2), torch.uint8, device)
+        sf = poisoned(layout.shape(m, k // 16), torch.uint8, device)
         with QUANTIZE.forced(tactic):
             nvfp4_quantize(a.to(device), g.to(device), layout, out=q, out_sf=sf)
         want_q, want_sf = reference.nvfp4_quantize(a, g, layout)
@@ -135,9 +140,11 @@ def test_float8_input_comes_back_times_6_over_g() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
-    for m, k in ((40, 1040), (8, 21008)):  # in one turn of the threads, and in more than they take together
+    for m, k in ((72, 1040), (96, 10768), (40, 21008)):  # in one turn of the threads, in some and in many
         a = random_matrix(m, k, dtype)
-        a[torch.arange(m), torch.arange(m) * 2635 % k] = 3e4  # the largest of a row is anywhere in it
+        row = torch.arange(m)  # the largest of each is in every turn and at every place that a thread has in one
+        place = (row // 2 % 11 * 2048 + row * 37 % 65 * 8 + row // 2 * 3 % 8) % k
+        a[row, place] = torch.where(row % 2 == 0, -3e4, 3e4).to(dtype)
         a[1], a[2, 5], a[3], a[4, 7] = 0.0, float("nan"), float("nan"), float("inf")
         inverse_base = torch.tensor([1 / 2688])
         q, sf, scales = nvfp4_quantize(a.to(device), inverse_base.to(device), per_token_activation=True)
@@ -175,7 +182,8 @@ def test_shuffled_per_token_scales_go_with_their_rows(dtype: torch.dtype, device
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: str) -> None:
     """ex2.approx moves a product across a rounding boundary of 16 bits now and then; a code then moves by one."""
-    a = torch.cat([random_matrix(40, 352, dtype, seed) for seed in (1, 2)], dim=1).clamp(-200, 200)
+    gate, up = (random_matrix(40, 352, dtype, seed) for seed in (1, 2))
+    a = torch.cat((far_gates(gate), up), dim=1).clamp(-200, 200)
     g = torch.tensor([0.25])
     q, sf = silu_and_mul_nvfp4_quantize(a.to(device), g.to(device))
     want_q, want_sf = reference.nvfp4_quantize(reference.silu_and_mul(a), g, SfLayout.layout_128x4)
@@ -188,13 +196,15 @@ def test_silu_and_mul_is_the_reference_but_for_exp(dtype: torch.dtype, device: s
 
 
 def test_silu_keeps_the_sign_of_zero_and_its_tail(device: str) -> None:
-    """Products of magnitude 3, down to silu(-92), which is about -1e-38."""
-    gate = torch.tensor([[-0.0, 0, 20, -79, -81, -87, -87.5, -88.5, -90, -92, -20, 1, 2, 3, -1, -5]]).double()
+    """Products of magnitude 3, down to silu(-92), which is about -1e-38; each gate at every place of a block."""
+    some = torch.tensor([-0.0, 0, 90, -79, -81, -87, -87.5, -88.5, -90, -92, -20, 1, 2, 3, -1, -5]).double()
+    gate = torch.stack([some.roll(by) for by in range(16)])
     exact = gate / (1 + torch.exp(-gate))
     up = torch.where(gate == 0, 1, 3 / exact.abs())
     a = torch.cat((gate, up), -1).bfloat16().to(device)
     q, _ = silu_and_mul_nvfp4_quantize(a, torch.tensor([1.0]).to(device))
-    assert unpack_e2m1(q.cpu()).tolist() == [[8, 0, *(7 if v > 0 else 15 for v in gate[0, 2:])]]
+    zeros = torch.where(torch.signbit(gate), 8, 0)
+    assert torch.equal(unpack_e2m1(q.cpu()).long(), torch.where(gate == 0, zeros, torch.where(gate > 0, 7, 15)))
 
 
 # ---- the general entry -----------------------------------------------------------------------------------------------
@@ -217,13 +227,13 @@ def test_general_entry_agrees_with_the_others(device: str) -> None:
             assert_same_bytes("output", left, right)
 
 
-def test_one_scale_for_each_row(device: str) -> None:
-    a, g = random_matrix(7, 80, torch.float16), torch.arange(1.0, 8.0)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_one_scale_for_each_row(dtype: torch.dtype, device: str) -> None:
+    a, g = random_matrix(7, 80, torch.float16).clamp(-400, 400).to(dtype), torch.arange(1.0, 8.0)
     q, sf = fp4_quantize(a.to(device), g.to(device))
-    for row in range(7):
-        want_q, _ = reference.nvfp4_quantize(a[row : row + 1], g[row], SfLayout.layout_linear)
-        assert_same_bytes(f"row {row}", q[row : row + 1], want_q)
-    _, blocks = reference.quantize_blocks(a, NVFP4, g.unsqueeze(1))
+    rows = [reference.nvfp4_quantize(a[row : row + 1], g[row], SfLayout.layout_linear) for row in range(7)]
+    want_q, blocks = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    assert_same_bytes("codes", q, want_q)
     assert_same_bytes("scales", sf, swizzle(blocks, SfLayout.layout_128x4))
 
 
@@ -303,6 +313,7 @@ def test_tma_kernel_is_the_reference(arch: str, dtype: torch.dtype, layout: SfLa
     for tactic in TMA_TACTICS if on_gpu else TMA_TACTICS[:1]:
         for m, k in shapes:
             a = random_matrix(m, k, dtype)
+            a[2::5, ::2], a[2::5, 16:64] = 0, 0
             rows = [a.to(place)]
             if layout is SfLayout.layout_linear:  # as one long row, and as rows apart
                 rows.append(torch.cat([a, a[:, :64]], dim=1).to(place)[:, :k])

@@ -14,7 +14,7 @@ from jitfp4.families.gemm.problem import NarrowTactic, Problem
 from jitfp4.families.gemm.tables import HOPPER, WIDE_TACTICS, problems
 from jitfp4.families.gemm.wide import WideTactic, geometry, rejects, specialise
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.gemm import assert_close, assert_product, make_weight
+from tests.support.gemm import assert_close, assert_product, check_graph_replay, make_weight
 from tests.support.sample import some
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -212,14 +212,4 @@ def test_in_a_graph_and_behind_each_other(m: int) -> None:
 
     for choice in (nullcontext(), MM_BF16_FP4.forced(WideTactic(64, 4, divided=True))):
         with choice:
-            want = chain()
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    got = chain()
-            for _ in range(3):
-                got.zero_()
-                graph.replay()
-                torch.cuda.synchronize()
-                assert torch.equal(got, want)
+            check_graph_replay(chain)

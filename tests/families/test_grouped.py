@@ -18,7 +18,7 @@ from jitfp4.formats import NVFP4
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import unswizzle
 from tests.support.compare import assert_same_bytes, poisoned
-from tests.support.inputs import random_matrix
+from tests.support.inputs import far_gates, random_matrix
 
 L = SfLayout.layout_128x4
 
@@ -29,15 +29,15 @@ def batch(b: int, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_batched_is_one_matrix_at_a_time(dtype: torch.dtype, device: str) -> None:
-    a = batch(3, 130, 80, dtype)
+    a = batch(3, 130, 336, dtype)
     for scale in (torch.tensor([2.0]), torch.arange(1.0, 131.0)):
         q, sf = nvfp4_batched_quantize(a.to(device), scale.to(device))
-        assert q.shape == (3, 130, 40) and sf.shape == (3, 256 * 8)
+        assert q.shape == (3, 130, 168) and sf.shape == (3, 256 * 24)
         for b in range(3):
             g = scale if len(scale) == 1 else scale.unsqueeze(1)
             codes, scales = reference.quantize_blocks(a[b], NVFP4, g)
             assert_same_bytes("codes", q[b], codes)
-            assert_same_bytes("scales", unswizzle(sf[b].view(256, 8), L, 130, 5), scales)
+            assert_same_bytes("scales", unswizzle(sf[b].view(256, 24), L, 130, 21), scales)
             assert int(sf[b].count_nonzero()) == int(scales.count_nonzero())
 
 
@@ -72,14 +72,19 @@ def test_grouped_outputs_are_views_in_the_published_order(device: str) -> None:
 
 
 def test_experts_apply_swiglu_first(device: str) -> None:
-    a = batch(2, 20, 2 * 96, torch.float16).clamp(-200, 200)
+    a = batch(2, 20, 2 * 96, torch.float16)
+    a[..., :96] = far_gates(a[..., :96])
+    a = a.clamp(-200, 200)
     scale, mask = torch.tensor([0.5, 0.25]), torch.tensor([20, 11], dtype=torch.int32)
     q, sf = silu_and_mul_scaled_nvfp4_experts_quantize(a.to(device), mask.to(device), scale.to(device))
     assert q.shape == (20, 48, 2) and sf.shape == (32, 4, 1, 4, 2, 2)
     for b, rows in enumerate((20, 11)):
-        codes, _ = reference.quantize_blocks(reference.silu_and_mul(a[b, :rows]), NVFP4, scale[b])
+        codes, scales = reference.quantize_blocks(reference.silu_and_mul(a[b, :rows]), NVFP4, scale[b])
         differ = (q[:rows, :, b].cpu() != codes).float().mean()
         assert differ <= 2e-3  # ex2.approx; see test_fp4_quantize.py
+        row, col = torch.meshgrid(torch.arange(rows), torch.arange(6), indexing="ij")
+        written = sf.view(torch.uint8).cpu()[row % 32, row % 128 // 32, row // 128, col % 4, col // 4, b]
+        assert (written != scales).float().mean() <= 1e-2
 
 
 def test_bad_arguments_are_named() -> None:

@@ -59,8 +59,10 @@ def assert_same_memory(got: PagedCache, want: PagedCache) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_slots(layout: str, arrangement: str, device: str) -> None:
-    """Pages of 8, 5 and 1, in every arrangement; two rows more than slots; nothing else changes."""
-    for page_size, heads, d, index_dtype in ((8, 2, 64, torch.int64), (5, 3, 32, torch.int32), (1, 1, 64, torch.int64)):
+    """Pages of 8, 5 (whose parts begin at odd addresses) and 1, in every arrangement; two rows more than slots; nothing
+    else changes.
+    """
+    for page_size, heads, d, index_dtype in ((8, 2, 64, torch.int64), (5, 3, 48, torch.int32), (1, 1, 64, torch.int64)):
         k, v = tokens(9, heads, d), tokens(9, heads, d, 1)
         slots = [2, -1, 0, 12 * page_size - 1, page_size + 3, -7, 4 * page_size + 1]
         cache, want = (paged_cache(12, page_size, heads, (d, d), layout, arrangement, x) for x in (device, "cpu"))

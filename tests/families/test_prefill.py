@@ -14,7 +14,7 @@ from jitfp4.families.attention.operation import ATTENTION, KERNEL_PREFILL, Argum
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
 from jitfp4.formats import DType
-from tests.support.attention import Case
+from tests.support.attention import SCATTERED, Case
 
 _SMALL: dict[str, Any] = {"kv_heads": 1, "group": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -64,6 +64,32 @@ CASES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "page": 1,
         "missing": ((0, 0, 3, -1),),
+    },
+    "many_requests": _SMALL
+    | {
+        "cache": torch.float8_e4m3fn,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "head_dim": 64,
+        "lengths": (41, *(1 + at % 5 for at in range(36))),
+        "q_lens": (20, *(1,) * 36),
+    },
+    "scattered": SCATTERED,
+    "scattered_interleaved": SCATTERED
+    | {
+        "page": 4,
+        "v_scale_layout": "interleaved4",
+        "kv_layout": "NHD",
+        "missing": tuple((0, at % 2, at, -1) for at in range(1, 35, 3)),
+    },
+    "scattered_bf16": SCATTERED | {"cache": torch.bfloat16},
+    "scattered_e4m3": SCATTERED
+    | {
+        "cache": torch.float8_e4m3fn,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "head_dim": 64,
+        "spikes": False,
     },
 }
 # Weights are 16-bit floats and outputs rounded; E4M3 has four significant bits.

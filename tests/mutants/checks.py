@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -15,6 +18,8 @@ from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gemm import wide
+from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -23,7 +28,9 @@ from jitfp4.families.norm.problem import Tactic
 from jitfp4.families.quantize.tables import TABLE_TACTICS
 from jitfp4.formats import MXFP4, NVFP4
 from tests.families import test_attention as attention
+from tests.families import test_attention_wgmma as attention_wgmma
 from tests.families import test_dequantize as dequantize
+from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_fp4_quantize as fp4
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
@@ -31,12 +38,15 @@ from tests.families import test_grouped as grouped
 from tests.families import test_kv_append as append
 from tests.families import test_kv_dequantize as kv_read
 from tests.families import test_kv_quantize as kv_quantize
+from tests.families import test_mm_fp4 as mm_fp4
 from tests.families import test_norm_kernel as norm
+from tests.families import test_prefill as prefill
 from tests.families import test_quantize as quantize
 from tests.mutants.launches import attention_case
+from tests.support.attention import SCATTERED
 from tests.support.compare import poisoned
 from tests.support.gdn import assert_close, case, recurrence
-from tests.support.gemm import assert_product
+from tests.support.gemm import assert_product, assert_weights_come_back
 from tests.support.norm import check, rows_of_all_kinds
 
 Check = Callable[[str], None]
@@ -75,15 +85,31 @@ def _norm(tactic: Tactic, h: int) -> tuple[Check, ...]:
     return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
 
 
-def _full_rows(arch: str) -> None:
+def _full_rows(tactic: Tactic, h: int, *layouts: str) -> Check:
     """Rows that fill their threads."""
-    x = rows_of_all_kinds(3, 1536, F16)
-    with sim.device(arch), RMSNORM.forced(Tactic(3, 1)):
-        check(x, x.flip(0), "both", 16, "e4m3", "cpu")
+
+    def run(arch: str) -> None:
+        x = rows_of_all_kinds(8 if h < 9000 else 3, h, F16)
+        with sim.device(arch), RMSNORM.forced(tactic):
+            for layout in layouts or ("both",):
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+
+    return run
 
 
 def _short_rows(arch: str) -> None:
     norm.test_simulated_kernel(arch, F16, 16, "e4m3")
+
+
+def _rows_by_warps(arch: str) -> None:
+    """The same kernels, with several rows for each CTA, of which some fill the threads."""
+    tactics = ((Tactic(1, 1), (80, 512)), (Tactic(1, 8), (1040, 4096)), (Tactic(2, 8), (4160, 8192)))
+    for tactic, lengths in tactics:
+        with sim.device(replace(Arch.of(arch), num_sms=2)), RMSNORM.forced(tactic):
+            for layout, h in product(norm.LAYOUTS, lengths):
+                x = rows_of_all_kinds(9, h, F16)
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+                check(x, None, "linear" if layout == "both" else layout, 16, "e4m3", "cpu", scale=None)
 
 
 def _gdn(tactic: WalkTactic, head_dim: int, tokens: int, *, update: bool = True) -> Check:
@@ -117,54 +143,98 @@ def _chunk(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
     return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
 
 
-def _attention(tactic: DecodeTactic, **options: Any) -> Check:
+def _attention(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
     def run(arch: str) -> None:
         one = attention_case(**options)
-        with sim.device(replace(Arch.of(arch), num_sms=2)), ATTENTION.forced(tactic):
-            attention.check(one, one.run(), attention._BOUND)
+        with sim.device(replace(Arch.of(arch), num_sms=sms)), ATTENTION.forced(tactic):
+            one.check(one.run(), attention._BOUND)
 
     return run
 
 
 def _decode(**cache: Any) -> tuple[Check, ...]:
-    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests."""
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares."""
     tactic = DecodeTactic(2, 2, 1)
     return (
         _attention(tactic, lengths=(70, 33), **cache),
         _attention(tactic, lengths=(45, 0, 33), window_left=30, with_sinks=True, missing=((0, 0, 1, -1),), **cache),
         _attention(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
         _attention(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
+        _attention(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
+        _attention(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
     )
 
 
-def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
-    def one(m: int, n: int, k: int) -> Check:
+def _prefill(tests: Any, *names: str) -> tuple[Check, ...]:
+    """Cases of test_prefill.py or test_attention_wgmma.py."""
+
+    def one(name: str) -> Check:
         def run(arch: str) -> None:
-            with sim.device(arch), MM_BF16_FP4.forced(tactic):
-                assert_product(m, n, k, **options)
+            with sim.device(arch):
+                case, got = tests.run(name)
+            case.check(got, tests._BOUND)
 
         return run
 
-    return tuple(one(*size) for size in sizes)
+    return tuple(map(one, names))
+
+
+def _mm_fp4(*cases: Any) -> tuple[Check, ...]:
+    """Cases of test_fp4_blockscaled.py."""
+
+    def one(tactic: Any, sms: int, *rest: Any) -> Check:
+        return lambda arch: blockscaled.assert_product(tactic, replace(Arch.of(arch), num_sms=sms), *rest)
+
+    return tuple(one(*case) for case in cases)
+
+
+def _gemm(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+    """Products, and each weight by itself. With two SMs, so that a CTA of the wide kernel has several tiles, and rings
+    of so few slots that each is filled again.
+    """
+
+    def on_few_sms(test: Callable[[], object]) -> Check:
+        def run(arch: str) -> None:
+            few = mock.patch.object(wide, "_MOST_SLOTS", 4)
+            with sim.device(replace(Arch.of(arch), num_sms=2)), MM_BF16_FP4.forced(tactic), few:
+                test()
+
+        return run
+
+    weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
+    return (*(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
 
 
 _INDICES = ((torch.int32,) * 5, (torch.int64, torch.int32, torch.int32, torch.int64, torch.int32))
 _CUTS = (WalkTactic(16, 2, 2, bulk_stores=True), WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True))
 CHECKS: dict[str, Subject] = {
-    "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows)),
-    "norm, eight warps": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 8), 3088)),
-    "norm, cluster": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(2, 16, clustered=True), 16400)),
-    "norm, stream": Subject("norm_rmsnorm_fp4quant", _norm(Tactic(8, 16, stream=True), 9232)),
-    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows,)),
+    "norm, one warp": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(3, 1), 1104), _full_rows(Tactic(3, 1), 1536))),
+    "norm, eight warps": Subject("norm_rmsnorm_fp4quant", (*_norm(Tactic(2, 8), 3088), _full_rows(Tactic(2, 8), 8192))),
+    "norm, cluster": Subject(
+        "norm_rmsnorm_fp4quant",
+        (*_norm(Tactic(2, 16, clustered=True), 16400), _full_rows(Tactic(2, 16, clustered=True), 32768)),
+    ),
+    "norm, stream": Subject(
+        "norm_rmsnorm_fp4quant",
+        (*_norm(Tactic(8, 16, stream=True), 9232), _full_rows(Tactic(8, 16, stream=True), 65536)),
+    ),
+    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (_short_rows, _rows_by_warps)),
     "quantize, vector": Subject(
         "quantize_vector",
         (
             lambda arch: quantize.test_simulated_kernel(arch, TILED, F16),
+            on(fp4.test_one_scale_for_each_row, F16),
             *(on(quantize.test_no_global_scale_tells_kernels_and_reference_apart, x) for x in (0.0, torch.nan, 1e38)),
         ),
     ),
     "quantize, mxfp4": Subject("quantize_vector", (on(fp4.test_mxfp4_is_the_reference, BF16, TILED),)),
-    "quantize, float8": Subject("quantize_vector", (on(fp4.test_float8_input_is_the_reference, TILED),)),
+    "quantize, float8": Subject(
+        "quantize_vector",
+        (
+            on(fp4.test_float8_input_is_the_reference, TILED),
+            on(fp4.test_one_scale_for_each_row, torch.float8_e4m3fn),
+        ),
+    ),
     "quantize, table": Subject(
         "quantize_e4m3",
         (on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),),
@@ -174,7 +244,13 @@ CHECKS: dict[str, Subject] = {
         "quantize_row_scale",
         (on(fp4.test_per_token_is_the_reference, BF16),),
     ),
-    "quantize, silu": Subject("quantize_vector", (on(fp4.test_silu_and_mul_is_the_reference_but_for_exp, F16),)),
+    "quantize, silu": Subject(
+        "quantize_vector",
+        (
+            on(fp4.test_silu_and_mul_is_the_reference_but_for_exp, BF16),
+            on(fp4.test_silu_keeps_the_sign_of_zero_and_its_tail),
+        ),
+    ),
     "quantize, tensor maps": Subject(
         "quantize_tma", (lambda arch: fp4.test_tma_kernel_is_the_reference(arch, BF16, TILED),)
     ),
@@ -184,21 +260,37 @@ CHECKS: dict[str, Subject] = {
     ),
     "quantize, experts": Subject("quantize_grouped", (on(grouped.test_experts_apply_swiglu_first),)),
     "dequantize": Subject("quantize_dequantize", (lambda arch: dequantize.test_simulated_kernel(arch, TILED, BF16),)),
-    "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16),)),
-    "kv, slots": Subject("kv_quantize", (on(append.test_slots, "NHD", "pair"), on(append.check_wild))),
+    "kv, rows": Subject("kv_quantize", (on(kv_quantize.test_rows, BF16), on(kv_quantize.test_paged_cache, "HND", 5))),
+    "kv, slots": Subject(
+        "kv_quantize",
+        (
+            on(append.test_slots, "NHD", "pair"),
+            on(append.test_slots, "HND", "one page"),
+            on(append.test_interleaved_scales_of_v, "NHD"),
+            on(append.check_wild),
+        ),
+    ),
     "kv, positions": Subject(
         "kv_quantize", (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild))
     ),
-    "kv, read": Subject("kv_dequantize", (on(kv_read.test_paged, "HND", "pair", BF16),)),
+    "kv, read": Subject(
+        "kv_dequantize",
+        (
+            on(kv_read.test_paged, "HND", "pair", BF16),
+            on(kv_read.test_paged, "NHD", "one page", BF16),
+            on(kv_read.test_interleaved_scales_of_v, (64, 64)),
+            on(kv_read.check_wild),
+        ),
+    ),
     "kv, read rows": Subject("kv_dequantize", (on(kv_read.test_flat, F16),)),
     "gdn, one token": Subject(
         "gdn_delta_rule", (_gdn(WalkTactic(16, 2, 2), 64, 1), _gates(WalkTactic(16, 2, 2), 64, 1))
     ),
     "gdn, bulk stores": Subject(
-        "gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 3, update=False), _gates(_CUTS[0], 64, 3))
+        "gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 6, update=False), _gates(_CUTS[0], 64, 3))
     ),
     "gdn, v in shared memory": Subject(
-        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 3, update=False), _gates(_CUTS[1], 64, 3))
+        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 6, update=False), _gates(_CUTS[1], 64, 3))
     ),
     "gdn, pools": Subject("gdn_delta_rule", (gdn.test_simulated_pools_strides_and_orders,)),
     "gdn, chunk": Subject(
@@ -219,16 +311,51 @@ CHECKS: dict[str, Subject] = {
     "attention, nvfp4": Subject("attention_decode", _decode()),
     "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
     "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
+    "prefill, nvfp4": Subject("attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")),
+    "prefill, interleaved": Subject(
+        "attention_prefill", _prefill(prefill, "ragged_interleaved", "scattered_interleaved")
+    ),
+    "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
+    "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3", "many_requests")),
+    "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "scattered", "ragged"), ("sm_90a",)),
     "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
     "gemm, narrow split": Subject(
         "gemm_narrow",
-        _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4, dtype=F16),
+        _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4),
     ),
     "gemm, wide split": Subject(
-        "gemm_wide", _gemm(WideTactic(64, 1, 2, 2), (70, 72, 416), block_format=NVFP4), ("sm_90a",)
+        "gemm_wide", _gemm(WideTactic(64, 1, 2, 2), (70, 72, 416), (40, 200, 1536)), ("sm_90a",)
     ),
     "gemm, wide divided": Subject(
-        "gemm_wide", _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), block_format=MXFP4), ("sm_90a",)
+        "gemm_wide",
+        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (70, 264, 1536), block_format=MXFP4),
+        ("sm_90a",),
     ),
-    "gemm, wide cluster": Subject("gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160)), ("sm_90a",)),
+    "gemm, wide cluster": Subject(
+        "gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536)), ("sm_90a",)
+    ),
+    "mm_fp4, portable": Subject(
+        "gemm_portable",
+        (
+            on(lambda device: mm_fp4.test_formats_layouts_and_dtypes(device, NVFP4, TILED, BF16)),
+            on(mm_fp4.test_every_e4m3_scale),
+            on(mm_fp4.test_strides),
+        ),
+        ("sm_90a", "sm_120a"),
+    ),
+    "mm_fp4, K = 64": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(blockscaled.K64_CASES[0], (K64Tactic(64, 1, 2), 1, 1050, 72, 64, NVFP4, BF16)),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 64 in pairs": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2100, 72, 64, MXFP4, BF16)),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 96": Subject(
+        "gemm_blockscaled_k96",
+        _mm_fp4(blockscaled.K96_CASES[0], (K96Tactic(64, 1, 2, 2), 1, 1050, 72, 64, NVFP4, BF16)),
+        ("sm_103a",),
+    ),
 }

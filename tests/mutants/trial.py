@@ -52,14 +52,14 @@ class Module:
         return [pc for pc, instr in enumerate(load(self.ptx, self.entry).module.code) if any(mutants(pc, instr))]
 
     def sample(self, count: int) -> list[Mutant]:
-        """Mutants of ``count`` executed instructions, the same in every process; more of them begin with fewer."""
+        """Mutants of ``count`` executed instructions, the same in every process and whatever else is executed; more of
+        them begin with fewer.
+        """
         order = np.random.default_rng(zlib.crc32(f"{self.kernel} {self.arch}".encode()))
         code = load(self.ptx, self.entry).module.code
-        found = []
-        for pc in order.permutation([pc for pc in self.computing if pc in self.executed])[:count]:
-            several = list(mutants(int(pc), code[pc]))
-            found.append(several[int(order.integers(len(several)))])
-        return found
+        several = {pc: list(mutants(pc, code[pc])) for pc in self.computing}
+        chosen = {pc: several[pc][int(order.integers(len(several[pc])))] for pc in several}
+        return [chosen[pc] for pc in order.permutation(self.computing).tolist() if pc in self.executed][:count]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ Known = dict[tuple[str, str, str, str], str]
 def known_survivors() -> Known:
     """What is known of survivors, by kernel (* is every one), instruction, change and CUDA line.
 
-    It says whether the mutant is ``equivalent``, lives in a ``gap`` of its family's tests, or is ``open``.
+    It says whether the mutant is ``equivalent`` (no input that is allowed tells it apart, but by a rounding that the
+    tests allow), lives in a ``gap`` of its family's tests, or is ``open``: not understood.
     """
     with SURVIVORS.open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -337,45 +337,4 @@ GLOBAL = [
         args=ints(32, 32),
         block=32,
     ),
-    Case(
-        name="CTA that ends while its neighbour reads its memory",
-        section="CUDA C++ Programming Guide: Distributed Shared Memory; barrier.cluster",
-        source="""
-        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
-          __shared__ int cells[64]; const int t = threadIdx.x;
-          cells[t] = x[t] + blockIdx.x;
-          cluster_sync();
-          unsigned from; int v;
-          asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + t)), "r"(cluster_rank() ^ 1));
-          asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-          y[64 * blockIdx.x + t] = v;
-          PIECE
-        }
-        """,
-        right="cluster_sync();",
-        message="a CTA ends while others",
-        args=ints(64, 128),
-        grid=2,
-    ),
-    Case(
-        name="cluster barrier with a relaxed arrival",
-        section="barrier.cluster: .relaxed",
-        source="""
-        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
-          __shared__ int cells[64]; const int t = threadIdx.x;
-          cells[t] = x[t] + blockIdx.x;
-          asm volatile("PIECE; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-          unsigned from; int v;
-          asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + t)), "r"(cluster_rank() ^ 1));
-          asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-          y[64 * blockIdx.x + t] = v;
-          cluster_sync();
-        }
-        """,
-        right="barrier.cluster.arrive.release.aligned",
-        wrong="barrier.cluster.arrive.relaxed.aligned",
-        message="unordered write by another warp",
-        args=ints(64, 128),
-        grid=2,
-    ),
 ]

@@ -79,6 +79,25 @@ def test_named_barriers_hand_over_between_warps() -> None:
     assert (y == np.arange(31, -1, -1) ** 2).all()
 
 
+def test_arrivals_alone_complete_a_barrier() -> None:
+    """Nobody waits: the last arrival begins the barrier anew, for the hand-over that follows."""
+    source = """
+    extern "C" __global__ void kernel(int* y) {
+      __shared__ int cells[64];
+      asm volatile("bar.arrive 2, 64;" ::: "memory");
+      cells[threadIdx.x] = threadIdx.x;
+      if (threadIdx.x < 32) asm volatile("bar.arrive 2, 64;" ::: "memory");
+      else {
+        asm volatile("bar.sync 2, 64;" ::: "memory");
+        y[threadIdx.x - 32] = cells[threadIdx.x - 32];
+      }
+    }
+    """
+    y = np.full(32, -1, np.int32)
+    launch(source, [y], block=64, races=True)
+    assert (y == np.arange(32)).all()
+
+
 def test_barrier_reductions() -> None:
     body = "setp.gt.u32 %p, %a, 99; bar.red.popc.u32 %d, 0, %p; bar.red.or.pred %q, 1, !%p; @%q add.u32 %d, %d, 1000;"
     a = np.random.default_rng(1).integers(0, 200, 512, dtype=np.uint32)

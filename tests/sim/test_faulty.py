@@ -11,12 +11,13 @@ from jitfp4 import sim
 from jitfp4.errors import SimError
 from tests.sim.cuda import compiled
 from tests.sim.faulty import GLOBAL, PROXIES, Case
+from tests.sim.faulty_clusters import CLUSTERS
 from tests.sim.faulty_maps import TENSOR_MAPS
 from tests.sim.faulty_matrix import MATRIX
 
 pytestmark = [pytest.mark.sim, pytest.mark.compile]
 
-CASES = [*PROXIES, *GLOBAL, *MATRIX, *TENSOR_MAPS]
+CASES = [*PROXIES, *GLOBAL, *CLUSTERS, *MATRIX, *TENSOR_MAPS]
 
 
 def run(case: Case, piece: str, **options: object) -> list[Any]:

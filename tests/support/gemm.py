@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,15 @@ def assert_product(
     assert mm_bf16_fp4(a, weight, alpha, bias, out=out) is out
     assert_close(out, a, weight, alpha, bias)
     return out
+
+
+def assert_weights_come_back(
+    n: int, k: int, block_format: BlockFormat, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> None:
+    """Rows with a single one give the weight, exactly: no rounding hides a wrong bit."""
+    weight = make_weight(n, k, block_format, device)
+    out = mm_bf16_fp4(torch.eye(k, dtype=dtype, device=device), weight)
+    assert torch.equal(out.double(), weight.dequantize().double().T)
 
 
 def assert_close(
@@ -116,3 +126,18 @@ def assert_fp4_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha:
     error = (out.cpu().double() - matmul(a, b, alpha, None)).abs()
     bound = error_bound(a, b, alpha, None, out.dtype)
     assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
+
+
+def check_graph_replay(chain: Callable[[], torch.Tensor]) -> None:
+    """Calls that each need the one before give in a graph, replayed again and again, what they give one by one."""
+    want = chain()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = chain()
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)

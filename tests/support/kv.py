@@ -60,7 +60,7 @@ def paged_cache(
         typed = k_sf.view(torch.float8_e4m3fn), v_sf.view(torch.float8_e4m3fn)
         return PagedCache((k, v), typed, layout, (k, v, k_sf, v_sf))
     widths = [w for d in dims for w in (d // 2, d // 16)]
-    memory = filled(pages, page_size * heads * sum(widths) + 16)
+    memory = filled(pages, page_size * heads * sum(widths) + 15)
     parts, start = [], 0
     for width in widths:
         size = page_size * heads * width

@@ -62,6 +62,20 @@ def test_a_fault_names_the_line_of_the_source(tmp_path: Path) -> None:
     assert run(*arguments, "--no-races").exit_code == 0
 
 
+def test_a_kernel_that_does_not_end_is_given_up(tmp_path: Path, kernel: Path) -> None:
+    spins = tmp_path / "spins.ptx"
+    source = 'extern "C" __global__ void spins(volatile int* flag) { while (!*flag) {} }'
+    spins.write_text(compile_ptx(source, Arch.of("sm_90a"), symbol="spins"))
+    assert run(spins, "i32[1]=1", "--limit", 1000).exit_code == 0
+    result = run(spins, "i32[1]", "--limit", 1000)
+    assert result.exit_code == 1
+    assert "SimLimitError: still runs after" in result.stdout
+    arguments = (kernel, "--block", "64", "f32[64]", "f32[64]", 64, 0.5)
+    issued = json.loads(run(*arguments, "--json").stdout)["issued"]
+    assert issued > 0 and run(*arguments, "--limit", issued).exit_code == 0
+    assert run(*arguments, "--limit", 0).exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

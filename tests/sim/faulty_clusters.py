@@ -1,0 +1,97 @@
+"""The same of clusters: their barrier, and shared memory and mbarriers of another CTA."""
+
+from __future__ import annotations
+
+from tests.sim.faulty import Case, ints
+
+_LIFETIME = "CUDA C++ Programming Guide: Distributed Shared Memory; barrier.cluster"
+_ARRIVALS = """
+extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+  __shared__ __align__(8) uint64 b; const int t = threadIdx.x;
+  if (t == 0) init(&b, 64);
+  cluster_sync();
+  unsigned to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(&b)), "r"(cluster_rank() ^ 1));
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(to) : "memory");
+  y[64 * blockIdx.x + t] = x[t];
+  END
+}
+"""
+"""Nobody waits for the arrivals: the CTAs have to leave together."""
+
+CLUSTERS = [
+    Case(
+        name="CTA that ends while its neighbour reads its memory",
+        section=_LIFETIME,
+        source="""
+        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+          __shared__ int cells[64]; const int t = threadIdx.x;
+          cells[t] = x[t] + blockIdx.x;
+          cluster_sync();
+          unsigned from; int v;
+          asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + t)), "r"(cluster_rank() ^ 1));
+          asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+          y[64 * blockIdx.x + t] = v;
+          PIECE
+        }
+        """,
+        right="cluster_sync();",
+        message="a CTA ends while others",
+        args=ints(64, 128),
+        grid=2,
+    ),
+    Case(
+        name="cluster barrier with a relaxed arrival",
+        section="barrier.cluster: .relaxed",
+        source="""
+        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+          __shared__ int cells[64]; const int t = threadIdx.x;
+          cells[t] = x[t] + blockIdx.x;
+          asm volatile("PIECE; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+          unsigned from; int v;
+          asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + t)), "r"(cluster_rank() ^ 1));
+          asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+          y[64 * blockIdx.x + t] = v;
+          cluster_sync();
+        }
+        """,
+        right="barrier.cluster.arrive.release.aligned",
+        wrong="barrier.cluster.arrive.relaxed.aligned",
+        message="unordered write by another warp",
+        args=ints(64, 128),
+        grid=2,
+    ),
+    Case(
+        name="CTA that ends before its neighbour has arrived at its mbarrier",
+        section=_LIFETIME + "; mbarrier.arrive on shared::cluster",
+        source=_ARRIVALS,
+        right="cluster_sync();",
+        message="CTA that has exited|a CTA ends while others",
+        ends=False,  # an access to a CTA that is gone ends the context
+        args=ints(64, 128),
+        grid=2,
+        extra={"END": "PIECE"},
+    ),
+    Case(
+        name="CTA that does not wait for the end of its neighbour's arrivals",
+        section=_LIFETIME + "; mbarrier.arrive on shared::cluster",
+        source=_ARRIVALS,
+        right="barrier.cluster.wait.acquire.aligned;",
+        message="a CTA ends while others",
+        ends=False,
+        args=ints(64, 128),
+        grid=2,
+        extra={"END": 'asm volatile("barrier.cluster.arrive.release.aligned; PIECE" ::: "memory");'},
+    ),
+    Case(
+        name="CTA that ends behind a relaxed arrival of its neighbour",
+        section="barrier.cluster: .relaxed; mbarrier.arrive on shared::cluster",
+        source=_ARRIVALS,
+        right="barrier.cluster.arrive.release.aligned",
+        wrong="barrier.cluster.arrive.relaxed.aligned",
+        message="a CTA ends while others",
+        args=ints(64, 128),
+        grid=2,
+        extra={"END": 'asm volatile("PIECE; barrier.cluster.wait.acquire.aligned;" ::: "memory");'},
+    ),
+]
