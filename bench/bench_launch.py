@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,16 +26,20 @@ TORCH, TRITON = "torch in-place add", "Triton kernel, 7 arguments"
 Call = Callable[[], object]
 
 
-def host_us(call: Call) -> float:
-    """Median over rounds of the mean host microseconds per call; the queue is drained between rounds."""
-    rounds = []
+def host_us(calls: Mapping[str, Call]) -> dict[str, float]:
+    """Median over rounds of the mean host microseconds per call; the queue is drained between rounds.
+
+    Each round has every call, so that none has the slow clocks of the first ones to itself.
+    """
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS + 2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append(1e6 * (time.perf_counter() - start) / CALLS)
-    return statistics.median(rounds[2:])
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            rounds[name].append(1e6 * (time.perf_counter() - start) / CALLS)
+    return {name: statistics.median(times[2:]) for name, times in rounds.items()}
 
 
 def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor) -> Call | None:
@@ -93,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     out = parser.parse_args().out
-    us = {name: host_us(call) for name, call in calls().items() if call is not None}
+    us = host_us({name: call for name, call in calls().items() if call is not None})
     rows = [
         {
             "call": name,

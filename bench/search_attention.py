@@ -18,20 +18,25 @@ from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import Tactic
-from jitfp4.families.attention.tables import PREFILL_TACTICS
-from jitfp4.families.attention.wgmma import TILES, WgmmaTactic
-from jitfp4.tuning import GRAPH_BYTES, time_us
+from jitfp4.operation import Observed, observed
+from jitfp4.tuning import on_gpu, time_us
 
-LOADS = ((1, 1024), (1, 8192), (16, 1024), (16, 8192), (256, 1024), (64, 8192), (16, 131072))
+LOADS = (
+    *((1, 1024), (1, 8192), (16, 1024), (1, 131072), (16, 8192)),
+    *((256, 1024), (64, 8192), (16, 131072), (256, 8192)),
+)
 POOL_BYTES = 6 << 30
 PREFILL_CELLS = (("HND", 4096), ("HND", 512), ("NHD", 2048))  # layout and new tokens
+PREFILL_REPLAYS = 5
 SIDES = {
-    ("nvfp4", "HND", 64): ((12, 3, 1), (10, 3, 1), (8, 3, 1), (8, 4, 1), (6, 3, 2), (4, 3, 3), (4, 4, 2)),
-    ("nvfp4", "NHD", 16): ((12, 3, 1), (8, 3, 1, 8), (8, 4, 1, 8), (12, 3, 1, 4), (4, 3, 3)),
+    ("nvfp4", "HND", 64): ((12, 3, 1), (16, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (4, 3, 3)),
+    ("nvfp4", "NHD", 16): (
+        *((12, 3, 1), (8, 3, 1), (8, 2, 1), (4, 3, 3)),
+        *((8, 3, 1, 8), (16, 2, 1, 8), (8, 2, 2, 8), (12, 3, 1, 4), (8, 3, 1, 4), (4, 3, 3, 4)),
+    ),
     ("fp8", "HND", 64): ((6, 3, 1), (4, 4, 1), (4, 5, 1), (8, 2, 1), (3, 3, 2)),
-    ("bf16", "HND", 64): ((4, 3, 1), (3, 4, 1), (5, 2, 1), (2, 3, 2), (6, 2, 1)),
+    ("bf16", "HND", 64): ((4, 3, 1), (6, 2, 1), (5, 2, 1), (3, 2, 2), (2, 3, 2)),
 }
 
 
@@ -57,30 +62,25 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
             }
 
 
-def prefill_tactics() -> Iterator[WgmmaTactic | PrefillTactic]:
-    """Every cut on warpgroup products, possible or not, and those of the table on mma.sync."""
-    for turns, teams, producers, tile, stages in itertools.product((True, False), (2, 3), (1, 2), TILES, (2, 3, 4)):
-        yield WgmmaTactic(teams, producers, tile, stages, turns)
-    yield from PREFILL_TACTICS
-
-
 def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
-    """Cuts of many query rows: the first cell is all products, the others have few items or many tokens for each."""
-    for cell, tactic in itertools.product(cells(), prefill_tactics()):
+    """Cuts of many query rows: the first cells are all products, the others have few items or many tokens for each."""
+    for cell in cells():
         if (cell.case.kv_layout, cell.q_len) not in PREFILL_CELLS:
             continue
-        try:
-            with ATTENTION.forced(tactic):
-                us = time_us(lambda cell=cell: call(cell, pool), GRAPH_BYTES)  # type: ignore[misc]
-        except ArgumentError:  # it does not fit
-            continue
-        yield cell.case._asdict() | {
-            "q_len": cell.q_len,
-            "kernel": type(tactic).__name__,
-            "tactic": " ".join(f"{name}={value}" for name, value in asdict(tactic).items()),
-            "us": round(us, 2),
-            "tflops": round(1e6 * cell.tflop / us, 1),
-        }
+        seen: list[Observed] = []
+        with observed(seen.append):
+            call(cell, pool)()
+        tactics = list(ATTENTION.candidates(seen[0].problem, seen[0].target.arch))
+        with on_gpu(seen[0], tactics) as measured:
+            for tactic in tactics:
+                us = measured(tactic, PREFILL_REPLAYS)
+                yield cell.case._asdict() | {
+                    "q_len": cell.q_len,
+                    "kernel": type(tactic).__name__,
+                    "tactic": " ".join(f"{name}={value}" for name, value in asdict(tactic).items()),
+                    "us": round(us, 2),
+                    "tflops": round(1e6 * cell.tflop / us, 1),
+                }
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from tests.support.sample import beside_the_sample
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", dest="whole", help="run every case and full counts, not samples")
+    parser.addoption("--kernel-cache", type=Path, metavar="DIR", help="keep the kernels that tests compile there")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: what they choose is sampled
@@ -82,9 +83,9 @@ def shared_ptx(run_folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared_cache(run_folder: Path) -> Path:
+def shared_cache(run_folder: Path, request: pytest.FixtureRequest) -> Path:
     """One cache for the kernels that tests compile in order to run them, whichever worker they run in."""
-    folder = run_folder / "cache"
+    folder: Path = request.config.getoption("--kernel-cache") or run_folder / "cache"
     folder.mkdir(exist_ok=True)
     return folder
 

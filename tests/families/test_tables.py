@@ -211,7 +211,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 48, 1.12),
         (MM_BF16_FP4, gemm_wide_cases, 70, 1.11),
-        (ATTENTION, decode_cases, 24, 1.02),
+        (ATTENTION, decode_cases, 27, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),

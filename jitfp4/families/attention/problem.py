@@ -24,12 +24,13 @@ MAX_TOKENS = 1 << 24  # of a request: the kernel divides positions by the page w
 MAX_Q_LEN = 8  # of a decode call
 MAX_GROUP = 16
 MAX_ROWS = 16  # that the decode kernel takes at a time
+COUNTER_BYTES = 1 << 16  # at the start of a workspace; kernels with grids of their own share them
 ROW_BLOCK = 64
 
 _WARP = 32
 _WIDE_WARPS = 8  # of an SM
+_MOST_CTAS = _WARP**2
 _CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
-_COUNTER_BYTES = 4
 
 
 class Cache(StrEnum):
@@ -156,14 +157,19 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results, and for each warp two positions in the work."""
-        of_warp = self.stages * self.stage_bytes + self.part_bytes + 2 * 48 + 4
+        """Shared memory that a CTA uses: rings, results, and for each warp three positions in the work."""
+        of_warp = self.stages * self.stage_bytes + self.part_bytes + 3 * 48 + 4
         return round_up(self.warps * of_warp + 8 + 1, 16)
 
+    @property
+    def counter_bytes(self) -> int:
+        """Where parts begin in a workspace."""
+        return COUNTER_BYTES
+
     def workspace_bytes(self, grid: int) -> int:
-        """A counter for each CTA, then two parts of each: of an item that began before, and of one that goes on."""
+        """Counters, then two parts of each CTA: of an item that began before, and of one that goes on."""
         part = self.head_warps * self.rows * (self.head_dim + 2) * 4
-        return round_up(_COUNTER_BYTES * grid, 16) + 2 * grid * part
+        return COUNTER_BYTES + 2 * grid * part
 
 
 def specialise(problem: Problem, tactic: Tactic) -> Spec:
@@ -178,6 +184,8 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
         return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
     if problem.heads % tactic.head_warps:
         return f"{tactic.head_warps} warps take different heads"
+    if arch.num_sms * tactic.min_ctas > _MOST_CTAS:
+        return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
     shared = specialise(problem, tactic).shared_bytes

@@ -1,12 +1,14 @@
 """Which tactic a problem gets, and the problems that meet every row.
 
 Twelve warps with three tiles in flight each keep an SM's memory busy. Short requests end often: several CTAs then fill
-each other's pauses. Little work is over sooner with fewer parts to add up. Where the rows of a head do not follow each
-other, warps that take the heads of one token use whole sectors of it.
+each other's pauses. Little work is over sooner with fewer parts to add up, and fewer tiles in flight. Where the rows of
+a head do not follow each other, warps take the heads of one token: the scales of four are a sector. Of short requests,
+warps for eight heads did better, and so did three groups of four.
 
-Rows for many query rows have not been measured: they follow from registers, shared memory, and the products of a tile
-for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16. From
-128 rows on sm_90a takes its warpgroup products, by the model in wgmma.py.
+From 128 query rows on sm_90a takes its warpgroup products: three teams of 64 rows share the expansion of K and V. Where
+the rows of a head do not follow each other, two warpgroups load them. Rows for mma.sync have not been measured: they
+follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half as
+often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ TABLE: Table[Any] = Table(
             (Tactic(4, 3, 1), {"cache": Cache.F16}),
         ),
         *rows(
-            (Tactic(8, 3, 1), {"units_per_sm": _FEW_UNITS}),  # measured where rows are packed, assumed elsewhere
+            (Tactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),  # measured where rows are packed, assumed elsewhere
             (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
             (Tactic(12, 3, 1), {"packed": True}),
             (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),
-            (Tactic(8, 3, 1, head_warps=8), {}),
-            (Tactic(12, 3, 1, head_warps=4), {}),
+            (Tactic(8, 3, 1, head_warps=8), {"tiles": _SHORT}),
+            (Tactic(12, 3, 1, head_warps=4), {"tiles": _SHORT}),
+            (Tactic(8, 3, 1, head_warps=4), {}),
             (Tactic(12, 3, 1, head_warps=2), {}),
             (Tactic(12, 3, 1), {}),
             (Tactic(4, 3, 2), {}),
@@ -51,12 +54,11 @@ TABLE: Table[Any] = Table(
         Row(Tactic(4, 2, 1)),
         Row(Tactic(2, 2, 1)),
         Row(Tactic(1, 2, 1)),
-        # Many query rows, wgmma: by model, not measured
+        # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.BF16}),
-            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.F16}),
-            (WgmmaTactic(turns=True), {"head_dim": 128}),
+            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "packed": False}),
+            (WgmmaTactic(teams=3, tile=64, stages=4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=2 * ROW_BLOCK,
         ),
@@ -78,9 +80,14 @@ TABLE: Table[Any] = Table(
 TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, Tactic)))
 PREFILL_TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, PrefillTactic)))
 
-WGMMA_TACTICS = (
-    *dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
-    WgmmaTactic(teams=3, tile=64, stages=3),
+WGMMA_TACTICS = tuple(
+    dict.fromkeys(
+        (
+            *(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
+            *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
+            *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
+        )
+    )
 )
 
 
@@ -97,6 +104,7 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, page, *loads[2], head_dim=256)
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
+    yield _problem(arch, Pages.HALVES, *loads[1], packed=False, heads=4)
     yield _problem(arch, Pages.HALVES, 4096, _MANY_UNITS, packed=False)
     yield _problem(arch, Pages.HALVES, *loads[2], two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[2], cache=Cache.E4M3, rows=16)
@@ -111,6 +119,7 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=64)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, two_tables=True)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, packed=False)
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
         yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache)
 

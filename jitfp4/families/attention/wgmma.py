@@ -1,21 +1,20 @@
 """The prefill kernel of sm_90a's warpgroup products: how it can be cut, where it runs, and how it is launched.
 
-By model, not measured: what a tile of t tokens and r query rows costs an SM at d = 128. The tensor cores take r * t / 8
-cycles (256 * r * t multiplications and additions, 2048 a cycle), 2048 for 128 x 128. Beside that run, four instructions
-a cycle, as the machine code of that tile counts them:
+What a tile of t tokens and r query rows costs an SM at d = 128. The tensor cores take r * t / 8 cycles (256 * r * t
+multiplications and additions, 2048 a cycle), 1536 for 192 x 64. Beside that run, four instructions a cycle, as the
+machine code counts them for 192 x 64:
 
-- the expansion of NVFP4 by four producer warps, 930 instructions each: 3.6 for an element of K or V (1.9 make float16
-  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers). 930 cycles of issue;
-- the softmax, 490 instructions in each of eight consumer warps: 7.7 for a score (1 each for maximum, exponent, power of
-  two and sum, 0.5 to round it, the rest are descriptors and barriers). 980 cycles of issue, and 1024 of the unit for
-  powers of two;
-- shared memory, 128 bytes a cycle: for a token, a warpgroup reads 640 bytes and the producers write 512: 1792 cycles.
+- the expansion of NVFP4 by four producer warps, 430 instructions each: 3.4 for an element of K or V (1.9 make float16
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers);
+- the softmax, 226 instructions in each of twelve consumer warps: 7.1 for a score (1 each for exponent, power of two and
+  sum, 0.5 each for the maximum and to round it, the rest are descriptors and barriers), and 256 cycles of the unit for
+  powers of two.
 
-So 128 rows take 93 % of the issue slots and 88 % of shared memory at the full rate of the tensor cores, and 60 % and
-57 % at the 0.65 of it that cuDNN's attention reaches. With 64 rows the expansion alone would take 90 % of the slots.
-With 192 rows it falls to 30 %, but registers leave room for tiles of 64 tokens only, for which queries are read twice
-as often; selection takes 128. What a producer has of the next tile is on its way for one tile's time, 2048 cycles or
-more, which covers the latency of memory. 16-bit caches are copied past registers, by a warpgroup each for K and V.
+That is 72 % of the issue slots at the full rate of the tensor cores. An H200 reaches 0.5 to 0.6 of that rate: a warp
+issues an instruction every five to ten cycles, as accumulators pass through the register file beside it, and teams wait
+a fifth of the time for their turn, which another team keeps until its products are queued. What a lane works out for
+each row that it expands (page, address, scales) weighs so much that one or two lanes take a row, although their loads
+coalesce less.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jitfp4.formats import DType
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-TILES = (64, 96, 128)
+TILES = (64, 128)
 _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
@@ -129,9 +128,6 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
         return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
-    lanes = 32 // min(4, problem.head_dim * problem.cache.bits // 128)
-    if tactic.tile % (4 * lanes):
-        return f"four producer warps take {lanes} tokens each at a time"
     return None
 
 

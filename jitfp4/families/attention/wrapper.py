@@ -11,10 +11,9 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, factor
-from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
+from jitfp4.families.attention.problem import CACHES, COUNTER_BYTES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.tensors import CODE_DTYPES, check_dtype
 
-_COUNTER_BYTES = 1 << 16  # at the start of the workspace
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
 
@@ -77,7 +76,7 @@ class PagedWrapper:
             self._workspace = checks.check_workspace(workspace, workspace)
         except ArgumentError as error:
             raise renamed(error, _NAMES) from None
-        self._workspace[:_COUNTER_BYTES].zero_()
+        self._workspace[:COUNTER_BYTES].zero_()
         self._kv_layout, self._v_scale_layout = kv_layout, "interleaved4" if backend == "trtllm-gen" else "linear"
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None

@@ -1,5 +1,5 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":3,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":2,"two_tables":false,"warps":8}
 //
 // Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
 // own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax of its own, and
@@ -422,7 +422,7 @@ constexpr bool kPacked      = true;  // rows of a page and head follow each othe
 constexpr bool kTwoTables   = false;  // K and V have pages of their own
 constexpr int  kWarps       = 8;
 constexpr int  kHeadWarps   = 1;  // take the same tokens for different KV heads
-constexpr int  kStages      = 3;
+constexpr int  kStages      = 2;
 constexpr int  kMinCtas     = 1;  // on an SM, that registers must suffice for
 
 constexpr int   kTile     = 32;  // tokens
@@ -513,6 +513,12 @@ struct Request {
   __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
 };
 
+// a / b of numbers that are not negative, soon where it is 0 or a, as it mostly is
+__device__ __forceinline__ int quotient(int a, int b) {
+  if (a < b) return 0;
+  return b == 1 ? a : a / b;
+}
+
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
@@ -521,9 +527,17 @@ struct Segment {
   int left;         // units of this CTA behind the segment
 
   // The KV head of the `i`th of the warps that share tokens
-  __device__ __forceinline__ int head(int i) const { return item / request.row_blocks * kHeadWarps + i; }
-  __device__ __forceinline__ int first_row() const { return item % request.row_blocks * kRows; }
+  __device__ __forceinline__ int head(int i) const { return quotient(item, request.row_blocks) * kHeadWarps + i; }
+  __device__ __forceinline__ int first_row() const {
+    return (item - quotient(item, request.row_blocks) * request.row_blocks) * kRows;
+  }
   __device__ __forceinline__ bool whole() const { return count == request.tiles; }
+  // Where this warp's first tile begins. Warps take turns from one segment to the next, as if it were one piece.
+  __device__ __forceinline__ int first_token() const {
+    const int turn = int(threadIdx.x) / kWarp / kHeadWarps;
+    return (request.first_tile + tile + (left + count - turn + kTokenWarps) % kTokenWarps) * kTile;
+  }
+  __device__ __forceinline__ int end_token() const { return (request.first_tile + tile + count) * kTile; }
 
   __device__ __forceinline__ bool next(const Operands& p) {
     if (left == 0) return false;
@@ -547,6 +561,22 @@ __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   if (threadIdx.x % kWarp == 0) own = s;
   __syncwarp();
   return true;
+}
+
+// Brings line i of some bytes to L2.
+__device__ __forceinline__ void prefetch_line(const void* from, int64 bytes, int i) {
+  constexpr int kLine = 128;
+  if (int64(i) * kLine < bytes) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8*>(from) + int64(i) * kLine));
+  }
+}
+
+// What every CTA begins with is on its way to L2 while the kernel before ends. Nothing is read, which it may yet write.
+__device__ __forceinline__ void prefetch_inputs(const Operands& p) {
+  const int line = blockIdx.x * kThreads + threadIdx.x;
+  prefetch_line(p.seq_lens, int64(p.batch) * 4, line);
+  prefetch_line(p.tables, (p.page_ends ? int64(p.max_pages) : int64(p.batch) * p.table_stride) * 4, line);
+  prefetch_line(p.q, p.total_q * p.q_token_stride * int64(sizeof(Query)), line);
 }
 
 struct Shares {
@@ -617,8 +647,8 @@ __device__ __forceinline__ bool find_share(
   first.b = s.b;
   first.request.load(p, first.b);
   const int inside = share.begin - s.before, mine = min(share.size, total - share.begin);
-  first.item  = inside / first.request.tiles;
-  first.tile  = inside % first.request.tiles;
+  first.item  = quotient(inside, first.request.tiles);
+  first.tile  = inside - first.item * first.request.tiles;
   first.count = min(first.request.tiles - first.tile, mine);
   first.left  = mine - first.count;
   if (lane == 0) now = ahead = first;
@@ -717,9 +747,8 @@ class Producer {
   __device__ __forceinline__ void enter() {
     const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16, warp = threadIdx.x / kWarp;
     const int head = segment_.head(warp % kHeadWarps);
-    const int first = (segment_.request.first_tile + segment_.tile) * kTile;
-    token_  = first + warp / kHeadWarps * kTile;
-    end_    = first + segment_.count * kTile;
+    token_  = segment_.first_token();
+    end_    = segment_.end_token();
     tokens_ = segment_.request.tokens;
     table_  = p_.tables + segment_.request.table;
     k_ = p_.k + head * p_.k_head_stride + row * k_token_stride() + chunk;
@@ -1185,7 +1214,7 @@ constexpr float kLog2E = 1.44269504f;
 
 constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // of eight neighbours
 
-// From products to powers of two, for the two columns of this lane in each block
+// From products to powers of two, for the two columns of this lane in each block: positive
 struct Scales { float x[kBlocks][2]; };
 
 // The rows as they are stored: on their way while the last segment is written.
@@ -1198,8 +1227,9 @@ struct RawQueries {
     for (int n = 0; n < kBlocks; ++n) {
       const int  row  = s.first_row() + 8 * n + g;
       const bool used = row < s.request.q_len * p.group;
-      const Query* from = p.q + (s.request.q_begin + row / p.group) * p.q_token_stride +
-                          (head * p.group + row % p.group) * p.q_head_stride;
+      const int  token = quotient(row, p.group);
+      const Query* from = p.q + (s.request.q_begin + token) * p.q_token_stride +
+                          (head * p.group + row - token * p.group) * p.q_head_stride;
 #pragma unroll
       for (int w = 0; w < kQueryWords; ++w) {
 #pragma unroll
@@ -1226,7 +1256,7 @@ struct RawQueries {
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      float factor = 1.0f, inverse = 1.0f;
+      float factor = 1.0f, inverse = 1.0f;  // the factor gets the sign of the unit
       if constexpr (!kIsBf16<Mma>) {
         float amax = 0.0f, v[8];
 #pragma unroll
@@ -1240,6 +1270,7 @@ struct RawQueries {
         const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
         factor = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
       }
+      factor = copysignf(factor, unit);
 #pragma unroll
       for (int w = 0; w < kQueryWords; ++w) {
         float v[8];
@@ -1251,7 +1282,10 @@ struct RawQueries {
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scales.x[n][i] = unit * __shfl_sync(~0u, inverse, (2 * c + i) * 4);
+      for (int i = 0; i < 2; ++i) {
+        const float scale = fabsf(unit) * __shfl_sync(~0u, inverse, (2 * c + i) * 4);
+        scales.x[n][i] = scale == 0.0f ? 0x1p-126f : scale;
+      }
     }
   }
 };
@@ -1263,7 +1297,7 @@ struct RawQueries {
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 
-using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each, in powers of two
+using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each; in powers of two when multiplied by Scales
 
 struct State {
   float reference[kBlocks][2];
@@ -1284,7 +1318,7 @@ struct State {
   }
 
   // Moves references up where an exponent leaves too little room.
-  __device__ __forceinline__ void keep_above(const Logits& x) {
+  __device__ __forceinline__ void keep_above(const Logits& x, const Scales& scales) {
     float most = kNone, top[kBlocks][2];
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -1293,7 +1327,7 @@ struct State {
         top[n][i] = fmaxf(x[0][n][i], x[0][n][i + 2]);
 #pragma unroll
         for (int u = 1; u < kSubs; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[u][n][i], x[u][n][i + 2]));
-        const float over = top[n][i] - reference[n][i];
+        const float over = fmaf(top[n][i], scales.x[n][i], -reference[n][i]);
         most = n + i == 0 ? over : fmaxf(most, over);
       }
     }
@@ -1307,6 +1341,7 @@ struct State {
         for (int distance = 4; distance < kWarp; distance *= 2) {
           next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
         }
+        next *= scales.x[n][i];
         next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
         const float factor = ptx::ex2_approx(reference[n][i] - next);
         reference[n][i] = next;
@@ -1323,7 +1358,7 @@ struct Span {
   int first, end;
 
   __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
-    end   = r.tokens - r.q_len + min(row / p.group, r.q_len - 1) + 1;
+    end   = r.tokens - r.q_len + min(quotient(row, p.group), r.q_len - 1) + 1;
     first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
   }
 };
@@ -1350,7 +1385,8 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int 
 #pragma unroll
       for (int u = 0; u < 2 * kSubs; ++u) {
         const int token = g + u * 8, at = start + token;
-        if (at < span.first || at >= span.end || absent >> token & 1) x[u / 2][n][u % 2 * 2 + i] = -kFltMax;
+        const bool seen = at >= span.first && at < span.end && !(absent >> token & 1);
+        if (!seen) x[u / 2][n][u % 2 * 2 + i] = __uint_as_float(0xFF800000u);
       }
     }
   }
@@ -1361,25 +1397,16 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int 
 // ---- attention/combine -----------------------------------------------------
 // Parts of a softmax, each against a reference of its own, become one: those of the warps in shared memory, those of
 // the CTAs that share an item in the workspace, where the last one to arrive adds them up in the order of the tokens.
+// Of many CTAs, the parts of each group are added up first, and then the groups' sums: reading all parts would take one
+// CTA long.
 constexpr int kPitch = kHeadDim + 4;  // of a row in shared memory: its pieces start in different banks
 constexpr int kLines = kHeadWarps * kRows;  // of a CTA: the query rows of all its heads
 constexpr int kQuads = kLines * kHeadDim / 4;
+constexpr int kMostLines = 8 * kWarp;  // of all parts that one CTA adds up in one step
 
 struct Part {
   float o[kRows][kPitch];
   float reference[kRows], sum[kRows];
-};
-
-// The workspace: a counter for each CTA, then the parts. Every CTA has two: of an item that began before it, and of one
-// that goes on after it.
-struct Slot {
-  float* p;
-  __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
-      : p(reinterpret_cast<float*>(operands.workspace + ceil_div(gridDim.x * 4, 16) * 16) +
-          (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
-  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
-  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
-  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kHeadDim + 1) + line; }
 };
 
 struct Quad {
@@ -1387,6 +1414,24 @@ struct Quad {
   float4 o;
   __device__ __forceinline__ void add(float f, float4 other) {
     o = {fmaf(f, other.x, o.x), fmaf(f, other.y, o.y), fmaf(f, other.z, o.z), fmaf(f, other.w, o.w)};
+  }
+};
+
+// The workspace: counters of kernels of any size, which are zero between launches, then the parts. A CTA has two of
+// each: counters of the item that begins there and of the group that ends there, and parts of an item that began before
+// it and of one that goes on after it.
+constexpr int kCounterBytes = 65536;
+struct Slot {
+  float* p;
+  __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
+      : p(reinterpret_cast<float*>(operands.workspace + kCounterBytes) +
+          (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
+  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
+  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
+  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kHeadDim + 1) + line; }
+  __device__ __forceinline__ void put(const Quad& quad, int line, int dim) const {
+    *reinterpret_cast<float4*>(o(line, dim)) = quad.o;
+    if (dim == 0) *reference(line) = quad.reference, *sum(line) = quad.sum;
   }
 };
 
@@ -1403,8 +1448,9 @@ __device__ __forceinline__ void store_out(Out* out, float4 v) {
 __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
   const int block_row = s.first_row() + line % kRows;
   if (block_row >= s.request.q_len * p.group) return;
-  const int   head = s.head(line / kRows) * p.group + block_row % p.group;
-  const int64 at   = int64(s.request.q_begin + block_row / p.group) * p.kv_heads * p.group + head;
+  const int   token = quotient(block_row, p.group);
+  const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
+  const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
   float factor = 1.0f;
   if (p.sinks) {
     const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, quad.reference);
@@ -1463,102 +1509,138 @@ __device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int li
   return quad;
 }
 
-// What the last CTA works out first: each line's reference and sum, and factors of as many parts as there is space for.
-struct Merge {
-  static constexpr int kParts = (sizeof(Part) * kWarps / 4 - 2 * kLines) / kLines;
-  float reference[kLines], sum[kLines];
-  float factors[kLines][kParts];
+// Parts that one CTA adds up: those of every `step`th CTA up to `last`, which is one of them.
+struct Round {
+  int first;  // where the item begins
+  int begin, step, last;
+
+  __device__ __forceinline__ int count() const { return (last - begin) / step + 1; }
+  __device__ __forceinline__ Slot slot(const Operands& p, int i) const {
+    const int cta = min(begin + (i + 1) * step - 1, last);
+    return Slot(p, cta, cta == first);
+  }
 };
 
-// The parts of the CTAs first to last, which share an item, to its outputs
-__device__ __forceinline__ void merge(const Operands& p, const Segment& s, int first, int last, Merge& m) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+// What a CTA works out first: each line's reference and sum, and the factors of its parts.
+struct Merge {
+  float reference[kLines], sum[kLines], factors[kLines][kWarp];
+};
+
+// The parts of a round, no more than a warp has lanes, to the outputs of its item, or to the last of them
+__device__ __forceinline__ void merge(
+    const Operands& p, const Segment& s, const Round& round, bool finishes, Merge& m) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, count = round.count();
   for (int line = warp; line < kLines; line += kWarps) {
-    float top = kNone;
-#pragma unroll 4
-    for (int cta = first + lane; cta <= last; cta += kWarp) {
-      top = fmaxf(top, ptx::ld_f32(Slot(p, cta, cta == first).reference(line)));
+    float reference = kNone, sum = 0.0f;
+    if (lane < count) {
+      const Slot slot = round.slot(p, lane);
+      reference = ptx::ld_f32(slot.reference(line)), sum = ptx::ld_f32(slot.sum(line));
     }
+    float top = reference;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-    if (lane == 0) m.reference[line] = top, m.sum[line] = 0.0f;
+    const float factor = ptx::ex2_approx(reference - top);
+    sum *= factor;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    m.factors[line][lane] = factor;
+    if (lane == 0) m.reference[line] = top, m.sum[line] = sum;
   }
-  constexpr int kEach = (kQuads + kThreads - 1) / kThreads;  // of a thread
-  float4 o[kEach] = {};
-  for (int begin = first; begin <= last; begin += Merge::kParts) {
-    const int end = min(begin + Merge::kParts, last + 1);
-    __syncthreads();
-    for (int line = warp; line < kLines; line += kWarps) {
-      float sum = 0.0f;
-#pragma unroll 4
-      for (int cta = begin + lane; cta < end; cta += kWarp) {
-        const Slot slot(p, cta, cta == first);
-        const float f = ptx::ex2_approx(ptx::ld_f32(slot.reference(line)) - m.reference[line]);
-        m.factors[line][cta - begin] = f;
-        sum = fmaf(f, ptx::ld_f32(slot.sum(line)), sum);
-      }
-#pragma unroll
-      for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-      if (lane == 0) m.sum[line] += sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int quad = threadIdx.x + i * kThreads, line = quad / (kHeadDim / 4), dim = quad % (kHeadDim / 4) * 4;
-      if (quad >= kQuads) break;
+  __syncthreads();
+  for (int quad = threadIdx.x; quad < kQuads; quad += kThreads) {
+    const int line = quad / (kHeadDim / 4), dim = quad % (kHeadDim / 4) * 4;
+    Quad sum = {m.reference[line], m.sum[line], {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll 8
-      for (int cta = begin; cta < end; ++cta) {
-        const uint4 v = ptx::ld<uint4>(Slot(p, cta, cta == first).o(line, dim));
-        const float f = m.factors[line][cta - begin];
-        o[i] = {fmaf(f, __uint_as_float(v.x), o[i].x), fmaf(f, __uint_as_float(v.y), o[i].y),
-                fmaf(f, __uint_as_float(v.z), o[i].z), fmaf(f, __uint_as_float(v.w), o[i].w)};
-      }
+    for (int i = 0; i < count; ++i) {
+      const uint4 v = ptx::ld<uint4>(round.slot(p, i).o(line, dim));
+      sum.add(m.factors[line][i],
+              {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
     }
+    if (finishes) finish(p, s, sum, line, dim);
+    else round.slot(p, count - 1).put(sum, line, dim);
   }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int quad = threadIdx.x + i * kThreads, line = quad / (kHeadDim / 4);
-    if (quad < kQuads) finish(p, s, {m.reference[line], m.sum[line], o[i]}, line, quad % (kHeadDim / 4) * 4);
+}
+
+// Counts this CTA, which has written its part. Returns whether `others` had come before.
+__device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& last) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = ptx::atom_add_acq_rel(counter, 1) == uint32(others);
+    if (last) *counter = 0;  // for the next launch
   }
+  __syncthreads();
+  return last;
+}
+
+// Whole items are added up by a few warps, the settlers, each after its next tile: meanwhile, others need not wait.
+constexpr int kSettlers = kWarps / 3, kFirstSettler = kWarps - kSettlers;
+enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
+
+namespace ptx {
+// Count a warp among the threads that barrier i of the CTA waits for; it goes on, or waits with the others.
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+__device__ __forceinline__ void settle(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
+  ptx::barrier_sync(kUnsettled, kThreads);
+  for (int i = threadIdx.x - kFirstSettler * kWarp; i < kQuads; i += kSettlers * kWarp) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+  }
+  ptx::barrier_arrive(kSettled, kThreads);
+  ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
 }
 
 // The parts of a segment's warps to the outputs of its item, or to the workspace.
 __device__ __forceinline__ void combine(
     const Operands& p, const Segment& s, int item_begin, int share, Part (&parts)[kWarps], bool& last) {
-  const int first = item_begin / share, end = (item_begin + s.request.tiles - 1) / share;
+  const int first = quotient(item_begin, share), end = (item_begin + s.request.tiles - 1) / share, cta = blockIdx.x;
   for (int i = threadIdx.x; i < kQuads; i += kThreads) {
     const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
     const Quad quad = sum_of_warps(parts, line, dim);
-    if (s.whole()) {
-      finish(p, s, quad, line, dim);
-    } else {
-      const Slot slot(p, blockIdx.x, int(blockIdx.x) == first);
-      *reinterpret_cast<float4*>(slot.o(line, dim)) = quad.o;
-      if (dim == 0) *slot.reference(line) = quad.reference, *slot.sum(line) = quad.sum;
-    }
+    if (s.whole()) finish(p, s, quad, line, dim);
+    else Slot(p, cta, cta == first).put(quad, line, dim);
   }
   if (s.whole()) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32* counter = reinterpret_cast<uint32*>(p.workspace) + first;
-    last = ptx::atom_add_acq_rel(counter, 1) == uint32(end - first);
-    if (last) *counter = 0;  // for the next launch
-  }
-  __syncthreads();
   static_assert(sizeof(Merge) <= sizeof(Part) * kWarps, "in place of the parts");
-  if (last) merge(p, s, first, end, reinterpret_cast<Merge&>(parts));
+  const int count = end - first + 1;
+  int group = 1;
+  if (count * kLines > kMostLines) {
+    do group *= 2;
+    while (group * group < count);
+  }
+  Round round = {first, first, 1, end};
+  if (group > 1) {
+    round.begin = first + (cta - first) / group * group;
+    round.last  = min(round.begin + group - 1, end);
+  }
+  uint32* counters = reinterpret_cast<uint32*>(p.workspace);
+  uint32* counter  = counters + (group > 1 ? gridDim.x + round.last : first);
+#pragma unroll 1
+  while (comes_last(counter, round.count() - 1, last)) {
+    const bool finishes = round.begin == first && round.last == end;
+    merge(p, s, round, finishes, reinterpret_cast<Merge&>(parts));
+    if (finishes) break;
+    round   = {first, first, group, end};
+    counter = counters + first;
+  }
 }
-
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
   alignas(16) uint8 ring[kWarps][kStages][kStageBytes];
   Part   parts[kWarps];
   Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
+  Segment done[kWarps];  // whose parts wait to be added up
   Shares shares;
   bool   last;
 };
 
-static_assert(sizeof(Shared) == 146096, "the launch counts on it");
+static_assert(sizeof(Shared) == 109488, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
@@ -1566,18 +1648,11 @@ __device__ __forceinline__ void attend(const Operands& p, const Segment& s, cons
                                        State& state) {
   Logits x;
 #pragma unroll
-  for (int u = 0; u < kSubs; ++u) {
-    scores(stage, 16 * u, lane, q, x[u]);
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[u][n][i] *= scales.x[n][i % 2];
-    }
-  }
+  for (int u = 0; u < kSubs; ++u) scores(stage, 16 * u, lane, q, x[u]);
   const uint32 absent = *reinterpret_cast<const uint32*>(stage + kAbsentAt);
   uint32 present = ~0u;
   if (absent != 0 || !inner.has(start)) present = mask(p, s, start, absent, x);
-  state.keep_above(x);
+  state.keep_above(x, scales);
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) {
     Values v(stage, 16 * u, lane);
@@ -1587,7 +1662,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Segment& s, cons
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[u][n][i] = ptx::ex2_approx(x[u][n][i] - state.reference[n][i % 2]);
+        x[u][n][i] = ptx::ex2_approx(fmaf(x[u][n][i], scales.x[n][i % 2], -state.reference[n][i % 2]));
         state.sum[n][i % 2] += x[u][n][i];
       }
 #pragma unroll
@@ -1656,21 +1731,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
       int(v_table)};
   const int warp = threadIdx.x / kWarp;
 
-  if constexpr (kHasPdl) ptx::griddep_wait();
+  if constexpr (kHasPdl) {
+    prefetch_inputs(p);
+    ptx::griddep_wait();
+  }
   Share share;
   Segment& now = s.now[warp];
   if (!find_share(p, s.shares, share, now, s.ahead[warp])) return;
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   Producer ahead(p, s.ahead[warp], ptx::shared_address(s.ring[warp]));
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) ahead.issue(i);
   const Lane lane;
   const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
   RawQueries raw;
   raw.load(p, now);
   int stage = 0, begin = share.begin;
-  bool more;
+  bool more, unsettled = false;
   do {
     Queries queries;
     Scales scales;
@@ -1678,22 +1756,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     raw.convert(unit, queries, scales);
     state.clear();
     const Inner inner(p, now.request);
-    const int first = (now.request.first_tile + now.tile) * kTile, end = first + now.count * kTile;
+    const int end = now.end_token();
 #pragma unroll 1
-    for (int start = first + warp / kHeadWarps * kTile; start < end; start += kTokenWarps * kTile) {
+    for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
       ptx::copy_wait<kStages - 2>();
       __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
       ahead.issue(stage == 0 ? kStages - 1 : stage - 1);
       attend(p, now, inner, lane, s.ring[warp][stage], start, queries, scales, state);
       stage = stage == kStages - 1 ? 0 : stage + 1;
+      if (kSettlers > 0 && unsettled && warp >= kFirstSettler) {
+        settle(p, s.done[warp], s.parts);
+        unsettled = false;
+      }
     }
-    __syncthreads();  // the parts of the last segment have been read
+    if (unsettled) {
+      if (warp >= kFirstSettler) settle(p, s.done[warp], s.parts);
+      else ptx::barrier_sync(kSettled, kThreads);
+    }
     put(state, s.parts[warp]);
     Segment next = now;
     more = next.next(p);
     if (more) raw.load(p, next);
-    __syncthreads();
-    combine(p, now, begin - now.tile, share.size, s.parts, s.last);
+    unsettled = kSettlers > 0 && more && now.whole();
+    if (!unsettled) {
+      __syncthreads();
+      combine(p, now, begin - now.tile, share.size, s.parts, s.last);
+      if (more) __syncthreads();
+    } else if (warp < kFirstSettler) {
+      ptx::barrier_arrive(kUnsettled, kThreads);
+    } else if (threadIdx.x % kWarp == 0) {
+      s.done[warp] = now;
+    }
     begin += now.count;
     __syncwarp();
     if (more && threadIdx.x % kWarp == 0) now = next;

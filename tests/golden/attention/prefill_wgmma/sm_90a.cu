@@ -1,5 +1,5 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","stages":2,"teams":2,"tile":128,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","stages":4,"teams":3,"tile":64,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -345,28 +345,22 @@ namespace ptx {
 __device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
-// d = a b, or d += a b, of 64 rows by 16 and 128 rows by 16, both in shared memory.
+// d = a b, or d += a b, of 64 rows by 16 and 64 rows by 16, both in shared memory.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4)
 // + 2 t + i % 2. It belongs to the tensor cores until a wait.
-__device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64 a, uint64 b, bool add) {
+__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64 a, uint64 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
-               "  setp.ne.b32 add, %66, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+               "  setp.ne.b32 add, %34, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, %64, %65, add, 1, 1, 0, 0;\n"
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, add, 1, 1, 0, 0;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
         , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-        , "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-        , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-        , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "l"(a), "l"(b), "r"(int32(add)));
 }
 // d += a b of 64 rows by 16 in registers and 16 rows by 128 in shared memory. a[i] is row 16 w + g + 8 (i % 2),
@@ -414,9 +408,9 @@ using Mma   = f16;  // what K, V, the queries and the weights are in products
 constexpr int  kHeadDim     = 128;
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
-constexpr int  kTile        = 128;   // tokens
-constexpr int  kTeams       = 2;  // consumer warpgroups
-constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
+constexpr int  kTile        = 64;   // tokens
+constexpr int  kTeams       = 3;  // consumer warpgroups
+constexpr int  kStages      = 4;  // tiles of K, and of V, in shared memory
 constexpr bool kTurns       = true;  // teams start their products in turn
 constexpr int  kProducers   = 1;  // producer warpgroups: one for K and V, or one for each
 
@@ -424,7 +418,7 @@ constexpr int kTeamRows  = 64;
 constexpr int kRows      = kTeams * kTeamRows;
 constexpr int kConsumers = kTeams * 128;  // threads
 constexpr int kThreads   = kConsumers + kProducers * 128;
-constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+constexpr int kProducerRegisters = 64, kConsumerRegisters = 144;
 
 constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr int kBlocks     = kHeadDim / 64;  // of columns: 128 bytes of 16-bit floats
@@ -439,7 +433,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint32  absent[kStages][kTile / 32];  // a bit for each token without a page
   Barrier full[2][kStages], empty[2][kStages];
 };
-static_assert(sizeof(Shared) == 164864, "the launch counts on it");
+static_assert(sizeof(Shared) == 181248, "the launch counts on it");
 
 enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
 
@@ -684,20 +678,22 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 
 // ---- attention/expand ------------------------------------------------------
 // Tiles of K and V on their way from pages to shared memory, as 16-bit floats in rows of 128 bytes with the 128-byte
-// swizzle. A warp takes kGroup tokens at a time, each lane 16 bytes of one: eight lanes with neighbouring tokens write
-// to all banks. What it has of the next tile is on its way while it waits for a free one.
-constexpr int kUnits  = kRowBytes / 16;            // of a row
-constexpr int kAcross = kUnits < 4 ? kUnits : 4;   // of a row that a warp takes at a time
-constexpr int kGroup  = kWarp / kAcross;           // tokens
-constexpr int kPasses = kUnits / kAcross;
-constexpr int kWarps  = 4;                         // that take a tile: a warpgroup
-constexpr int kLoads  = kTile / (kGroup * kWarps);
+// swizzle. A warp takes kGroup tokens at a time, a lane 16 bytes of one in each pass: eight lanes with neighbouring
+// tokens write to all banks. What it has of the next tile is on its way while it waits for a free one.
+constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
+constexpr int  kUnits  = kRowBytes / 16;             // of a row
+constexpr int  kShared = kIsHalf ? 4 : 128 / kTile;  // lanes that share a row: few, as each works out where it lies
+constexpr int  kAcross = kUnits < kShared ? kUnits : kShared;
+constexpr int  kGroup  = kWarp / kAcross;            // tokens
+constexpr int  kPasses = kUnits / kAcross;
+constexpr int  kApart  = kIsHalf ? kAcross : 1;      // units from one pass to the next
+constexpr int  kWarps  = 4;                          // that take a tile: a warpgroup
+constexpr int  kLoads  = kTile / (kGroup * kWarps);
 static_assert(kLoads * kGroup * kWarps == kTile, "every warp takes as many tokens");
 
 // As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
 // 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
-constexpr bool  kIsNvfp4 = kCacheBits == 4;
-constexpr float kUnit    = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
+constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
 
 namespace ptx {
 // Code i of a word is the low half of pair i / 2 where i is even, else the high one.
@@ -787,18 +783,20 @@ struct Tile {
 class Tiles {
  public:
   __device__ __forceinline__ explicit Tiles(const Operands& p)
-      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page) {}
+      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page), own_(Tile::token_of(0)) {}
 
   __device__ __forceinline__ bool next(Tile& tile) {
     if (left_ == 0) {
       if (!items_.next(item_)) return false;
       left_ = item_.tiles(), start_ = item_.start;
+      fetch_queries();
     }
     const int32* table = p_.tables + item_.request.table;
     tile.head = item_.head;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int  token  = start_ + Tile::token_of(i), column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+      const int  token  = start_ + own_ + i * (kWarps * kGroup);
+      const int  column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
       const bool inside = token >= item_.first && token < item_.end;
       tile.slot[i] = token - column * p_.page;
       tile.page[i] = inside ? table[column] : -1;
@@ -809,10 +807,23 @@ class Tiles {
   }
 
  private:
+  // To L2, some tiles before the consumers need them.
+  __device__ __forceinline__ void fetch_queries() const {
+    constexpr int kLines = (kHeadDim * sizeof(Query) + 127) / 128;
+    for (int i = ptx::thread_index() % (kWarps * kWarp); i < kRows * kLines; i += kWarps * kWarp) {
+      const int row = item_.row + i / kLines;
+      if (row >= item_.request.q_len * p_.group) break;
+      const Query* q = p_.q + int64(item_.request.q_begin + row / p_.group) * p_.q_token_stride +
+                       (item_.head * p_.group + row % p_.group) * p_.q_head_stride;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i % kLines * (128 / sizeof(Query))));
+    }
+  }
+
   const Operands& p_;
   Items items_;
   Item  item_;
   const uint32 inverse_;
+  const int own_;  // a lane's first token of a tile
   int left_ = 0, start_;
 };
 
@@ -820,11 +831,11 @@ class Tiles {
 template <Side kSide> class Raw {
  public:
   __device__ __forceinline__ void load(const Operands& p, const Tile& tile) {
-    const uint8* base   = keep((kSide == kValues ? p.v + tile.head * p.v_head_stride
-                                                 : p.k + tile.head * p.k_head_stride) + unit() * 16);
+    const uint8* base = keep((kSide == kValues ? p.v + tile.head * p.v_head_stride
+                                               : p.k + tile.head * p.k_head_stride) + first_unit() * 16);
     const uint8* scales = keep((kSide == kValues ? p.v_scales + tile.head * p.v_scales_head_stride
                                                  : p.k_scales + tile.head * p.k_scales_head_stride) +
-                               (kByFour ? 0 : 2 * unit()));
+                               first_unit() * (kByFour ? 0 : 2));
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool   there = tile.has(p, i);
@@ -832,8 +843,12 @@ template <Side kSide> class Raw {
 #pragma unroll
       for (int j = 0; j < kPasses; ++j) {
         bytes_[i][j] = {0, 0, 0, 0};
-        if (there) bytes_[i][j] = ptx::ld_once(from + j * kAcross * 16);
-        if constexpr (kIsNvfp4) scales_[i][j] = there ? load_scales(p, tile, scales, i, j) : 0;
+        if (there) bytes_[i][j] = ptx::ld<uint4>(from + j * kApart * 16);
+      }
+      if constexpr (kIsNvfp4) {
+#pragma unroll
+        for (int j = 0; j < kScaleWords; ++j) scales_[i][j] = 0;
+        if (there) load_scales(p, tile, scales, i);
       }
     }
   }
@@ -845,7 +860,7 @@ template <Side kSide> class Raw {
       for (int j = 0; j < kPasses; ++j) {
         const uint32 words[4] = {bytes_[i][j].x, bytes_[i][j].y, bytes_[i][j].z, bytes_[i][j].w};
         uint32 two = 0;
-        if constexpr (kIsNvfp4) two = decode_scales(scales_[i][j]);
+        if constexpr (kIsNvfp4) two = decode_scales(scales_of(i, j));
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
@@ -858,27 +873,30 @@ template <Side kSide> class Raw {
   // 16-bit floats stay what they are: no registers in between.
   __device__ __forceinline__ static void copy(const Operands& p, const Tile& tile, uint32 to) {
     const uint8* base = (kSide == kValues ? p.v + tile.head * p.v_head_stride
-                                          : p.k + tile.head * p.k_head_stride) + unit() * 16;
+                                          : p.k + tile.head * p.k_head_stride) + first_unit() * 16;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool   there = tile.has(p, i);
       const uint8* from  = row(p, tile, base, i);
 #pragma unroll
       for (int j = 0; j < kPasses; ++j)
-        ptx::copy_or_clear<16, false>(chunk_at(to, i, j, 0), from + j * kAcross * 16, there);
+        ptx::copy_or_clear<16, false>(chunk_at(to, i, j, 0), from + j * kApart * 16, there);
     }
   }
   // Where a lane's first chunk stands in a tile
   __device__ __forceinline__ static uint32 first_chunk() {
-    const int token = Tile::token_of(0), chunk = unit() * kChunks;
+    const int token = Tile::token_of(0), chunk = first_unit() * kChunks;
     return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
   }
 
  private:
   static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
   static constexpr bool kByFour = kSide == kValues && kInterleaved;
+  static constexpr int  kScaleWords = kByFour ? 2 * kPasses : (kPasses + 1) / 2;
 
-  __device__ __forceinline__ static int unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
+  __device__ __forceinline__ static int first_unit() {
+    return ptx::thread_index() % kWarp / 8 % kAcross * (kIsHalf ? 1 : kPasses);
+  }
   // Keeps the compiler from adding it up anew for every row.
   __device__ __forceinline__ static const uint8* keep(const uint8* base) {
     asm volatile("" : "+l"(base));
@@ -889,24 +907,35 @@ template <Side kSide> class Raw {
         ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
     return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
   }
-  __device__ __forceinline__ static uint32 load_scales(
-      const Operands& p, const Tile& tile, const uint8* base, int i, int j) {
+  // The scales of a lane's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
+  // over all blocks of the four: a word for each block.
+  __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile, const uint8* base, int i) {
     const uint8* page = ptx::mad_wide(
         tile.page_of<kSide>(i), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, base);
     const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[i];
-    if constexpr (!kByFour) return ptx::ld<uint16>(ptx::mad_wide(slot, stride, page) + 2 * j * kAcross);
-    // Four tokens' scales of a block are neighbours, in rows of kScaleBytes over all blocks of the four.
-    const int a = 8 * (j * kAcross + unit()) + slot % 4, b = a + 4, group = slot / 4 * 4;
-    const uint32 low = ptx::ld<uint8>(ptx::mad_wide(group + a / kScaleBytes, stride, page) + a % kScaleBytes);
-    return low | ptx::ld<uint8>(ptx::mad_wide(group + b / kScaleBytes, stride, page) + b % kScaleBytes) << 8;
+    if constexpr (!kByFour) {
+      ld_halves<kPasses>(ptx::mad_wide(slot, stride, page), scales_[i]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kScaleWords; ++j) {
+        const int at = 4 * (2 * first_unit() + j);
+        const int row = slot / 4 * 4 + at / kScaleBytes;
+        scales_[i][j] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
+      }
+    }
+  }
+  // Of the two blocks of pass j
+  __device__ __forceinline__ uint32 scales_of(int i, int j) const {
+    if constexpr (!kByFour) return scales_[i][j / 2] >> j % 2 * 16;
+    return __byte_perm(scales_[i][2 * j], scales_[i][2 * j + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
   }
   __device__ __forceinline__ static uint32 chunk_at(uint32 first, int i, int j, int c) {
-    const int chunk = j * kAcross * kChunks + c;
+    const int chunk = j * kApart * kChunks + c;
     return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kWarps * kGroup * 128);
   }
 
   uint4  bytes_[kLoads][kPasses];
-  uint32 scales_[kLoads][kPasses];  // of two blocks
+  uint32 scales_[kLoads][kScaleWords];
 };
 
 // ---- attention/team --------------------------------------------------------
@@ -915,7 +944,6 @@ template <Side kSide> class Raw {
 constexpr float kLog2E = 1.44269504f;
 // A weight is 2^kHeadroom at the maximum that set its reference, which moves only when float16 might not hold a weight.
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
-constexpr float kNone = -0x1p126f;  // the reference before the first token
 
 using Scores  = float[kTile / 2];
 using Weights = uint32[kSteps][4];
@@ -1038,37 +1066,28 @@ struct State {
   Sums  o;
 
   __device__ __forceinline__ void clear() {
-    reference[0] = reference[1] = kNone, sum[0] = sum[1] = 0.0f;
+    reference[0] = reference[1] = sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
   }
 
   // Products to weights. Returns whether references moved: then the sums of outputs must follow.
   __device__ __forceinline__ bool weigh(Scores& s, const Rows& rows) {
-    float top[2] = {s[0], s[2]}, most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    for (int i = 0; i < kTile / 2; ++i) s[i] = fmaf(s[i], rows.scale[i / 2 % 2], -reference[i / 2 % 2]);
+    // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
+    int32 most[2] = {__float_as_int(s[0]), __float_as_int(s[1])};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      top[i] *= rows.scale[i];
-      most = fmaxf(most, top[i] - reference[i]);
+    for (int i = 2; i < kTile / 2; i += 4) {
+      most[0] = max(max(most[0], __float_as_int(s[i])), __float_as_int(s[i + 1]));
+      if (i + 3 < kTile / 2) most[1] = max(max(most[1], __float_as_int(s[i + 2])), __float_as_int(s[i + 3]));
     }
-    const bool moved = __any_sync(~0u, most > kLargest);
-    if (moved) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float next = top[i];
-        next = fmaxf(next, __shfl_xor_sync(~0u, next, 1));
-        next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
-        next = next - reference[i] > kLargest ? next - kHeadroom : reference[i];
-        factor[i] = ptx::ex2_approx(reference[i] - next);
-        reference[i] = next;
-        sum[i] *= factor[i];
-      }
-    }
+    const bool rises = max(most[0], most[1]) > __float_as_int(kLargest);
+    const bool moved = __any_sync(~0u, rises || sum[0] == 0.0f || sum[1] == 0.0f);
+    if (moved) refer(s);
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) {
-      s[i] = ptx::ex2_approx(fmaf(s[i], rows.scale[i / 2 % 2], -reference[i / 2 % 2]));
+      s[i] = ptx::ex2_approx(s[i]);
       sum[i / 2 % 2] += s[i];
     }
     return moved;
@@ -1088,6 +1107,7 @@ struct State {
       const bool used = row < item.request.q_len * p.group;
       sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
       sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      if (sum[i] == 0.0f) reference[i] = -0x1p126f;
       float scale = unit;
       if (p.sinks) {
         const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference[i]);
@@ -1114,6 +1134,30 @@ struct State {
   }
 
  private:
+  // Moves the references of rows with a power above kLargest, or without a weight so far.
+  __device__ __forceinline__ void refer(Scores& s) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float top = s[2 * row], seen = sum[row];
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) {
+        if (i / 2 % 2 == row) top = fmaxf(top, s[i]);
+      }
+#pragma unroll
+      for (int lane = 1; lane < 4; lane *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+        seen += __shfl_xor_sync(~0u, seen, lane);
+      }
+      const bool  fresh = seen == 0.0f && top >= -0x1p126f;
+      const float by    = fresh || top > kLargest ? top - kHeadroom : 0.0f;
+      factor[row] = seen == 0.0f ? 1.0f : ptx::ex2_approx(-by);
+      reference[row] += by, sum[row] *= factor[row];
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) {
+        if (i / 2 % 2 == row) s[i] -= by;
+      }
+    }
+  }
   __device__ __forceinline__ static uint32 encode(float a, float b) {
     if constexpr (sizeof(Out) == 1) return encode_e4m3(a) | uint32(encode_e4m3(b)) << 8;
     else return to_pair<Select<sizeof(Out) == 2, Out, f16>>(a, b);
@@ -1164,10 +1208,9 @@ template <Side kSide> class Producer {
   __device__ __forceinline__ void put(const Ring& ring) {
     if constexpr (kCacheBits < 16) raw_.store(take(ring));
     else ptx::copy_async_wait();
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]);
   }
+  // By one lane, when all lanes have fenced what they put.
+  __device__ __forceinline__ void arrive(const Ring& ring) { ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]); }
 
  private:
   // A slot that everybody is through with: where this lane stores to
@@ -1196,17 +1239,19 @@ __device__ __forceinline__ void produce(const Operands& p, Shared& shared) {
   if constexpr (kHasValues) values.load(tile, ring);
   for (bool more = true; more;) {
     more = tiles.next(tile);
-    Ring next = ring;
-    next.advance();
-    if constexpr (kHasKeys) {
-      keys.put(ring);
-      if (more) keys.load(tile, next);
+    if constexpr (kHasKeys) keys.put(ring);
+    if constexpr (kHasValues) values.put(ring);
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) {
+      if constexpr (kHasKeys) keys.arrive(ring);
+      if constexpr (kHasValues) values.arrive(ring);
     }
-    if constexpr (kHasValues) {
-      values.put(ring);
-      if (more) values.load(tile, next);
+    ring.advance();
+    if (more) {
+      if constexpr (kHasKeys) keys.load(tile, ring);
+      if constexpr (kHasValues) values.load(tile, ring);
     }
-    ring = next;
   }
 }
 
@@ -1218,9 +1263,10 @@ struct Consumer {
   int  team;
   Ring keys, values;
 
-  // s = q k of the next tile; under way until a wait.
-  __device__ __forceinline__ void start_scores(Scores& s) {
+  // s = q k of the next tile; under way until a wait. Returns which of its tokens are absent.
+  __device__ __forceinline__ Absent start_scores(Scores& s) {
     ptx::mbarrier_wait(&shared.full[kKeys][keys.slot], keys.parity);
+    const Absent absent(shared.absent[keys.slot]);
     const uint64 q = ptx::wgmma_matrix(ptx::shared_address(shared.q[team]), kTeamRows * 128);
     const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), kBlockBytes);
     ptx::wgmma_fence();
@@ -1228,6 +1274,7 @@ struct Consumer {
     for (int i = 0; i < kHeadDim / 16; ++i)
       ptx::wgmma_scores(s, q + i / 4 * (kTeamRows * 8) + i % 4 * 2, k + i / 4 * (kBlockBytes / 16) + i % 4 * 2, i > 0);
     ptx::wgmma_commit();
+    return absent;
   }
   // o += weights v of the next tile; under way until a wait.
   __device__ __forceinline__ void start_outputs(Sums& o, const Weights& weights) {
@@ -1254,18 +1301,20 @@ struct Consumer {
   // The scores of the tile at `start` to weights, while outputs of the tile before are under way if there is one.
   template <bool kFirst>
   __device__ __forceinline__ void weigh(
-      const Rows& rows, const Item& item, int start, Scores& s, Weights& weights, State& state) {
-    const Absent absent(shared.absent[keys.slot]);
+      const Rows& rows, const Item& item, int start, const Absent& absent, Scores& s, Weights& weights, State& state) {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     hold(s);
     if (absent.any() || !rows.see_all(start)) rows.mask(p, item.request, start, absent, s);
     release(kKeys, keys);
     const bool moved = state.weigh(s, rows);
     if constexpr (!kFirst) {
-      ptx::wgmma_wait<0>();
-      release(kValues, values);
-      hold(state.o);
-      if (moved) state.move();
+      hold(s);
+      if (start < item.end) {  // always, but the compiler leaves the wait here: products run beside the weights
+        ptx::wgmma_wait<0>();
+        release(kValues, values);
+        hold(state.o);
+        if (moved) state.move();
+      }
     }
     hold(s);
     to_weights(s, weights);
@@ -1276,15 +1325,15 @@ struct Consumer {
     Weights weights;
     int start = item.start;
     take_turn();
-    start_scores(s);
+    const Absent absent = start_scores(s);
     pass_turn();
-    weigh<true>(rows, item, start, s, weights, state);
+    weigh<true>(rows, item, start, absent, s, weights, state);
     for (int left = item.tiles() - 1; left > 0; --left) {
       take_turn();
-      start_scores(s);
+      const Absent absent = start_scores(s);
       start_outputs(state.o, weights);
       pass_turn();
-      weigh<false>(rows, item, start += kTile, s, weights, state);
+      weigh<false>(rows, item, start += kTile, absent, s, weights, state);
     }
     start_outputs(state.o, weights);
     ptx::wgmma_wait<0>();
