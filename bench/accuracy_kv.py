@@ -67,7 +67,7 @@ def inputs(kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/cpu"))
-    rows = []
+    out, rows = parser.parse_args().out, []
     for kind, (name, quantized) in product(OUTLIERS, FORMATS.items()):
         q, k, v = inputs(kind)
         new_k, new_v = quantized(k), quantized(v)
@@ -81,7 +81,7 @@ def main() -> None:
         }
         rows.append({"inputs": kind, "format": name} | {key: round(value, 5) for key, value in errors.items()})
         print(rows[-1])
-    write_results(parser.parse_args().out / "kv_accuracy", rows, stamp())
+    write_results(out / "kv_accuracy", rows, stamp())
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a 
 ``--part search`` measures every tactic that can run a case instead: ``gemm_search.csv``, what the tables were read
 from; ``--part choose`` prints what it says, for each row of the tables the tactics that lose least, anywhere.
 
-A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm, the median of 7
-replays; calls follow each other by programmatic dependent launch, as layers of a model do. ``of_read`` is the time in
-which a kernel that does nothing else reads the same bytes, over the time of the call. Peers, the best FP4 kernel of
-each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19, triton_kernels and gemlite on an
-H200 on 2026-11-22, with the same protocol but without dependent launch, which they do not have.
+A case is a graph of calls on as many copies of the weight as no L2 holds together, in turn for a millisecond at
+least, activations warm, the median of 7 replays; calls follow each other by programmatic dependent launch, as layers
+of a model do. ``of_read`` is the time in which a kernel that does nothing else reads the same bytes, over the time of
+the call. Peers, the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels
+0.1.19, triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch,
+which they do not have.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ SEARCHED_ROWS = (1, 8, 16, 32, 64)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7
+_LEAST_US = 1000.0  # of a graph
 READ = r"""
 extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned int* out, long long vectors) {
   unsigned int seen = 0;
@@ -79,27 +81,41 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned 
 Call = Callable[[], object]
 
 
+class Replay:
+    """A graph of calls, as often all of them as it takes to be long enough. It keeps what the calls write to."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)  # a graph knows addresses only: memory of a tensor that is gone may be unmapped
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            calls[0]()
+            once = self._timed(calls[0])
+            turns = 1 if once > _LEAST_US else -(-int(_LEAST_US / once) // len(calls))
+            self.count = max(1, turns) * len(calls) if once < _LEAST_US else 1
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                for number in range(self.count):
+                    calls[number % len(calls)]()
+
+    def us(self) -> float:
+        """Microseconds of a call, now."""
+        with torch.cuda.stream(self.stream):
+            return self._timed(self.graph.replay) / self.count
+
+    def _timed(self, call: Call) -> float:
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record(self.stream)
+        call()
+        stop.record(self.stream)
+        stop.synchronize()
+        return 1e3 * start.elapsed_time(stop)
+
+
 def replay_us(calls: Sequence[Call]) -> float:
-    """Median microseconds of a call in a graph of them all."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            stop.record(stream)
-            stop.synchronize()
-            times.append(1e3 * start.elapsed_time(stop) / len(calls))
-    return statistics.median(times)
+    """Median microseconds of a call in a graph of them all; the first replay does not count."""
+    replay = Replay(calls)
+    return statistics.median([replay.us() for _ in range(REPLAYS + 1)][1:])
 
 
 def copies_of(size: int) -> int:
@@ -194,14 +210,15 @@ def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
                     continue
                 with MM_BF16_FP4.forced(tactic):
                     us = time_call(a, weights)
-                yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
+                cut = {name: int(value) for name, value in asdict(tactic).items()}
+                yield {"n": n, "k": k, "m": case.m, **cut, "us": round(us, 2)}
 
 
 def choose(path: Path, arch: Arch) -> Iterator[str]:
     """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
-    names = [field.name for field in fields(NarrowTactic)]
     with path.open() as file:
         rows = list(csv.DictReader(file))
+    names = [field.name for field in fields(NarrowTactic) if field.name in rows[0]]
     best: dict[tuple[str, ...], float] = {}
     for row in rows:
         case = row["n"], row["k"], row["m"]

@@ -1,8 +1,8 @@
 """Products of many rows of bf16 activations and NVFP4 weights beside cuBLAS in bf16, on a Hopper GPU.
 
-Run: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number of
-rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table of
-sm_90a was read from.
+Run on a GPU: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number
+of rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table
+of sm_90a was read from.
 
 A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm; calls follow each
 other by programmatic dependent launch. cuBLAS multiplies the same values, dequantised. Both graphs are replayed in
@@ -14,14 +14,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from bench.bench_gemm import LAYERS, copies_of, make_weights
+from bench.bench_gemm import LAYERS, Replay, copies_of, make_weights
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
 from jitfp4 import Fp4Weight, mm_bf16_fp4
@@ -34,39 +34,6 @@ from jitfp4.formats import NVFP4, DType
 ROWS = (64, 128, 256, 512, 2048, 8192)
 REPLAYS = 7
 SEARCH_REPLAYS = 3
-_LEAST_US = 1000.0  # of a graph
-
-Call = Callable[[], object]
-
-
-class Replay:
-    """A graph of calls, as often all of them as it takes to be long enough."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self.stream = torch.cuda.Stream()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            calls[0]()
-            once = self._timed(calls[0])
-            turns = 1 if once > _LEAST_US else -(-int(_LEAST_US / once) // len(calls))
-            self.count = max(1, turns) * len(calls) if once < _LEAST_US else 1
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                for number in range(self.count):
-                    calls[number % len(calls)]()
-
-    def us(self) -> float:
-        """Microseconds of a call, now."""
-        with torch.cuda.stream(self.stream):
-            return self._timed(self.graph.replay) / self.count
-
-    def _timed(self, call: Call) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(self.stream)
-        call()
-        stop.record(self.stream)
-        stop.synchronize()
-        return 1e3 * start.elapsed_time(stop)
 
 
 def medians(replays: Sequence[Replay], turns: int) -> list[float]:

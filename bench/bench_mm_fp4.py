@@ -1,7 +1,7 @@
 """Products of two NVFP4 matrices: every kernel and tactic of mm_fp4 beside cuBLAS in bf16, on the present GPU.
 
-Run: ``python -m bench.bench_mm_fp4 [--out DIR]`` writes ``mm_fp4.csv``, a line for each layer and number of rows: the
-call as selected, cuBLAS in bf16, the arithmetic and the bytes of codes and scales in that time.
+Run on a GPU: ``python -m bench.bench_mm_fp4 [--out DIR]`` writes ``mm_fp4.csv``, a line for each layer and number of
+rows: the call as selected, cuBLAS in bf16, the arithmetic and the bytes of codes and scales in that time.
 
 ``--part kernels [--seconds S]`` measures every tactic that can run a case of FlashInfer's comparison of its sm_100 and
 sm_103 kernels, and writes ``mm_fp4_kernels.csv``: a line for each tactic. It prints the best of each kernel: on an

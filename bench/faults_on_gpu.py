@@ -57,7 +57,7 @@ def main() -> int:
         if case.arch == arch and case.ends:
             rows.append(measure(case, arguments.launches))
             print({name: rows[-1][name] for name in ("case", "wrong_with_the_piece", "wrong_without")}, flush=True)
-    write_results(arguments.out / "faults", rows, stamp())
+    write_results(arguments.out / "sim_faults", rows, stamp())
     return 1 if any(row["wrong_with_the_piece"] for row in rows) else 0
 
 

@@ -23,7 +23,7 @@ from jitfp4.layouts import SfLayout
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("bench/results/cpu"))
-    rows = []
+    out, rows = parser.parse_args().out, []
     for arch, (m, n, k) in product(("sm_100a", "sm_103a"), COMPARED):
         problem = Fp4Problem(NVFP4, SfLayout.layout_128x4, DType.BF16, m, n, k)
         tactic = cheapest(problem, Arch.of(arch))
@@ -32,7 +32,7 @@ def main() -> None:
         rounded = {name: round(value) for name, value in figures.items()}
         rows.append({"arch": arch, "m": m, "n": n, "k": k, "tactic": str(tactic)} | rounded)
         print(rows[-1])
-    write_results(parser.parse_args().out / "mm_fp4_model", rows, stamp())
+    write_results(out / "mm_fp4_model", rows, stamp())
 
 
 if __name__ == "__main__":

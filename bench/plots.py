@@ -74,7 +74,7 @@ def draw_norm(folder: Path) -> None:
             lines(axis, [row for row in measured if row["op"] == op], by="hidden", x="rows", y=field)
             axis.set(xscale="log", xlabel="rows", ylabel=label, title=f"{op}_fp4quant", ylim=(0, None))
     axes[0, 0].legend(fontsize="small", ncols=2)
-    figure.suptitle("bf16 in, NVFP4 out, one H200")
+    figure.suptitle("float16 in, NVFP4 out, one H200")
     save(figure, folder / "norm.png")
 
 

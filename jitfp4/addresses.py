@@ -14,7 +14,7 @@ def meet(first: tuple[int, int], second: tuple[int, int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the first behind its last, gaps included; equal when empty."""
+    """The addresses of a tensor's first byte and of the byte after its last, gaps included; equal when it is empty."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes

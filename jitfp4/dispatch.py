@@ -28,7 +28,7 @@ _empty = _internal("_C._dynamo.guards._empty_strided_cuda")
 
 
 def is_watched() -> bool:
-    """Whether somebody traces, fakes or transforms what torch does now, or might, for all that can be known."""
+    """Whether a tracer, a fake tensor mode or a functorch transform is active, or this torch cannot tell."""
     return _count_modes is None or _transform is None or bool(_count_modes()) or _transform() is not None
 
 
@@ -41,7 +41,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that says of as many tensors whether they have the types, dtypes, shapes, strides and devices of
     these.
     """
-    if _guards is not None and len({*map(id, tensors)}) == len(tensors):  # they refuse one object in two places
+    if _guards is not None and len({*map(id, tensors)}) == len(tensors):  # they refuse a tensor that is given twice
         check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     known = [_facts(tensor) for tensor in tensors]

@@ -99,7 +99,7 @@ def _words(spec: KernelSpec) -> Iterator[str]:
 
 
 def digest(source: str) -> str:
-    """What stands for a source in tables: the first half of its SHA-256."""
+    """The digest of a source in tables: the first half of its SHA-256."""
     return hashlib.sha256(source.encode()).hexdigest()[:32]
 
 

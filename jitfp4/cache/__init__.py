@@ -8,6 +8,7 @@ lock.py      locks with a bounded wait that says what it waits for
 publish.py   stage, sync, rename; quarantine; sweep
 survey.py    which entries a root has, when they were used, what cannot be looked into
 evict.py     limits, least recently used first
+outcome.py   what a look-up or a build gives, and counters
 installed.py layers that were installed as Python packages
 store.py     Cache: find a kernel in the layers or build it once
 catalog.py   Catalog: list, verify, prune, clear
@@ -17,7 +18,8 @@ from jitfp4.cache.catalog import Catalog, Checked, Entry, Size, Verdict
 from jitfp4.cache.entry import Built, EntryFiles, Manifest
 from jitfp4.cache.evict import Limits
 from jitfp4.cache.index import Index
-from jitfp4.cache.store import Cache, CacheInfo, Loaded, Miss, Missed
+from jitfp4.cache.outcome import CacheInfo, Loaded, Miss, Missed
+from jitfp4.cache.store import Cache
 from jitfp4.cache.survey import Use
 
 __all__ = [

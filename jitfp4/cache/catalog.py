@@ -201,7 +201,7 @@ def _may_hold(item: Obstacle, prefix: str) -> bool:
 
 
 def _discard_link(root: int, path: Path) -> None:
-    """Remove what is no folder where one belongs."""
+    """Remove a link or a file that is in the place of a folder."""
     with suppress(OSError, CacheUntrustedError), ExitStack() as stack:
         folder = stack.enter_context(open_below(root, str(path.parent))) if path.parent.name else root
         if not stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -6,15 +6,14 @@ turns it into an exception. What build() raises passes through unchanged, and no
 
 from __future__ import annotations
 
-import enum
 import errno
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from jitfp4.cache.index import Index
 from jitfp4.cache.installed import installed_layers
 from jitfp4.cache.layer import INDEXES, Layer, entry_path
 from jitfp4.cache.lock import Lock, locked, stripe
+from jitfp4.cache.outcome import CacheInfo, Loaded, Miss, Missed
 from jitfp4.cache.publish import check_entry_shared, open_root, publish, quarantine, sweep, write_file
 from jitfp4.cache.tree import exists
 from jitfp4.config import Config
@@ -32,66 +32,9 @@ from jitfp4.keys import Recipe
 
 _PASS_SHARE = 32  # a process looks after the limits each time it has published this fraction of max_bytes
 
-_log = logging.getLogger("jitfp4.cache")
-
-
-class Miss(enum.StrEnum):
-    """Why a lookup found nothing to use; the later members hide the earlier ones when layers disagree."""
-
-    OFF = "off"
-    ABSENT = "absent"
-    TOOLCHAIN = "other toolchain"
-    UNREADABLE = "unreadable"
-    UNTRUSTED = "untrusted"
-    CORRUPT = "corrupt"
-
-
 _BAD = frozenset({Miss.UNREADABLE, Miss.UNTRUSTED, Miss.CORRUPT})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Missed:
-    """A lookup without a result. ``detail`` names what was found and refused, layer by layer."""
-
-    reason: Miss
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A kernel to hand to the driver: exactly these bytes were verified, or came from build().
-
-    ``toolchain`` built it. ``missed`` is None for a hit, else why it had to be built; ``build_ms`` is what that took.
-    """
-
-    cubin: bytes
-    symbol: str
-    toolchain: str | None
-    digest: str
-    root: Path | None = None
-    missed: Missed | None = None
-    build_ms: float = 0.0
-
-    @property
-    def path(self) -> Path | None:
-        """The entry's folder; None when the kernel was built and is only in memory."""
-        return self.root / entry_path(self.digest, self.toolchain) if self.root and self.toolchain else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
-    """Counters of one Cache since it was made. ``misses`` is by Miss value, ``store_errors`` by cause; ``joins`` are
-    misses that another process's build answered, ``lock_timeouts`` those for which the wait was too long."""
-
-    hits: int
-    misses: Mapping[str, int]
-    builds: int
-    publishes: int
-    quarantines: int
-    evictions: int
-    joins: int
-    lock_timeouts: int
-    store_errors: Mapping[str, int]
+_log = logging.getLogger("jitfp4.cache")
 
 
 class Cache:

@@ -192,8 +192,10 @@ def check_kernel(
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 @pytest.mark.parametrize("state_dtype", STATE_TYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int) -> None:
+def test_simulated_kernels(arch: str, state_dtype: torch.dtype, head_dim: int, whole: bool) -> None:
     for number, tactic in enumerate(tactics(head_dim)):
+        if not whole and (number // 2 + number // 8) % 2 == (state_dtype is torch.float32):
+            continue  # a sample: each tactic with one type of states
         dtype = (torch.bfloat16, torch.float16)[number % 2]
         arguments = case(2, 3, 1, 2, head_dim, dtype=dtype, state_dtype=state_dtype, exact_gates=True, seed=number)
         arguments["initial_state_indices"] = torch.tensor([1, -1] if number % 3 == 0 else [1, 0])

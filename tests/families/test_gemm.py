@@ -11,7 +11,7 @@ from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem, rejects
 from jitfp4.families.gemm.tables import TABLE, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.gemm import LINEAR, assert_close, assert_product, make_codes, make_weight
+from tests.support.gemm import LINEAR, assert_close, assert_product, check_graph_replay, make_codes, make_weight
 from tests.support.sample import SIM_ARCHS
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -90,6 +90,7 @@ SIMULATED = (
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
 )
+EARLY = (NarrowTactic(8, 2, 1, 2, 3, 2, early=True), NarrowTactic(16, 1, 5, 2, 4, 1, split=2, early=True))
 
 
 @pytest.mark.sim
@@ -100,6 +101,13 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
     """More chunks than stages, a last CTA with rows to spare, a last chunk that is not whole."""
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):
         assert_product(tactic.tile_m - 3, 72, 672, device="cpu")
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tactic", EARLY, ids=str)
+def test_weights_ahead_of_x(tactic: NarrowTactic) -> None:
+    test_every_cut_without_a_race(tactic, "sm_90a")
 
 
 @pytest.mark.sim
@@ -198,14 +206,4 @@ def test_in_a_graph_and_behind_each_other(block_format: BlockFormat) -> None:
             x = mm_bf16_fp4(x, weight, alpha)
         return x
 
-    want = chain()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = chain()
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, want)
+    check_graph_replay(chain)

@@ -14,7 +14,7 @@ from jitfp4.families.gemm.problem import NarrowTactic, Problem
 from jitfp4.families.gemm.tables import HOPPER, WIDE_TACTICS, problems
 from jitfp4.families.gemm.wide import WideTactic, geometry, rejects, specialise
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from tests.support.gemm import assert_close, assert_product, make_weight
+from tests.support.gemm import assert_close, assert_product, check_graph_replay, make_weight
 
 BF16, F16 = torch.bfloat16, torch.float16
 SIM = [pytest.mark.sim, pytest.mark.compile]
@@ -34,6 +34,8 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
     (WideTactic(256, 2), 200, 136, 160, MXFP4, F16, F16),
+    (WideTactic(32, 2, 2, 4), 29, 136, 672, MXFP4, F16, BF16),
+    (WideTactic(32, 2, divided=True), 40, 264, 416, NVFP4, BF16, F16),
 )
 
 
@@ -53,7 +55,12 @@ def test_cuts_formats_and_dtypes(
         assert_product(m, n, k, block_format, dtype, out_dtype)
 
 
-RACED = (WideTactic(64, 1, 2, 2), WideTactic(64, 2, divided=True), WideTactic(64, 2, cluster=2))
+RACED = (
+    WideTactic(64, 1, 2, 2),
+    WideTactic(64, 2, divided=True),
+    WideTactic(64, 2, cluster=2),
+    WideTactic(32, 1, 2, 2),
+)
 
 
 @pytest.mark.parametrize("tactic", RACED, ids=str)
@@ -118,7 +125,7 @@ def test_why_a_tactic_is_rejected() -> None:
 @pytest.mark.parametrize(
     ("name", "tactic"),
     [
-        ("tile_m", WideTactic(32, 1)),
+        ("tile_m", WideTactic(48, 1)),
         ("depth", WideTactic(64, 1, 3)),
         ("cluster", WideTactic(64, 2, cluster=4)),
         ("split", WideTactic(64, 2, split=9)),
@@ -204,14 +211,4 @@ def test_in_a_graph_and_behind_each_other(m: int) -> None:
 
     for choice in (nullcontext(), MM_BF16_FP4.forced(WideTactic(64, 4, divided=True))):
         with choice:
-            want = chain()
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    got = chain()
-            for _ in range(3):
-                got.zero_()
-                graph.replay()
-                torch.cuda.synchronize()
-                assert torch.equal(got, want)
+            check_graph_replay(chain)

@@ -14,7 +14,14 @@ from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic, rejects
 from jitfp4.families.gemm.fp4_tables import problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
-from tests.support.gemm import Fp4Matrix, assert_fp4_close, assert_fp4_product, make_matrix, swizzled
+from tests.support.gemm import (
+    Fp4Matrix,
+    assert_fp4_close,
+    assert_fp4_product,
+    check_graph_replay,
+    make_matrix,
+    swizzled,
+)
 from tests.support.sass import disassemble
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -328,14 +335,4 @@ def test_in_a_graph_and_behind_each_other() -> None:
             y = mm_fp4(codes, b[0].T, scales, b[1].T, alpha)
         return y
 
-    want = chain()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            got = chain()
-    for _ in range(3):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, want)
+    check_graph_replay(chain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -152,12 +153,27 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 
 
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; as many rows as the kernel for few is meant for."""
-    names = NarrowTactic.__dataclass_fields__
+    """Of bench.bench_gemm, search: bf16 activations, NVFP4 weights; few rows, and tactics that were there already."""
+    names = ("tile_m", "warp_blocks", "row_warps", "groups", "stages", "ctas", "split")
     for (n, k, m), lines in cases(lines_of(MM_BF16_FP4), 3):
-        if int(m) <= 32:
-            measured = {NarrowTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
-            yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+        measured = {NarrowTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+        problem = gemm_problem(n, k, m)
+        if MM_BF16_FP4.select(problem, H200) in measured:
+            yield problem, measured
+
+
+def gemm_variant_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of one run: 1 to 2048 rows, the tactics that were selected before it and others."""
+    kinds = {"gemm/narrow": NarrowTactic, "gemm/wide": WideTactic}
+    with (RESULTS / "h200/gemm_variants.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["kernel"] in kinds]
+    for (n, k, m), group in cases(lines, 3):
+        measured = {kinds[line["kernel"]](**json.loads(line["tactic"])): float(line["us"]) for line in group}
+        yield gemm_problem(n, k, m), measured
+
+
+def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
+    return GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k))
 
 
 def gemm_wide_cases() -> Iterator[tuple[GemmProblem, Measured]]:
@@ -170,7 +186,7 @@ def gemm_wide_cases() -> Iterator[tuple[GemmProblem, Measured]]:
             ): float(line["us"])
             for line in lines
         }
-        yield GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k)), measured
+        yield gemm_problem(n, k, m), measured
 
 
 def decode_cases() -> Iterator[tuple[DecodeProblem, Measured]]:
@@ -209,15 +225,16 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
-        (MM_BF16_FP4, gemm_cases, 48, 1.12),
+        (MM_BF16_FP4, gemm_cases, 39, 1.12),
         (MM_BF16_FP4, gemm_wide_cases, 70, 1.11),
+        (MM_BF16_FP4, gemm_variant_cases, 108, 1.04),
         (ATTENTION, decode_cases, 27, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm wide", "decode", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "gemm wide", "gemm variants", "decode", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

@@ -13,7 +13,9 @@ from tests.faults.sandbox import end_child, start_child
 
 
 def overfill(store: str, root: str, writers: int, limit: int, entry_bytes: int) -> dict[str, object]:
-    """Ten times ``limit`` bytes of kernels from ``writers`` processes, while another reads; then one more publish."""
+    """Ten times ``limit`` bytes of kernels from ``writers`` processes, while another reads; then one that writes alone,
+    as much as makes it look after the limit.
+    """
     folder = Path(root)
     each = 10 * limit // entry_bytes // writers
     config = Config(cache_dir=folder, cache_max_bytes=limit)
@@ -34,5 +36,7 @@ def overfill(store: str, root: str, writers: int, limit: int, entry_bytes: int) 
         refused += hasattr(found, "reason") and found.reason.value != "absent"
     failed = sum(end_child(child) != 0 for child in children)
     after_writers = disk_bytes(folder)[0]
-    Cache(config).get_or_build(make_recipe(10**6), TOOLCHAIN, lambda: make_built(10**6, size=entry_bytes))
-    return {"failed": failed, "refused": refused, "after writers": after_writers, "written": each * writers}
+    alone = Cache(config)
+    for seed in range(10**6, 10**6 + limit // 32 // entry_bytes + 1):
+        alone.get_or_build(make_recipe(seed), TOOLCHAIN, lambda seed=seed: make_built(seed, size=entry_bytes))
+    return {"failed": failed, "refused": refused, "after writers": after_writers, "in the end": disk_bytes(folder)[0]}

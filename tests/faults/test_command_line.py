@@ -99,6 +99,7 @@ def jitfp4(*arguments: object, redirect: str = "") -> subprocess.CompletedProces
     return subprocess.run(command, shell=True, check=False, **options)  # type: ignore[call-overload]  # noqa: S602
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-", "<&-", ">/dev/full", "| true", "| head -c 1"])
 @pytest.mark.parametrize("command", ["ls", "dir", "size", "verify", "ls --json", "prune", "dir --json", "show b7"])
 def test_a_closed_or_full_output_is_no_traceback(tmp_path: Path, command: str, redirect: str) -> None:
@@ -202,6 +203,7 @@ app(["warmup", {plan!r}, "--jobs", "2", *{more!r}])
 
 
 @pytest.mark.compile
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("signals", [1, 3])
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_ctrl_c_stops_at_once_and_keeps_what_is_finished(tmp_path: Path, signals: int, more: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -116,3 +117,18 @@ def assert_fp4_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha:
     error = (out.cpu().double() - matmul(a, b, alpha, None)).abs()
     bound = error_bound(a, b, alpha, None, out.dtype)
     assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
+
+
+def check_graph_replay(chain: Callable[[], torch.Tensor]) -> None:
+    """Calls that each need the one before give in a graph, replayed again and again, what they give one by one."""
+    want = chain()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            got = chain()
+    for _ in range(3):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)

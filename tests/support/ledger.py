@@ -1,9 +1,9 @@
 """The ledger: what the compiler made of every specialisation, committed so that a review sees what a change costs.
 
-``tests/ledger/<kernel>.csv`` has a line for each specialisation and architecture: the digest of its source, registers,
-bytes of local and of static shared memory, instructions in all, and how many of each kind in KINDS. The tests fail on a
-source that the ledger does not know, and compile a sample, or everything with ``--all``. After a review of the
-differences::
+``tests/ledger/<kernel>.csv`` has a line for each specialisation and architecture: the digest of its source without
+comments, registers, bytes of local and of static shared memory, instructions in all, and how many of each kind in
+KINDS. The tests fail on a source that the ledger does not know, and compile a sample, or everything with ``--all``.
+After a review of the differences::
 
     python -m tests.support.ledger [--jobs N] [--all] [PATTERN]
 
@@ -41,6 +41,7 @@ NVRTC = "13.0.88"
 KINDS = ("LDG", "STG", "LDS", "STS", "LDL", "STL", "SHFL", "MUFU", "HMMA", "HGMMA", "UTC", "UTMA", "UBLK")
 """Beginnings of opcodes: memory, exchange, special functions, tensor cores of each generation, the copy engine."""
 
+_COMMENT = re.compile(r'("(?:\\.|[^"\\\n])*")|//[^\n]*')  # or a string, which may look like one
 _COMPILING = 1000  # an empty kernel takes as long to compile and read as so many instructions more
 
 
@@ -61,7 +62,13 @@ class Build(NamedTuple):
 
     @property
     def digest(self) -> str:
-        return digest(self.source)
+        return digest(code_of(self.source))
+
+
+def code_of(source: str) -> str:
+    """What the compiler reads of a source: no comments, no indentation, no empty lines."""
+    bare = _COMMENT.sub(lambda match: match.group(1) or "", source)
+    return "\n".join(line for text in bare.splitlines() if (line := text.strip()))
 
 
 def builds(kernel: AnyKernel) -> Iterator[Build]:
@@ -87,15 +94,14 @@ def sample(kernel: AnyKernel, instructions: int) -> list[Build]:
 
 def measure(build: Build) -> dict[str, str]:
     """Compile, and read the machine code: a line of the ledger."""
-    source = build.source
-    cubin = nvrtc.compile_cubin(source, build.arch, symbol=build.kernel.symbol)
+    cubin = nvrtc.compile_cubin(build.source, build.arch, symbol=build.kernel.symbol)
     check_elf(cubin, build.arch.name, build.kernel.symbol)
     opcodes = Counter(line.split()[0] for line in disassemble(cubin))
     usage = _resources(cubin)
     counts = {kind: sum(n for opcode, n in opcodes.items() if opcode.startswith(kind)) for kind in KINDS}
     numbers = {"registers": usage["REG"], "local": usage["LOCAL"], "shared": usage["SHARED"]}
     numbers |= {"instructions": opcodes.total()} | counts
-    return {"build": build.name, "source": digest(source)} | {name: str(number) for name, number in numbers.items()}
+    return {"build": build.name, "source": build.digest} | {name: str(number) for name, number in numbers.items()}
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

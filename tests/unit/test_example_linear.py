@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,18 +11,16 @@ import pytest
 import torch
 
 import jitfp4
+from tests.support.programs import load, run_main
 from tests.unit.test_examples import installed
 
 save_file = pytest.importorskip("safetensors.torch").save_file
-EXAMPLES = Path(__file__).parents[2] / "examples"
 N, K = 24, 96
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLES)
-        return importlib.import_module("nvfp4_linear")
+    return load("nvfp4_linear")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +47,7 @@ def checkpoint(kind: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def run(example: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["nvfp4_linear.py", *map(str, arguments)])
-        example.main()
+    run_main(example, *arguments)
     return capsys.readouterr().out
 
 
@@ -68,7 +62,7 @@ def test_a_checkpoint_gives_the_values_that_it_was_made_of(
 ) -> None:
     tensors = checkpoint(kind, weight)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    ((name, layer),) = sys.modules["nvfp4_checkpoint"].read_layers(tmp_path / "model.safetensors")
+    ((name, layer),) = load("nvfp4_checkpoint").read_layers(tmp_path / "model.safetensors")
     codes, scales, scale = encoded(weight)
     assert name == "model.layers.0.up_proj"
     assert torch.equal(layer.codes, codes) and torch.equal(layer.scales.view(torch.uint8), scales.view(torch.uint8))
@@ -88,7 +82,7 @@ def test_a_folder_of_files_is_one_checkpoint(example: ModuleType, weight: torch.
     for number, (name, tensor) in enumerate(checkpoint("compressed-tensors", weight).items()):
         if not name.endswith("input_global_scale"):
             save_file({name: tensor.contiguous()}, tmp_path / f"model-{number}.safetensors")
-    ((_, layer),) = sys.modules["nvfp4_checkpoint"].read_layers(tmp_path)
+    ((_, layer),) = load("nvfp4_checkpoint").read_layers(tmp_path)
     assert layer.bias is not None and layer.input_encode_scale is None
 
 
@@ -111,7 +105,7 @@ def test_an_incomplete_layer_is_an_error_that_names_the_tensor(
     del tensors[full]
     save_file(tensors | ({} if tensor is None else {full: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message) as caught:
-        list(sys.modules["nvfp4_checkpoint"].read_layers(tmp_path / "model.safetensors"))
+        list(load("nvfp4_checkpoint").read_layers(tmp_path / "model.safetensors"))
     assert full in str(caught.value)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,19 +14,14 @@ import pytest
 import torch
 
 import jitfp4
+from tests.support.programs import load, run_main
 
 save_file = pytest.importorskip("safetensors.torch").save_file
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quantize_weights", ROOT / "examples/quantize_weights.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load("quantize_weights")
 
 
 @pytest.fixture
@@ -50,9 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def run(example: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["quantize_weights.py", *map(str, arguments)])
-        example.main()
+    run_main(example, *arguments)
     return capsys.readouterr().out
 
 
@@ -132,11 +122,9 @@ def test_the_gpu_computes_the_same_bytes(example: ModuleType, model: Path, capsy
     assert on_gpu["weights"] == on_cpu["weights"]
 
 
-def test_the_decode_loop_agrees_with_itself() -> None:
-    command = [sys.executable, str(ROOT / "examples/decode_loop.py"), "--device", "cpu", "--batch", "3", "--steps", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\w+) .*, (.*)$", done.stdout, re.MULTILINE) == [
+def test_the_decode_loop_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    run_main(load("decode_loop"), "--device", "cpu", "--batch", 3, "--steps", 2)
+    assert re.findall(r"^(\w+) .*, (.*)$", capsys.readouterr().out, re.MULTILINE) == [
         ("eager", "the same bytes"),
         ("compiled", "the same bytes"),
     ]

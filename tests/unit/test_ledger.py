@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jitfp4 import nvrtc
-from jitfp4.kernel import AnyKernel, kernels
-from tests.support.ledger import NVRTC, builds, measure, read, sample
+from jitfp4.kernel import AnyKernel, kernels, lookup
+from tests.support.ledger import NVRTC, builds, code_of, measure, read, sample
 
 # Loads and stores of local memory in a build at most, by parts of its name; the first that fits counts.
 _SPILLED = {
@@ -17,6 +17,8 @@ _SPILLED = {
     ("cache=",): 20,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
+    # A product on warpgroups whose last tiles are divided: a register, loaded once for a tile.
+    ("depth=1,split=1", "divided=true"): 2,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled
@@ -56,3 +58,16 @@ def test_builds_compile_to_what_the_ledger_says(kernel: AnyKernel, whole: bool) 
         if toolchain.version == NVRTC:
             assert row == known[build.name]
         assert int(row["LDL"]) + int(row["STL"]) <= allowed(build.name), build.name
+
+
+@pytest.mark.compile
+def test_comments_do_not_reach_the_machine_code() -> None:
+    build = sample(lookup("quantize/vector"), 0)[0]
+    bare = code_of(build.source)
+    assert "//" in build.source and "//" not in bare
+    cubins = {nvrtc.compile_cubin(text, build.arch, symbol=build.kernel.symbol) for text in (build.source, bare)}
+    assert len(cubins) == 1
+
+
+def test_a_string_is_no_comment() -> None:
+    assert code_of('a = "//b\\"//c";  // d\n\n  // e\n  f;\n') == 'a = "//b\\"//c";\nf;'

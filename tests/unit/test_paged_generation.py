@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import load, run_main
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paged_generation", ROOT / "examples/paged_generation.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("paged_generation")
 
 
-def test_it_prints_agreement_and_memory(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["paged_generation.py", "--device", "cpu", "--layers", "1", "--new", "3"])
-    example.main()
+def test_it_prints_agreement_and_memory(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    run_main(example, "--device", "cpu", "--layers", 1, "--new", 3)
     said = capsys.readouterr().out
     bf16, nvfp4 = (int(size) for size in re.findall(r"cache: (\d+) bytes", said))
     assert bf16 == 2 * 9 * 16 * 2 * 64 * 2  # sides, pages, tokens, heads, dimensions
@@ -35,13 +25,10 @@ def test_it_prints_agreement_and_memory(
     assert float(re.findall(r"least (0\.\d+)", said)[0]) > 0.98
 
 
-def test_caches_that_differ_are_an_error(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["paged_generation.py", "--device", "cpu", "--layers", "1", "--new", "1"])
+def test_caches_that_differ_are_an_error(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example.Nvfp4Cache, "append", lambda *_: None)
     with pytest.raises(SystemExit, match="cosine"):
-        example.main()
+        run_main(example, "--device", "cpu", "--layers", 1, "--new", 1)
 
 
 def test_chunks_of_a_prompt_add_up(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

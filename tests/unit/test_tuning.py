@@ -63,7 +63,7 @@ def recorded() -> Iterator[tuple[str, dict[Any, float]]]:
         for problem, group in groupby(lines, lambda line: (line["n"], line["k"], line["m"])):
             times = {}
             for line in group:
-                tactic = kind(*(_value(line[field]) for field in kind.__dataclass_fields__))
+                tactic = kind(**{field: _value(line[field]) for field in kind.__dataclass_fields__ if field in line})
                 times[tactic] = float(line["us"])
             yield f"{name} {problem}", times
 

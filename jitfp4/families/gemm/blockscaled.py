@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jitfp4.families.gemm.fp4_problem import Fp4Problem
 
 NARROW_NS, WIDE_NS = (8, 16, 32), (64, 128, 192, 256)
-_TILE_ROWS = 128  # of a CTA, and of an atom of scales
-_SLICE_BYTES = 128  # of a row in a stage: 256 codes
+_TILE_ROWS = 128  # left rows of a CTA, and rows of a 128x4 block of scales, an "atom"
+_SLICE_BYTES = 128  # of one row of a slice: 256 codes
 _ATOM_BYTES = 512  # 128 rows by four scales
 _SHARED_BYTES = 232448  # of a CTA
 _WRITERS = 4  # warps
@@ -67,32 +67,32 @@ class BlockScaledSpec(KernelSpec):
 
     @property
     def slice_bytes(self) -> int:
-        """Of both operands, in a CTA."""
+        """Bytes that a slice of both operands takes in the shared memory of a CTA."""
         return (_TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
 
     @property
     def pieces(self) -> int:
-        """In which the scales of a step are copied."""
+        """Number of copies that bring the scales of a step."""
         return 1
 
     @property
     def scale_atoms(self) -> int:
-        """Of a piece, along the columns."""
+        """Atoms of 128 rows by 4 scales that such a copy brings, along the columns."""
         return self.step // (4 * self.format.block * self.pieces)
 
     @property
     def scale_words(self) -> int:
-        """Words of 8 bytes of a row of atoms, of a piece."""
+        """The same in words of 8 bytes: elements of a row of the box that is copied."""
         return _ATOM_BYTES // 8 * self.scale_atoms
 
     @property
     def atoms(self) -> int:
-        """Of scales that a tile meets along the rows of both operands, in a CTA: each has all of the right one's."""
+        """Atoms along the rows of both operands, in a CTA: one of the left, and all that a tile has of the right."""
         return 1 + ceil_div(self.tile_n, _TILE_ROWS)
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage of the ring of operands, with its barriers."""
+        """Shared memory of a stage of the ring of operands, with its two barriers."""
         return self.slice_bytes + 16
 
     @property
@@ -105,13 +105,13 @@ class BlockScaledSpec(KernelSpec):
 
     @property
     def scale_bytes(self) -> int:
-        """Of a ring of scales of its own, with its barriers."""
+        """Shared memory of a separate ring for scales, with its barriers."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class K64Spec(BlockScaledSpec):
-    """Instructions of 64 columns; a stage has the scales of its slice. ``prefetch``: to L2, a ring ahead."""
+    """Instructions of 64 columns. A stage holds a slice and its scales. ``prefetch``: to L2, ``stages`` steps ahead."""
 
     prefetch: bool
 
@@ -131,7 +131,10 @@ class K64Spec(BlockScaledSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class K96Spec(BlockScaledSpec):
-    """Instructions of 96 columns, which run from slice to slice; ``scale_stages`` pieces of scales are in flight."""
+    """Instructions of 96 columns, which may begin in one slice and end in the next.
+
+    Scales have a ring of their own, of ``scale_stages`` stages.
+    """
 
     scale_stages: int
 
@@ -200,7 +203,7 @@ def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
-    """What the machine or the layout of the operands forbids."""
+    """What the GPU lacks, or why the operands do not fit a tactic."""
     archs = ("sm_103a",) if isinstance(tactic, K96Tactic) else ("sm_100a", "sm_103a")
     if arch.name not in archs:
         return f"its products are instructions of {' and '.join(archs)}"
@@ -218,7 +221,7 @@ def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
-    """What it could run, but for nothing, or only by other code."""
+    """Why a tactic is not worth it for a problem, or has no code for it."""
     left, right = sides(problem, tactic)
     if tactic.tile_n in NARROW_NS and not tactic.swap_ab:
         return "tiles of fewer than 64 columns are written only by the epilogue of swap_ab"
@@ -236,14 +239,14 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 
 
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """Persistent: as many clusters as tiles, no more than fill the GPU."""
+    """A persistent grid: as many clusters as there are tiles, and no more than the GPU runs at once."""
     clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
     spec, grid = specialise(problem, tactic), (clusters * tactic.ctas, 1, 1)
     return Geometry(grid, block=(spec.threads, 1, 1), cluster=(tactic.ctas, 1, 1), shared_bytes=spec.shared_bytes)
 
 
 def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
-    """Of the output, each computed by one CTA or pair."""
+    """Number of tiles of the output. One CTA, or one pair, computes a tile."""
     left, right = sides(problem, tactic)
     return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
 
@@ -257,7 +260,7 @@ def _most(spec: BlockScaledSpec, ring: str) -> int:
 
 
 def _tactics() -> Iterator[Tactic]:
-    """Rings as large as they can be. NVFP4's are the larger ones."""
+    """Every cut, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
     for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
         if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
             continue

@@ -4,8 +4,8 @@ Nothing here was measured: no GPU of the family was at hand. The constants are a
 for every cut, and only the order of two results means anything. A call is waves of tiles, and a tile takes as long as
 its products or its copies, whichever is longer:
 
-- an instruction of M 128 takes N / 2 clocks, be it of 64 or of 96 columns;
-- copies come at the rate of L2, or of bytes in flight by latency, if that is less;
+- an instruction of 128 rows by N takes N / 2 clocks, whether it multiplies 64 or 96 columns;
+- copies arrive at the rate of L2 or, if that is less, at bytes in flight divided by the latency;
 - the whole call takes no less than its operands and its output take from memory.
 """
 
@@ -55,34 +55,35 @@ def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
     block = problem.format.block
     number = tiles(problem, tactic)
     waves = ceil_div(number, arch.num_sms // tactic.ctas)
-    rows = min(left, _TILE_ROWS) + min(right, tactic.tile_n // tactic.ctas)  # outside of the matrix nothing is read
+    rows = min(left, _TILE_ROWS) + min(right, tactic.tile_n // tactic.ctas)  # what is outside of the matrix is not read
     scale_rows = spec.atoms * _TILE_ROWS
     tile_bytes = rows * problem.k / 2 + scale_rows * problem.k / block
     in_flight = tactic.stages * (spec.slice_bytes * rows // (_TILE_ROWS + tactic.tile_n // tactic.ctas))
     products = ceil_div(problem.k, spec.products) * tactic.tile_n / 2
     copies = tile_bytes / min(_L2_RATE, in_flight / _LATENCY) + _LATENCY
     moved = (problem.m + problem.n) * problem.k * (1 / 2 + 1 / block) + 2 * problem.m * problem.n
-    written = min(left, _TILE_ROWS) * min(right, tactic.tile_n) * 2 / _L2_RATE  # behind the last tile
+    written = min(left, _TILE_ROWS) * min(right, tactic.tile_n) * 2 / _L2_RATE  # after the last tile, nothing hides it
     clocks = max(waves * max(products, copies), moved / _MEMORY_RATE) + written
     return Estimate(number, waves, tactic.stages, in_flight, products, copies, clocks)
 
 
-# Few, so that all can be built ahead; the rest is for a tuner. Columns of a tile, CTAs, whether swapped.
+# Few, so that all can be built ahead; a tuner tries the others too. Each is tile_n, ctas, swap_ab.
 _WIDE = ((256, 2, False), (128, 2, False), (128, 1, False))
 _NARROW = ((64, 1, False), (64, 1, True), (32, 1, True), (16, 1, True), (8, 1, True))
 _plain: dict[tuple[type, tuple[int, int, bool]], Tactic] = {
     (type(tactic), (tactic.tile_n, tactic.ctas, tactic.swap_ab)): tactic
-    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # the first of each: no prefetch
+    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # so that the first of each stays: it has no prefetch
     if tactic.tma_store
 }
-# PTX lists products of 96 columns for pairs; CUTLASS has them for one CTA too: tactics may, selection does not.
+# PTX lists products of 96 columns for pairs of CTAs only; CUTLASS uses them for one CTA too. A tactic may do that, but
+# none that is selected does.
 SELECTABLE = (
     *(_plain[K96Tactic, cut] for cut in _WIDE if cut[1] == 2),
     *(_plain[K64Tactic, cut] for cut in _WIDE + _NARROW),
 )
 
 
-@functools.lru_cache(maxsize=4096)  # rows of a table ask one after the other
+@functools.lru_cache(maxsize=4096)  # several rows of a table ask for the same problem
 def cheapest(problem: Fp4Problem, arch: Arch) -> Tactic | None:
     """The cheapest of SELECTABLE that can run the problem, by the model; of equals, the one with fewer products."""
 

@@ -20,7 +20,7 @@ _MAX_CLUSTER = 8
 _MAX_GRID = 65535  # along y and z
 _MAX_THREADS = 1024
 _WARP_TILES = (16, 32, 64)
-_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+_CTA_RESERVE = 1024  # shared memory that the driver reserves in each CTA
 
 
 class Fp4Problem(NamedTuple):
@@ -134,7 +134,7 @@ def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | No
 
 
 def geometry(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> Geometry:  # noqa: ARG001
-    """Clusters that share the columns of a tile of the output lie along x, behind each other the tiles of a."""
+    """Grid: x over tiles of a's rows, ``split`` CTAs (a cluster) for each; y over tiles of b's rows."""
     spec = specialise(problem, tactic)
     grid = (tactic.split * ceil_div(problem.m, spec.tile_m), ceil_div(problem.n, spec.tile_n), 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

@@ -21,7 +21,7 @@ _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
 _ROW_BYTES = TILE_COLS * 2  # of a chunk of x
-_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
+CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 
 
 class Problem(NamedTuple):
@@ -58,6 +58,7 @@ class NarrowTactic:
     stages: int
     ctas: int
     split: int = 1
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,8 @@ class NarrowSpec(KernelSpec):
     """A CTA takes ``tile_m`` rows of x at a time and, of the weight, 16 * ``warp_blocks`` * ``row_warps`` rows.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` of them run on an SM.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` of them run on an SM. With ``early``, all stages of the
+    weight are asked for before x is there, and x has two stages only.
     """
 
     dtype: DType
@@ -77,6 +79,7 @@ class NarrowSpec(KernelSpec):
     groups: int
     stages: int
     ctas: int
+    early: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 4)), ("stages", (2, 3, 4, 5, 6))):
@@ -97,12 +100,17 @@ class NarrowSpec(KernelSpec):
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
+    def x_stages(self) -> int:
+        """Chunks of x that a group has room for."""
+        return 2 if self.early else self.stages
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        ring = round_up(weights, 128) + stages * self.tile_m * _ROW_BYTES + barriers
+        ring = round_up(weights, 128) + self.groups * self.x_stages * self.tile_m * _ROW_BYTES + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
 
@@ -117,11 +125,13 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
-    share = (arch.shared_bytes + _CTA_RESERVE) // tactic.ctas - _CTA_RESERVE
+    share = (arch.shared_bytes + CTA_RESERVE) // tactic.ctas - CTA_RESERVE
     if spec.shared_bytes > share:
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
+    if tactic.early and not arch.has_tma:
+        return "it needs copies that barriers count"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:

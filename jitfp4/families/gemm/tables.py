@@ -13,7 +13,7 @@ from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
-_MOST_NARROW = 32  # rows of x
+_MOST_NARROW = 16  # rows of x
 
 TABLE = Table(
     (
@@ -48,11 +48,29 @@ TABLE = Table(
     measured="h200/gemm_search.csv",
 )
 
-# Up to 32 rows of x, and of rows that ask for the same, the first.
+# Up to 16 rows of x, and of rows that ask for the same, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
+# Rows for small weights and for 32 rows of x were read from h200/gemm_variants.csv. Two layers of its twelve gained by
+# `early`: 2112 x 7168 and, with 16 rows of x, 4096 x 4096.
+_SMALL = (
+    Row(NarrowTactic(8, 1, 1, 8, 6, 2, early=True), {"m": 8, "tiles_per_sm": 0.25}),
+    Row(NarrowTactic(8, 4, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5, "k": 4096}),
+    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.25}),
+    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.5, "k": 4096}),
+)
 HOPPER: Table[Any] = Table(
     (
+        *_SMALL,
         *reversed(_narrow.values()),
+        *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 0.9}),
+            (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(32, 4), {"tiles_per_sm": 4.0}),
+            (WideTactic(32, 4, divided=True), {}),
+            m=32,
+        ),
         *rows(
             (WideTactic(64, 2, split=4), {"tiles_per_sm": 0.25}),
             (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
@@ -87,6 +105,7 @@ HOPPER: Table[Any] = Table(
             (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
             m=512,
         ),
+        Row(WideTactic(256, 2, divided=True), {"tiles_per_sm": 0.25}),
         Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
     ),
@@ -138,13 +157,18 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (1, 4, 2, 2, 2),
     ),
 }
+_EARLY_CUTS = {8: ((1, 1, 8, 6, 2), (2, 1, 8, 4, 2)), 16: ((1, 1, 8, 4, 2), (2, 1, 8, 2, 2))}
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
-TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
+_early = (NarrowTactic(tile_m, *cut, early=True) for tile_m, cuts in _EARLY_CUTS.items() for cut in cuts)
+TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched, *_early)))
 
 # rows of x, groups, depth, splits
 _WIDE_CUTS = (
+    (32, 1, 2, (1, 2)),
+    (32, 2, 2, (1, 2)),
+    (32, 4, 1, (1,)),
     (64, 1, 2, (1, 2, 3, 4)),
     (64, 2, 1, (2, 4)),
     (64, 2, 2, (1, 2, 3, 4)),
@@ -159,19 +183,22 @@ _WIDE_CUTS = (
 _whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
 _chosen = (row.tactic for row in HOPPER.rows if isinstance(row.tactic, WideTactic))
 WIDE_TACTICS: tuple[WideTactic, ...] = tuple(dict.fromkeys((*_chosen, *_whole, *_divided)))
 
 
-_WIDE_LOADS = {
+_LOADS = {  # of sm_90a
+    8: (0.5,),
+    16: (0.5,),
+    32: (1.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
     128: (0.5, 1.0, 1.3, 2.0),
     256: (0.25, 0.5, 0.8, 1.0, 2.0),
     512: (0.25, 0.5, 0.75, 1.0, 2.0),
-    1024: (0.25,),
+    1024: (0.25, 0.75),
 }
 
 
@@ -183,8 +210,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)
     if arch.name != "sm_90a":
         return
-    for dtype, block_format, (m, wide_loads) in product(DTYPES.values(), BlockFormat, _WIDE_LOADS.items()):
-        for load in wide_loads:
+    for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
+        for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
         for n, k in ((8, 32), (4096, 16384)):  # too few columns for a cluster; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)

@@ -36,7 +36,7 @@ from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, che
 ROWS, COLS = 8, 32  # n and k are multiples of them
 TILE_ROWS, TILE_COLS = 64, 128
 CODE_BYTES = TILE_ROWS * TILE_COLS // 2
-_BIAS, _TOP = 21, 29  # of a scale byte's exponent; the largest that is used for a number
+_BIAS, _TOP = 21, 29  # of the exponent in a scale byte: its bias, and its largest value that is a number
 _ONE, _NAN = _BIAS << 3, 0xFF
 _UE8M0_NAN = 255
 _MOST_ROWS = 1 << 31

@@ -12,7 +12,8 @@ from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-WIDE_TILE_MS = (64, 128, 256)
+WIDE_TILE_MS = (32, 64, 128, 256)
+_LEAST_PART = 8  # rows of x
 _SHARED_BYTES = 232448  # of a CTA
 _MOST_SLOTS = 24
 _HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
@@ -88,12 +89,13 @@ class WideSpec(KernelSpec):
     @property
     def parts(self) -> int:
         """Of the rows of x of a tile, each of which one sharer adds up and writes: a power of two."""
-        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER)
+        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as shared memory has room for."""
-        return max(slots for slots in range(2, _MOST_SLOTS + 1) if self._bytes(slots) <= _SHARED_BYTES)
+        counts = range(2, _MOST_SLOTS + 1, self.depth)  # warpgroups of a group have slots of their own
+        return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
     def weight_slots(self) -> int:

@@ -95,7 +95,7 @@ class Spec(KernelSpec):
 
     @property
     def place_bytes(self) -> int:
-        """Shared memory for where one token lies."""
+        """Shared memory that holds the place of one token."""
         return _PLACE_BYTES
 
 
@@ -110,7 +110,7 @@ class QuantizeSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DequantizeSpec(Spec):
-    """A thread fills 16 bytes of ``tokens_per_thread`` tokens."""
+    """A thread writes 16 bytes for each of ``tokens_per_thread`` tokens."""
 
     out_dtype: DType
     lookup: Lookup

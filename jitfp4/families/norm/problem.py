@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     h: int
 
     def few(self, arch: Arch) -> bool:
-        """Whether the rows should be spread over many threads, which are then done sooner."""
+        """Whether there is so little work that each row should be spread over many threads."""
         return self.m * self.h <= _FEW_ELEMENTS * arch.num_sms or 2 * self.m <= arch.num_sms
 
     def elements_per_sm(self, arch: Arch) -> int:
@@ -80,12 +80,12 @@ class Spec(KernelSpec):
 
     @property
     def max_threads(self) -> int:
-        """Of a CTA; rows of one warp get four warps to a CTA."""
+        """Threads of a CTA, at most. Where one warp takes a row, a CTA has four warps."""
         return _WARP * (4 if self.warps == 1 else self.warps)
 
     @property
     def min_ctas(self) -> int:
-        """CTAs that an SM must have registers for: 64, 80, 96 or 128 of a thread keep its units out of local memory."""
+        """CTAs for which an SM must have registers: so many that a thread gets 64, 80, 96 or 128, as its units need."""
         threads = {1: 1024, 2: 768, 3: 512 if self.add else 640}.get(self.units, 512)
         return threads // self.max_threads
 
@@ -96,12 +96,12 @@ class Spec(KernelSpec):
 
     @property
     def weight_bytes(self) -> int:
-        """Shared memory of a thread for its weights: as they come, beside two inputs, or float32."""
+        """Shared memory of a thread for its weights: 16-bit floats where there are two inputs, else float32."""
         return (2 if self.add else 4) * _UNIT * self.units
 
     @property
     def common_bytes(self) -> int:
-        """Shared memory of a CTA besides: two sets of partial sums of 32 lanes, and 256 multipliers."""
+        """What else a CTA has in shared memory: two sets of partial sums of 32 lanes, and 256 multipliers."""
         return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
 
     def shared_bytes(self, threads: int) -> int:
@@ -137,7 +137,7 @@ def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
     threads = share if spec.warps > 1 else spec.max_threads
     shared_bytes = spec.shared_bytes(threads)
     by_registers = spec.min_ctas * spec.max_threads // threads
-    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the system takes 1 KiB of each CTA
+    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the driver reserves 1 KiB in each CTA
     resident = arch.num_sms * max(1, min(by_registers, by_memory)) // ctas * ctas
     needed = ceil_div(rows * share, threads) * ctas
     grid = (min(needed, resident), 1, 1)
@@ -150,4 +150,6 @@ def row_threads(h: int, spec: Spec) -> int:
         return spec.max_threads
     if spec.warps > 1 or spec.units > 1:
         return ceil_div(h, TURN * spec.units) * _WARP
-    return max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length())  # 8: whole tiles of 4 scales, also in blocks of 32
+    return max(
+        8, 1 << (ceil_div(h, _UNIT) - 1).bit_length()
+    )  # at least 8: 4 scales, a whole tile of the layout, also with blocks of 32

@@ -47,7 +47,7 @@ def _matrix_problem(arguments: Arguments) -> p.Problem:
     layout = SfLayout(arguments.layout)
     plain = layout is SfLayout.layout_linear and arguments.a.stride(0) == k and not (by_row or arguments.silu)
     if plain and m * k < _MAX_ROW:
-        m, k = 1, m * k  # the same bytes as one long row: a short row does not fill a warp
+        m, k = 1, m * k  # as one long row, which gives the same bytes: a short row would not fill a warp
     dtype = p.DTYPES[arguments.a.dtype]
     return p.Problem(BlockFormat(arguments.format), dtype, layout, arguments.silu, by_row, m, k)
 

@@ -33,14 +33,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -58,8 +58,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -238,8 +238,8 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {

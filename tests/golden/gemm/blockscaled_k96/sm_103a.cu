@@ -1,8 +1,9 @@
 // gemm_blockscaled_k96, generated from templates/gemm/blockscaled_k96.cu.j2
 // spec: {"ctas":2,"format":"nvfp4","out_dtype":"bf16","scale_stages":8,"stages":7,"swap_ab":false,"tile_n":128,"tma_store":true}
 //
-// out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the products of 96 columns of sm_103a. With
-// kSwapAb b is the left operand, whose rows are 128 of a tile, and the writers transpose.
+// out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the products of 96 columns of sm_103a. The
+// left operand is the one of which a CTA takes 128 rows: a, or with kSwapAb b. Then what is computed is the transpose
+// of out, and the warps that write it transpose it back.
 //
 // A step is 768 columns: three slices of 256, each with a barrier of its own, and eight products, two of which begin in
 // one slice and end in the next. One warp copies slices, kStages of them in flight; another one scales, in a ring of
@@ -35,14 +36,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -60,8 +61,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -191,10 +192,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -260,7 +263,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -348,8 +351,8 @@ constexpr bool kSwapAb       = false;
 constexpr bool kTmaStore     = true;
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -441,7 +444,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that does not change: the compiler may move the load, but not past a change of p.
+// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -450,7 +453,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// From global memory, not through L1.
+// 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -459,8 +462,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
-// of that parity has ended; on a fresh barrier wait(1) passes at once.
+// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
+// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -495,7 +498,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Holds in exactly one lane of a converged warp.
+// Gives true in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -509,7 +512,7 @@ __device__ __forceinline__ bool elect_one() {
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// The box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
 __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%2, %3}], [%4];"
@@ -543,12 +546,13 @@ __device__ __forceinline__ uint32 clusters() {
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
   return n;
 }
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the place in the CTA `rank` that `p` has in this one.
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -562,7 +566,7 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 // The tensor cores of the sm_100 family: their memory, the product of block-scaled FP4 matrices, the copies around it.
 // An address of tensor memory has the lane in its upper half and the column in the lower.
 namespace ptx {
-// All 512 columns; their address is written to shared memory. By one warp of each CTA, which also gives them back.
+// Allocates all 512 columns and writes their address to shared memory. One warp of each CTA does it, and frees them.
 __device__ __forceinline__ void tensor_memory_alloc(uint32* address) {
   asm volatile("tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], 512;"
                ::"r"(shared_address(address)) : "memory");
@@ -571,7 +575,7 @@ __device__ __forceinline__ void tensor_memory_alloc(uint32* address) {
 __device__ __forceinline__ void tensor_memory_free(uint32 address) {
   asm volatile("tcgen05.dealloc.cta_group::2.sync.aligned.b32 %0, 512;" ::"r"(address) : "memory");
 }
-// Before threads meet, and after: what one did in tensor memory, the other sees.
+// Before and after a barrier: what threads did in tensor memory before it is visible to the others after it.
 __device__ __forceinline__ void tensor_memory_before() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
 }
@@ -579,11 +583,12 @@ __device__ __forceinline__ void tensor_memory_after() {
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-// A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it.
+// The descriptor of an operand in shared memory: rows of 128 bytes, in the 128-byte swizzle of the copy.
 __device__ __forceinline__ uint64 operand(uint32 address) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(1024 / 16) << 32 | uint64(1) << 46 | uint64(2) << 61;
 }
-// The same for a product of 96 columns, which may run over the row's end: it goes on at the begin of the tile `next`.
+// The same for a product of 96 columns, which may go past the end of its rows: it continues at their beginning in
+// `next`.
 __device__ __forceinline__ uint64 operand_over(uint32 address, uint32 next) {
   return operand(address) | uint64(next & 0x3FFFFu) >> 4 << 16 | uint64(1) << 52;
 }
@@ -608,7 +613,7 @@ __device__ __forceinline__ void multiply(uint32 sums, uint64 left, uint64 right,
                ::"r"(sums), "l"(left), "l"(right), "r"(form), "r"(left_scales), "r"(right_scales), "r"(uint32(add))
                : "memory");
 }
-// One arrival, in each CTA of a pair, when all that this thread has issued so far is done.
+// Arrives once at the barrier, in each CTA of a pair, when all that this thread has issued so far is complete.
 __device__ __forceinline__ void commit(Barrier* b) {
   if constexpr (kCtas == 1)
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
@@ -618,7 +623,7 @@ __device__ __forceinline__ void commit(Barrier* b) {
                  ::"r"(shared_address(b)), "h"(uint16(3)) : "memory");
 }
 
-// The place of a barrier in the first CTA of the pair.
+// The address in the first CTA of the pair that `p` has in this one.
 __device__ __forceinline__ uint32 leader_address(const void* p) {
   uint32 a;
   asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(a) : "r"(shared_address(p)));
@@ -627,7 +632,7 @@ __device__ __forceinline__ uint32 leader_address(const void* p) {
 __device__ __forceinline__ void arrive_at_leader(Barrier* b) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(leader_address(b)) : "memory");
 }
-// What the arrivals of the other CTA have behind them is seen.
+// What the other CTA did before it arrived is visible then.
 __device__ __forceinline__ void mbarrier_wait_cluster(Barrier* b, uint32 parity) {
   uint32 done = 0;
   while (!done)
@@ -638,7 +643,7 @@ __device__ __forceinline__ void mbarrier_wait_cluster(Barrier* b, uint32 parity)
                  "}"
                  : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
 }
-// To this CTA; its bytes count towards the barrier of the pair's first CTA.
+// Copies a box to this CTA; its bytes count towards the barrier of the pair's first CTA.
 __device__ __forceinline__ void tma_load_for_pair(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2"
                " [%0], [%1, {%2, %3}], [%4];"
@@ -652,9 +657,10 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, in
 
 // ---- gemm/tiles ------------------------------------------------------------
 // The left operand's rows are the rows of the sums: rows of a, or with kSwapAb of b. A tile is kTileM rows of the left
-// by kTileN rows of the right operand. A cluster of kCtas, which halve the left rows, takes every so many tiles.
+// by kTileN rows of the right operand. Clusters take tiles in turn; the CTAs of a cluster share the left rows of a
+// tile.
 constexpr int kTileM = 128 * kCtas;
-constexpr int kBand  = 8;  // tiles along the left operand that the right one is read for at a time
+constexpr int kBand  = 8;  // so many tiles with the same right rows follow each other
 
 template <int kSize> struct Ring {
   uint32 slot = 0, parity = 0;
@@ -662,6 +668,15 @@ template <int kSize> struct Ring {
     if (++slot == kSize) slot = 0, parity ^= 1;
   }
 };
+
+// The barriers of a ring: one arrival fills a slot, `frees` of them empty it.
+template <int kSize>
+__device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empty)[kSize], uint32 frees) {
+  for (int s = 0; s < kSize; ++s) {
+    ptx::mbarrier_init(&full[s], 1);
+    ptx::mbarrier_init(&empty[s], frees);
+  }
+}
 
 struct Tiles {
   uint32 left, right, first, step;
@@ -679,7 +694,7 @@ struct Tiles {
   }
 };
 
-// All threads of the CTA, or of the pair.
+// A barrier of all threads of the CTA, or of the pair.
 __device__ __forceinline__ void meet() {
   if constexpr (kCtas == 1) __syncthreads();
   if constexpr (kCtas == 2) {
@@ -688,12 +703,12 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// A box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone announces them.
+// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone announces them.
 __device__ __forceinline__ void load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   if constexpr (kCtas == 1) ptx::tma_load(to, map, col, row, b);
   if constexpr (kCtas == 2) ptx::tma_load_for_pair(to, map, col, row, b);
 }
-// The other CTA's arrivals at a ring come before this one leaves.
+// Waits until every slot is free: a CTA must not end while the other one still arrives at its barriers.
 template <int kSize> __device__ __forceinline__ void drain(Barrier (&empty)[kSize], Ring<kSize> ring) {
   if constexpr (kCtas == 1) return;
   for (int i = 0; i < kSize; ++i, ring.advance()) ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
@@ -880,7 +895,7 @@ constexpr int kAtoms      = 3;                                   // of a piece, 
 constexpr int kAtomBytes  = 512;
 constexpr int kRightAtoms = kTileN > 128 ? 2 : 1;                // along the right rows
 constexpr int kRightStep  = kRightAtoms * 4;                     // columns of tensor memory
-constexpr int kRightRows  = kTileN / kCtas;                      // that a CTA has
+constexpr int kRightRows  = kTileN / kCtas;                      // of a CTA
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   left[kStages][128 * 128];
@@ -939,7 +954,7 @@ __device__ __forceinline__ constexpr uint32 form(uint32 byte) {
          | uint32(kTileM / 128) << 27 | byte << 4 | byte << 29 | 1u << 31;
 }
 
-// One thread.
+// The state of the thread that issues products.
 struct Multiplier {
   Shared& shared;
   uint32  memory;
@@ -965,7 +980,8 @@ struct Multiplier {
     ptx::commit(&shared.scales_empty[slot]);
     scale_ring.advance();
   }
-  // `products` are left of the tile. `skip`: a tile may begin within 128 rows of scales.
+  // `products`: how many of the tile are still to come. `skip`: scales come by 128 rows, and a tile may begin within
+  // them.
   __device__ __forceinline__ void step(uint32 sums, uint32 skip, uint32 products, bool add) {
     Ring<kStages> slices[kSlices];
 #pragma unroll
@@ -1032,23 +1048,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_blockscaled_k96(
   if (warp == kSliceWarp && ptx::elect_one()) {
     ptx::prefetch_tensor_map(left);
     ptx::prefetch_tensor_map(right);
-    for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(&shared.full[s], 1);
-      ptx::mbarrier_init(&shared.empty[s], 1);
-    }
-    for (int i = 0; i < kSumsBarriers; ++i) {
-      ptx::mbarrier_init(&shared.sums_full[i], 1);
-      ptx::mbarrier_init(&shared.sums_empty[i], kWriters * kCtas);
-    }
+    init_ring(shared.full, shared.empty, 1);
+    init_ring(shared.sums_full, shared.sums_empty, kWriters * kCtas);
     ptx::fence_mbarrier_init();
   }
   if (warp == kScaleWarp && ptx::elect_one()) {
     ptx::prefetch_tensor_map(left_scales);
     ptx::prefetch_tensor_map(right_scales);
-    for (int s = 0; s < kScaleStages; ++s) {
-      ptx::mbarrier_init(&shared.scales_full[s], 1);
-      ptx::mbarrier_init(&shared.scales_empty[s], 1);
-    }
+    init_ring(shared.scales_full, shared.scales_empty, 1);
     ptx::fence_mbarrier_init();
   }
   if (warp == kProductWarp) {

@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":1,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
+// spec: {"ctas":1,"dtype":"bf16","early":false,"format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":4}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
 // fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,8 +8,9 @@
 // A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
 // of x, each with rows of its own. A warp has a ring of stages: copies fill a stage with a piece of the weight while
-// the warp works on others. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster,
-// always in the same order.
+// the warp works on others. With kEarly, every stage of the weight is asked for before the kernel waits for x, and x
+// has two stages only. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always
+// in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -36,14 +37,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -61,8 +62,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -190,8 +191,8 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -283,7 +284,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that does not change: the compiler may move the load, but not past a change of p.
+// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -292,7 +293,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// From global memory, not through L1.
+// 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -301,8 +302,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
-// of that parity has ended; on a fresh barrier wait(1) passes at once.
+// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
+// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -355,12 +356,13 @@ __device__ __forceinline__ uint32 clusters() {
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
   return n;
 }
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the place in the CTA `rank` that `p` has in this one.
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -373,8 +375,8 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 // ---- partials/mma_half -----------------------------------------------------
 // Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
-// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
-// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
 template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
 __device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
@@ -399,9 +401,9 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and accesses to it.
+// Copies to shared memory, and loads from it.
 namespace ptx {
-// Read once: the first to leave L2. The bytes count towards the barrier.
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
   uint64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -409,18 +411,18 @@ __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint3
                " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
-// 16 bytes, of which the first `bytes` are read and the others zero.
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// The copies that this thread has started since the last group become one.
+// The copies that this thread has started since the last call become a group.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread are there.
+// Waits until all but the last kAllowed groups of this thread are complete.
 template <int kAllowed>
 __device__ __forceinline__ void copy_async_wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
 }
-// Waits for a number of threads, whole warps, at barrier i of the CTA.
+// Waits at barrier i of the CTA for so many threads, in whole warps.
 __device__ __forceinline__ void barrier_sync(int i, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
@@ -434,7 +436,7 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
   return v;
 }
-// From the place in the CTA `rank` of the cluster that `p` has in this one.
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
   asm volatile("{\n"
@@ -541,9 +543,11 @@ constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
 constexpr int kStages     = 2;
 constexpr int kCtas       = 1;  // of an SM
+constexpr bool kEarly     = false;
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
+constexpr int kXStages      = 2;
 constexpr int kWarps        = kGroups * kRowWarps;
 constexpr int kThreads      = kWarps * kWarp;
 constexpr int kGroupThreads = kRowWarps * kWarp;
@@ -567,9 +571,9 @@ __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// `piece` is where the codes lie, and then the scales. Rows of x are 256 bytes, their 16-byte vectors permuted so that
-// eight rows of one column meet no bank conflict: vector v of row r is at v ^ r % 8. `matrix` is the place of row
-// lane % 8, vector lane / 8.
+// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes, and their 16-byte vectors are permuted
+// so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8. `matrix` is
+// the address of row lane % 8, vector lane / 8.
 __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 matrix, int lane) {
   constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
   const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
@@ -639,7 +643,7 @@ struct Output {
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][kStages][kTileM][kRowBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kTileM][kRowBytes];
   Barrier full[kWarps][kStages];  // the weight is there
 };
 constexpr int kPitch = kRows + 4;  // lanes of a fragment meet no bank conflict
@@ -709,7 +713,7 @@ struct Work {
 
   // Rows past the last of x, which no copy touches, become zero in every stage of the group.
   __device__ __forceinline__ void clear_x(Ring& ring, int group, int place) const {
-    for (int i = place; i < kStages * kTileM * kVectors; i += kGroupThreads) {
+    for (int i = place; i < kXStages * kTileM * kVectors; i += kGroupThreads) {
       if (i / kVectors % kTileM >= rows) {
         ptx::st_shared(ptx::shared_address(ring.x[group]) + i * 16, {0, 0, 0, 0});
       }
@@ -795,7 +799,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
+    for (int i = 0; i < kStages - !kEarly; ++i) {
       if (i < work.turns) work.load_weight(ring, warp, lane, i, i);
     }
   }
@@ -805,7 +809,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::griddep_wait();
   }
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
+  for (int i = 0; i < kXStages - 1; ++i) {
     if (i < work.turns) {
       if (!kHasTma) work.load_weight(ring, warp, lane, i, i);
       work.load_x(ring, group, place, i, i);
@@ -819,19 +823,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < work.turns; ++turn) {
-    ptx::copy_async_wait_for<kStages - 2>();
+    ptx::copy_async_wait_for<kXStages - 2>();
     if (kHasTma && work.has_rows) ptx::mbarrier_wait(&ring.full[warp][stage], parity);
     group_sync(group);
-    const int next = turn + kStages - 1;
+    const int x_stage = kEarly ? turn % kXStages : stage, next = turn + kXStages - 1;
     if (next < work.turns) {
-      const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
-      work.load_weight(ring, warp, lane, to, next);
+      const int to = x_stage == 0 ? kXStages - 1 : x_stage - 1;  // the stage just read
+      if (!kEarly) work.load_weight(ring, warp, lane, to, next);
       work.load_x(ring, group, place, to, next);
     }
     ptx::copy_async_commit();
     if (work.has_rows) {
       multiply(sums, ptx::shared_address(ring.weight[warp][stage]),
-               ptx::shared_address(ring.x[group][stage]) + matrix, lane);
+               ptx::shared_address(ring.x[group][x_stage]) + matrix, lane);
+    }
+    if constexpr (kEarly) {
+      __syncwarp();
+      if (turn + kStages < work.turns) work.load_weight(ring, warp, lane, stage, turn + kStages);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }

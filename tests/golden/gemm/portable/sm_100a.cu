@@ -3,10 +3,10 @@
 //
 // out [m, n] = a [m, k] times the transpose of b [n, k], both FP4 with block scales, as quantizers leave them.
 //
-// A CTA takes kTileM rows of a by kTileN rows of b and a share of their columns; the CTAs of a cluster share the
-// columns out. A step is kGroups chunks of 128 columns: each group of warps multiplies one, its warps with kWarpM by
-// kWarpN rows each. Copies fill a ring of stages with steps, codes and scales as they lie in memory, while warps work
-// on others. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the
+// A CTA takes kTileM rows of a by kTileN rows of b; the CTAs of a cluster take the same rows, and each a share of the
+// columns. A step is kGroups chunks of 128 columns: each group of warps multiplies one chunk, and each of its warps
+// kWarpM by kWarpN rows of it. Asynchronous copies fill a ring of stages, one step each, codes and scales as they lie
+// in memory. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the
 // same order.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -34,14 +34,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -59,8 +59,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -188,8 +188,8 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -351,7 +351,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that does not change: the compiler may move the load, but not past a change of p.
+// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -360,7 +360,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// From global memory, not through L1.
+// 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -369,8 +369,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
-// of that parity has ended; on a fresh barrier wait(1) passes at once.
+// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
+// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -423,12 +423,13 @@ __device__ __forceinline__ uint32 clusters() {
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
   return n;
 }
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the place in the CTA `rank` that `p` has in this one.
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -441,8 +442,8 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 // ---- partials/mma_half -----------------------------------------------------
 // Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
 namespace ptx {
-// d += a b of a 16 x 16 by a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b is
-// pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
 template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
 template <>
 __device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
@@ -467,9 +468,9 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and accesses to it.
+// Copies to shared memory, and loads from it.
 namespace ptx {
-// Read once: the first to leave L2. The bytes count towards the barrier.
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
   uint64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -477,18 +478,18 @@ __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint3
                " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
-// 16 bytes, of which the first `bytes` are read and the others zero.
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// The copies that this thread has started since the last group become one.
+// The copies that this thread has started since the last call become a group.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread are there.
+// Waits until all but the last kAllowed groups of this thread are complete.
 template <int kAllowed>
 __device__ __forceinline__ void copy_async_wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
 }
-// Waits for a number of threads, whole warps, at barrier i of the CTA.
+// Waits at barrier i of the CTA for so many threads, in whole warps.
 __device__ __forceinline__ void barrier_sync(int i, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
@@ -502,7 +503,7 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
   return v;
 }
-// From the place in the CTA `rank` of the cluster that `p` has in this one.
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
   asm volatile("{\n"
@@ -540,8 +541,8 @@ using Accumulators = float[kBlocksM][kBlocksN][4];
 
 // ---- operands --------------------------------------------------------------
 // Rows of an operand, and where a stage holds them: a chunk of a row is four vectors of 16 bytes, permuted so that
-// eight rows of one column meet no bank conflict: vector v of row r is at v ^ r / 2 % 4. Scales lie as in memory, tile
-// by tile.
+// loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r / 2 % 4. Scales lie as in
+// memory, tile by tile.
 template <int kRows, SfLayout L> struct Operand {
   static constexpr int kTileRows  = SfTile<L>::kOuter * SfTile<L>::kInner;
   static constexpr int kTileBytes = kTileRows * SfTile<L>::kCols;
@@ -694,13 +695,13 @@ struct Ring {
   alignas(128) OperandA::Chunk a[kStages][kGroups];
   alignas(16) OperandB::Chunk b[kStages][kGroups];
 };
-constexpr int kPitch = kTileN + 8;  // lanes of a fragment meet no bank conflict
+constexpr int kPitch = kTileN + 8;  // so that a fragment is stored without bank conflicts
 struct Sums {
   float rows[kGroups][kTileM][kPitch];
 };
 union Shared {
   Ring ring;
-  Sums sums;  // once every warp is through
+  Sums sums;  // after the last product of every warp
 };
 
 static_assert(sizeof(Shared) == 62208, "the launch counts on it");
@@ -723,7 +724,7 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, ui
   }
 }
 
-// Of four neighbours over all groups; `p` is where those of the first lie.
+// Sums of four neighbours over all groups; `p` points to those of the first group.
 __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll

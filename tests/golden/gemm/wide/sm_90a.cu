@@ -1,5 +1,5 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"depth":1,"divided":false,"dtype":"bf16","format":"nvfp4","groups":2,"out_dtype":"bf16","split":4,"tile_m":64}
+// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. The weight is the left operand
 // of the tensor cores, decoded in registers, and x the right one, in shared memory: rows of a product are rows of the
@@ -45,14 +45,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -70,8 +70,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -199,8 +199,8 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -292,7 +292,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that does not change: the compiler may move the load, but not past a change of p.
+// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -301,7 +301,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// From global memory, not through L1.
+// 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -310,8 +310,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier ends when all its arrivals and all announced bytes are in. wait(parity) returns once the phase
-// of that parity has ended; on a fresh barrier wait(1) passes at once.
+// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
+// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -346,7 +346,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Holds in exactly one lane of a converged warp.
+// Gives true in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -360,7 +360,7 @@ __device__ __forceinline__ bool elect_one() {
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// The box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
 __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%2, %3}], [%4];"
@@ -394,12 +394,13 @@ __device__ __forceinline__ uint32 clusters() {
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
   return n;
 }
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the place in the CTA `rank` that `p` has in this one.
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -410,9 +411,9 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }  // namespace ptx
 
 // ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and accesses to it.
+// Copies to shared memory, and loads from it.
 namespace ptx {
-// Read once: the first to leave L2. The bytes count towards the barrier.
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
   uint64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -420,18 +421,18 @@ __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint3
                " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
-// 16 bytes, of which the first `bytes` are read and the others zero.
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-// The copies that this thread has started since the last group become one.
+// The copies that this thread has started since the last call become a group.
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread are there.
+// Waits until all but the last kAllowed groups of this thread are complete.
 template <int kAllowed>
 __device__ __forceinline__ void copy_async_wait_for() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
 }
-// Waits for a number of threads, whole warps, at barrier i of the CTA.
+// Waits at barrier i of the CTA for so many threads, in whole warps.
 __device__ __forceinline__ void barrier_sync(int i, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
@@ -445,7 +446,7 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
   return v;
 }
-// From the place in the CTA `rank` of the cluster that `p` has in this one.
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
   asm volatile("{\n"
@@ -497,28 +498,25 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // The matrix product of warpgroups, and the copies around it.
 namespace ptx {
 // A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on lie 32 bytes on, which
-// is 2 in the unit of this descriptor.
-__device__ __forceinline__ uint64 wgmma_tile(uint32 address) {
-  return uint64(address & 0x3FFFFu) >> 4 | uint64(1) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
-}
-// d = a b, or d += a b, of a 64 x 16 by a 16 x 64 matrix.
+// is 2 in the unit of this descriptor, of which this is the low half; the high half is the same for all.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
+// d = a b, or d += a b, of a 64 x 16 by a 16 x 32 matrix.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
 // / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Both belong to the
 // tensor cores until a wait.
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint32 (&a)[4], uint64 b, bool add) {
+__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
-               "  setp.ne.b32 add, %37, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%20, 0x40000040};\n"
+               "  setp.ne.b32 add, %21, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int32(add)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
 // At the place in the CTA `rank` that the barrier has in this one.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
@@ -664,14 +662,14 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
 using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 64;
-constexpr int kGroups      = 2;  // of 64 rows of the weight
+constexpr int kTileM       = 32;
+constexpr int kGroups      = 4;  // of 64 rows of the weight
 constexpr int kDepth       = 1;  // warpgroups of a group
 constexpr int kCluster     = 1;
-constexpr int kSplit       = 4;
-constexpr bool kDivided    = false;
-constexpr int kSlots       = 17;
-constexpr int kWeightSlots = 9;
+constexpr int kSplit       = 1;
+constexpr bool kDivided    = true;
+constexpr int kSlots       = 15;
+constexpr int kWeightSlots = 8;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
@@ -682,7 +680,7 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 1;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 // ---- shared memory ---------------------------------------------------------
@@ -700,7 +698,8 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 227328, "the launch counts on it");
+static_assert(sizeof(Shared) == 226304, "the launch counts on it");
+static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
 static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
 
@@ -838,8 +837,9 @@ struct Consumer {
     weight_ring.advance();
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    const uint64 x = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
+    const uint32 slot = ring.slot + half;
+    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
+    const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) ptx::wgmma(sums, a[i], x + 2 * i, add || i > 0);
@@ -850,7 +850,7 @@ struct Consumer {
   // The slot of the last product but kBack - 1.
   template <int kBack> __device__ __forceinline__ void release_x() {
     constexpr int kDistance = kBack * kDepth;
-    Barrier* b = &shared.empty[ring.slot >= kDistance ? ring.slot - kDistance : ring.slot + kSlots - kDistance];
+    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
     if constexpr (kCluster == 1) {
       if (lane == 0) ptx::mbarrier_arrive(b);
     } else {
@@ -989,7 +989,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
 ) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const uint32 team = threadIdx.x / 128, warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
+  const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
 
   // Each producer prepares its barriers and starts; consumers wait for both.
   const bool produces = team == kTeams;
@@ -1031,7 +1032,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
     Consumer consumer{shared, group, half, warp, lane, {}, {}};
-    if (half == 1) consumer.ring.advance();
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
@@ -1071,6 +1071,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       ptx::fence_proxy_async();
       ptx::barrier_sync(kTeamBarrier + team, 128);
       if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
+      if constexpr (kSharers > 1) break;  // they have one tile
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums

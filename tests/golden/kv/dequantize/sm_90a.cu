@@ -1,7 +1,7 @@
 // kv_dequantize, generated from templates/kv/dequantize.cu.j2
 // spec: {"lookup":"none","out_dtype":"bf16","tokens_per_thread":2}
 //
-// NVFP4 K and V of the sequences of a paged cache to floats. A thread fills 16 bytes of each of kTokens tokens.
+// Dequantizes K and V of the sequences in a paged NVFP4 cache. A thread writes 16 bytes for each of kTokens tokens.
 // Threads (w, h): a CTA is w chunks of a token by h times kTokens tokens. Grid: x over tokens, y over sequences,
 // z over K and V and over a token's chunks.
 
@@ -30,14 +30,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -55,8 +55,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -184,8 +184,8 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -306,8 +306,8 @@ __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
 }
 
 // ---- kv/cache --------------------------------------------------------------
-// A paged cache: strided codes and block scales of each page, token of the page, and head. Indices are data: what
-// points outside of its list or of the cache is nowhere.
+// A paged cache: codes and block scales by page, token of the page, and head, with strides. Indices come from the
+// caller's tensors unchecked: one that points outside of its list or of the cache gives kNowhere.
 constexpr uint32 kNowhere = ~0u;
 
 struct Place {
@@ -315,14 +315,14 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "what the launch gives a token");
+static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
-struct Strides {  // in bytes, or in elements of what a pointer points to
+struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;
   __device__ __forceinline__ uint64 at(Place p) const { return uint64(p.page) * page + uint64(p.token) * token; }
 };
 
-// Threads of a CTA share the work of finding where its `count` tokens lie: places[i] = find(i).
+// The threads of a CTA share the work of finding the places of its `count` tokens: places[i] = find(i).
 template <typename Find>
 __device__ __forceinline__ void find_places(Place* places, uint32 count, Find find) {
   const uint32 threads = blockDim.x * blockDim.y;
@@ -336,8 +336,8 @@ __device__ __forceinline__ int64 index_at(const void* list, int64 i, bool wide) 
   return int32(ptx::ld<uint32>(static_cast<const int32*>(list) + i));
 }
 
-// Where a head keeps column col of its tokens' scales. Interleaved, the scales of four tokens are one run of 4 * cols
-// bytes, column by column, the tokens side by side.
+// Where column col of a head's scales lies. Interleaved, the scales of four neighbouring tokens fill one run of 4 *
+// cols bytes: column by column, and in each column token by token.
 struct ScaleColumn {
   uint32 row, byte, group;
   __device__ __forceinline__ ScaleColumn(uint32 col, uint32 cols, bool interleaved)
@@ -366,7 +366,8 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
-// Without lookup there is one page, of one sequence. A thread looks up its first token: all of them lie in one page.
+// kNone: there is one page, of one sequence. kThread: a thread looks up its first token, and the others are in the same
+// page. kCta: the threads of a CTA look up its tokens together.
 enum class Lookup { kNone, kThread, kCta };
 constexpr Lookup kLookup = Lookup::kNone;
 constexpr int    kTokens = 2;

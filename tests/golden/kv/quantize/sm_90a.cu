@@ -1,7 +1,8 @@
 // kv_quantize, generated from templates/kv/quantize.cu.j2
 // spec: {"addressing":"whole","in_dtype":"bf16","tokens_per_thread":1}
 //
-// Rows of K and V to NVFP4, in their places of a paged cache. A thread has the same block of kTokens tokens.
+// Quantizes rows of K and V to NVFP4 and writes them into a paged cache. A thread quantizes one block of each of
+// kTokens tokens.
 // Threads (w, h): a CTA is w blocks of a token by h runs of tokens. Grid: x over tokens, y over a token's blocks,
 // z over K and V.
 
@@ -30,14 +31,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -55,8 +56,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -186,10 +187,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -255,7 +258,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -295,8 +298,8 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -385,7 +388,7 @@ template <typename In> struct Widened { using type = In; };
 template <> struct Widened<e4m3> { using type = f16; };
 template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
 
-// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+// Rows that start at multiples of 32 bytes are loaded 32 bytes at a time where the GPU has such loads.
 template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
   return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
 }
@@ -411,8 +414,8 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 }
 
 // ---- kv/cache --------------------------------------------------------------
-// A paged cache: strided codes and block scales of each page, token of the page, and head. Indices are data: what
-// points outside of its list or of the cache is nowhere.
+// A paged cache: codes and block scales by page, token of the page, and head, with strides. Indices come from the
+// caller's tensors unchecked: one that points outside of its list or of the cache gives kNowhere.
 constexpr uint32 kNowhere = ~0u;
 
 struct Place {
@@ -420,14 +423,14 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "what the launch gives a token");
+static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
-struct Strides {  // in bytes, or in elements of what a pointer points to
+struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;
   __device__ __forceinline__ uint64 at(Place p) const { return uint64(p.page) * page + uint64(p.token) * token; }
 };
 
-// Threads of a CTA share the work of finding where its `count` tokens lie: places[i] = find(i).
+// The threads of a CTA share the work of finding the places of its `count` tokens: places[i] = find(i).
 template <typename Find>
 __device__ __forceinline__ void find_places(Place* places, uint32 count, Find find) {
   const uint32 threads = blockDim.x * blockDim.y;
@@ -441,8 +444,8 @@ __device__ __forceinline__ int64 index_at(const void* list, int64 i, bool wide) 
   return int32(ptx::ld<uint32>(static_cast<const int32*>(list) + i));
 }
 
-// Where a head keeps column col of its tokens' scales. Interleaved, the scales of four tokens are one run of 4 * cols
-// bytes, column by column, the tokens side by side.
+// Where column col of a head's scales lies. Interleaved, the scales of four neighbouring tokens fill one run of 4 *
+// cols bytes: column by column, and in each column token by token.
 struct ScaleColumn {
   uint32 row, byte, group;
   __device__ __forceinline__ ScaleColumn(uint32 col, uint32 cols, bool interleaved)
@@ -482,7 +485,8 @@ __device__ __forceinline__ Place place_of(uint32 slot, int64 page_size) {
   return {slot / uint32(page_size), slot % uint32(page_size)};
 }
 
-// What tells the place of a token of kSlots or kPositions. Bits 0 to 3 of wide: which lists have 8-byte entries.
+// The lists that say where a token of kSlots or kPositions goes. Bits 0 to 3 of wide: which of them have 8-byte
+// entries.
 struct Lists {
   const void *slots, *batch_indices, *indices, *indptr;
   int64 tokens, requests, num_indices, num_pages, page_size, wide;
@@ -554,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const Lists lists{slots,    batch_indices, indices,   indptr,    tokens,
                     requests, num_indices,   num_pages, page_size, wide_lists};
   RawUnit<In> raw[kTokens] = {};
-  Place       place[kTokens], next = place_of(first, page_size);  // next: of kWhole
+  Place       place[kTokens], next = place_of(first, page_size);  // next: for kWhole
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     if (!live || first + i >= tokens) continue;
@@ -567,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     }
     if constexpr (kAddressing == Addressing::kSlots) place[i] = lists.find(first + i);
   }
-  if constexpr (kAddressing == Addressing::kPositions) {  // many instructions: once for a token, not for each block
+  if constexpr (kAddressing == Addressing::kPositions) {  // takes many instructions: for each token, not each block
     find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) place[i] = live ? places[row + i] : Place{};

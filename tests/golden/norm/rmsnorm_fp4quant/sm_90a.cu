@@ -31,14 +31,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -56,8 +56,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -193,7 +193,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that does not change: the compiler may move the load, but not past a change of p.
+// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -202,7 +202,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// From global memory, not through L1.
+// 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -211,8 +211,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -301,9 +301,9 @@ constexpr int kUnit = 16, kTurn = kUnit * kWarp;
 
 using Unit = uint32[kUnit / 2];  // pairs
 
-// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies take them in order, lanes side by side; a
-// thread takes the two vectors of its unit. They are placed so that neither access has bank conflicts: the two of a
-// unit at bytes p and p ^ 16, and vector i + 32 half a turn after vector i.
+// A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies write them in order, neighbouring lanes to
+// neighbouring vectors; a thread then reads the two vectors of its unit. Their places avoid bank conflicts in both: the
+// two of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
 constexpr int kTurnBytes = kTurn * 2;
 __device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
 
@@ -316,7 +316,7 @@ __device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
 }
 
 namespace ptx {
-// Volatile, so that it stays behind griddep_wait; coherent, because the thread may write the unit later.
+// Volatile, so that the compiler keeps it after griddep_wait; coherent, because the thread may write the unit later.
 __device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
@@ -361,8 +361,8 @@ __device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s
   for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
 }
 
-// The weights of a thread's unit in shared memory, which it reads back in every row: as they came, or widened once.
-// place() is where a lane's weights begin in those of a turn; p is that address.
+// The weights of a thread's unit in shared memory, which it reads back for every row: as 16-bit floats (kPacked), or
+// widened to float once. place() is the offset of a lane's weights in those of a turn, p is their address.
 template <typename T, bool kPacked> struct Weights {
   static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
   static __device__ __forceinline__ uint32 place(uint32 lane) { return kPacked ? vector_offset(2 * lane) : lane * 16; }
@@ -417,12 +417,13 @@ __device__ __forceinline__ uint32 clusters() {
   asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
   return n;
 }
-// Every thread of the cluster arrives. What was written before, also to shared memory of other CTAs, is seen after.
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the place in the CTA `rank` that `p` has in this one.
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -549,10 +550,12 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -618,7 +621,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -669,7 +672,7 @@ constexpr int   kWarps     = 1;
 constexpr bool  kClustered = false;
 constexpr bool  kStream    = false;
 constexpr int   kThreads   = 128;  // of a CTA, at most
-constexpr int   kMinCtas   = 8;  // of kThreads, that an SM must have registers for
+constexpr int   kMinCtas   = 8;  // of kThreads, for which an SM must have registers
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
@@ -680,12 +683,12 @@ struct Shared {
 // warp, which is being copied. Warps that take a row each share the weights.
 using Weight = Weights<In, kAdd>;
 constexpr int kWeightBytes = kUnits * Weight::kBytes;  // of a warp
-constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp copies there
+constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp copies
 static_assert(kWarps > 1 || kUnits <= kThreads / kWarp, "each turn has a warp");
 constexpr int kInputBytes  = kUnits * kTurnBytes;
 constexpr int kSlotBytes   = (kAdd ? 2 : 1) * kInputBytes;
 static_assert(sizeof(Shared) == 1536 && kWeightBytes == 64 * kWarp &&
-              kSlotBytes == 32 * kWarp, "host's count");
+              kSlotBytes == 32 * kWarp, "the launch reserves as much");
 
 // ---- kernel ----------------------------------------------------------------
 constexpr int  kUnitsPerBlock = kBlock / kUnit;
@@ -733,15 +736,15 @@ struct Operands {
   uint32    rows, units;  // units of a row
 };
 
-// What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. The second is of a later row
-// where rows share the warp.
+// What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. Where rows share a warp, the
+// second belongs to a later row than the first.
 struct Vectors {
   static constexpr int kMiddle = kUnits / 2 * kTurn;  // the immediate offset of a copy reaches 2 KiB either way
   const In* x;
-  In*       residual;      // both at the middle of the first
-  int64     step, second;  // elements to the next row; from the first to the second
+  In*       residual;      // both kMiddle elements after the first vector
+  int64     step, second;  // elements from a row to the next, and from the first vector to the second
   uint32    to;            // address of the first in the slots
-  uint32    row, rows, row_step, later_rows;  // row of the first; from the first to the second
+  uint32    row, rows, row_step, later_rows;  // row of the first; rows from it to that of the second
   int       turns[2];
 
   __device__ __forceinline__ Vectors(const Operands& p, const Place& place, uint32 slots) {
@@ -759,7 +762,8 @@ struct Vectors {
     turns[0] = turns_from(unit, p.units);
     turns[1] = turns_from(unit + (later_rows ? 0 : kWarp / 2), p.units);
   }
-  // f(elements, bytes) for every vector, or every one that exists: from the middle, and from the first in the slots.
+  // Calls f(elements, bytes) for every vector, or for every one that exists: its distance from x and residual, and from
+  // `to`.
   template <bool kAll, typename F> __device__ __forceinline__ void each(F f) {
     asm volatile("" : "+l"(x), "+r"(to));  // keeps the compiler from computing the addresses again for every vector
     if constexpr (kAdd) asm volatile("" : "+l"(residual));
@@ -811,7 +815,7 @@ __device__ __forceinline__ uint2 quantize(const Unit& u, uint8& b, float sixth, 
   return encode_block<In>(u, kScale == Scale::kE4m3 ? multiplier[b] : ue8m0_multiplier(b));
 }
 
-// All rows of a thread. kFilled: every unit of its warp exists, none needs to be asked for.
+// All rows of a thread. kFilled: every unit of its warp exists, so that no access needs a condition.
 template <bool kFilled>
 __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vectors& vectors, const Rstd& rstd_of,
                                      float sixth, Shared& shared, uint32 input_at, uint32 weight_at, uint32 row_lanes) {
@@ -821,7 +825,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
   const int    turns   = kFilled ? kUnits : turns_from(place.unit, p.units);
   const int    warp_turns = kFilled ? kUnits : turns_from(place.turn * kWarp, p.units);
 
-  // Of the two lanes of a block of 32, the first writes its scale; those behind the last column write padding.
+  // Where a block is two units, the first of its two lanes writes the scale. Lanes after the last column write padding.
   const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
   const uint32 col          = place.unit / kUnitsPerBlock;
   const bool   has_linear   = p.sf_linear && has_scale;
@@ -949,7 +953,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       if (v < turns && place.row < p.rows) continue;
-      store_unit(input_at + v * kTurnBytes, {});  // zero where no copy writes, or where one comes only later
+      store_unit(input_at + v * kTurnBytes, {});  // zeros where no copy writes, or only for a later row
       if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, {});
     }
   }

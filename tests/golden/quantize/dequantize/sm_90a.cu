@@ -1,8 +1,8 @@
 // quantize_dequantize, generated from templates/quantize/dequantize.cu.j2
 // spec: {"block_format":"nvfp4","out_dtype":"f32","sf_layout":"layout_128x4"}
 //
-// A warp decodes the blocks of one sector of block scales, in kTurns turns; a lane fills 16 bytes of out in each.
-// Threads (32 * w, h): a CTA is w warps along K by h sectors down the matrix. Grid: x along K, y and z down.
+// A warp decodes the blocks of one sector of block scales in kTurns turns; a lane writes 16 bytes of out in each.
+// Threads (32 * w, h): a CTA is w warps along K by h sectors down the matrix. Grid: x along K, y and z down it.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -21,14 +21,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -46,8 +46,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -150,8 +150,8 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }  // namespace ptx
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -329,10 +329,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -398,7 +400,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;

@@ -1,11 +1,12 @@
 // quantize_e4m3, generated from templates/quantize/e4m3.cu.j2
 // spec: {"blocks_per_thread":4,"sf_layout":"layout_128x4"}
 //
-// E4M3 to NVFP4 without arithmetic on the elements. With the global scale fixed, a block's scale depends on its
-// largest magnitude byte alone, and a code on that and on the element's byte, with which it grows: one table entry
-// for each largest byte holds the scale and the seven bytes where the code changes. A CTA finds them by bisection of
-// the exact formula, then compares four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread
-// sectors of block scales side by side, a lane one block in each of them.
+// E4M3 to NVFP4 by table, without arithmetic on the elements. For a given global scale, the scale of a block depends
+// only on the largest magnitude byte in the block. The code of an element depends on that byte and on the element's
+// own, and never falls as the latter grows. So a table has an entry for each largest byte: the scale, and the seven
+// bytes at which the code changes. Each CTA computes the table, by bisection with the exact formula, and then compares
+// four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread neighbouring sectors of block scales, a
+// lane one block in each of them.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -78,14 +79,14 @@ constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_
 constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -103,8 +104,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -234,10 +235,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -303,7 +306,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -343,8 +346,8 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -433,7 +436,7 @@ template <typename In> struct Widened { using type = In; };
 template <> struct Widened<e4m3> { using type = f16; };
 template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
 
-// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+// Rows that start at multiples of 32 bytes are loaded 32 bytes at a time where the GPU has such loads.
 template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
   return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
 }
@@ -470,7 +473,7 @@ constexpr int    kTaskCols = Sf::kCols * kBlocksPerThread;  // in blocks
 constexpr int    kCodes    = 7;                             // magnitudes above 0
 constexpr uint32 kTop      = 0x80808080u;                   // the top bit of every byte
 
-// Where each magnitude above 0 starts: at its midpoint, or right above it where the midpoint itself belongs below.
+// Where each magnitude above 0 starts: at the midpoint to the one below, or right after it where ties go down.
 constexpr float kBoundary[kCodes] = {0x1.000002p-2f, 0.75f, 0x1.400002p+0f, 1.75f,
                                      0x1.400002p+1f, 3.5f,  0x1.400002p+2f};
 
@@ -518,7 +521,7 @@ __device__ __forceinline__ uint2 encode_by(uint2 entry, const RawUnit<In>& x) {
   uint32 pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32 reached[kCodes];  // in the top bit of each byte: the difference never borrows
+    uint32 reached[kCodes];  // in the top bit of each byte; that of x is set, so no byte borrows
 #pragma unroll
     for (int j = 0; j < kCodes; ++j) reached[j] = (x[i] | kTop) - start[j];
     const uint32 bit0 = reached[0] ^ reached[1] ^ reached[2] ^ reached[3] ^ reached[4] ^ reached[5] ^ reached[6];

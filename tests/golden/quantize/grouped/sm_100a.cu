@@ -1,8 +1,8 @@
 // quantize_grouped, generated from templates/quantize/grouped.cu.j2
 // spec: {"blocks_per_thread":2,"in_dtype":"bf16","masked":false,"silu":false}
 //
-// A batch of matrices of which only the first mask[b] rows are filled. Threads (32 * w, h): a CTA is w warps along K
-// by h sectors of block scales down a matrix. Grid: x along K, y down, z over the batch.
+// A batch of matrices; of matrix b only the first mask[b] rows are quantized. Threads (32 * w, h): a CTA is w warps
+// along K by h sectors of block scales down a matrix. Grid: x along K, y down, z over the batch.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -29,14 +29,14 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
 // ---- partials/ptx ----------------------------------------------------------
-// One function per instruction, and what several need.
+// A function for each instruction that several kernels use.
 namespace ptx {
 __device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Loads are volatile, so that they stay behind griddep_wait.
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
 __device__ __forceinline__ float ld_f32(const void* p) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -54,8 +54,8 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once; against a NaN, the number wins. The xorsign forms compare magnitudes and give the result
-// the product of the signs.
+// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -185,10 +185,12 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 // ---- partials/e2m1 ---------------------------------------------------------
 // E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
 //
-// As a float16, v * 2^-14 begins with the code: its pattern from bit 9 on, bit 8 rounded up. The conversion must not
-// lose on which side of a tie v was. Times 1 + 2^-9, each tie of E2M1 lies midway between two float16s, of which the
-// even one is on the side that v = tie belongs to. Times 1 - 5 * 2^-11, the upper one becomes the tie itself, and
-// the lower one stays below it. No step changes the order of two values: seven ties and their neighbours prove it.
+// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
+// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
+// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
+// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
+// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
+// checked.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -254,7 +256,7 @@ __device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
   return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
 }
 
-// The same for many blocks of one g.
+// nvfp4_multiplier() for many blocks that share g.
 struct Nvfp4Multiplier {
   float decode;
   bool  in_range;
@@ -378,8 +380,8 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
 }
 
 // ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that they stay behind griddep_wait, and coherent, because the same
-// kernel may write the address later.
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
 namespace ptx {
 template <typename T> __device__ T ld(const void* p);
 template <> __device__ __forceinline__ uint8 ld(const void* p) {
@@ -468,7 +470,7 @@ template <typename In> struct Widened { using type = In; };
 template <> struct Widened<e4m3> { using type = f16; };
 template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
 
-// Rows of 32-byte alignment are loaded 32 bytes at a time where the GPU can.
+// Rows that start at multiples of 32 bytes are loaded 32 bytes at a time where the GPU has such loads.
 template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
   return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
 }
@@ -504,7 +506,8 @@ __device__ __forceinline__ float silu_inside(float v) {
   const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
   return fmaf(-fmaf(d, q, -v), r, q);
 }
-// Beyond it, 1 + exp(-v) is 1 or exp(-v). ex2.approx flushes subnormals, which exp(v) soon is: 2^64 keeps it from them.
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be one: times 2^64 it is not.
 __device__ __forceinline__ float silu_outside(float v) {
   return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
 }
@@ -528,18 +531,19 @@ __device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawU
 }
 
 // ---- partials/quantize_task ------------------------------------------------
-// What a warp does: kBlocks sectors of block scales side by side, a lane one block of elements in each of them.
+// The work of a warp: kBlocks neighbouring sectors of block scales (see sf_layout). A lane quantizes one block of
+// elements in each of them.
 template <typename In> struct Matrix {
   const In*    x;        // [rows, k], of silu_and_mul [rows, 2k] gate and up; rows lie x_stride apart
   const float* scale;    // of row r at r * scale_stride
   uint8*       q;        // [rows, k/2]
   uint8*       sf;
   int64        k, x_stride, scale_stride;
-  uint32       rows;     // sf is padded from here on
-  uint32       filled;   // rows between filled and rows are left alone
+  uint32       rows;     // rows of sf from here on are padding, which is set to zero
+  uint32       filled;   // rows from filled to rows are not written
 };
 
-// sector, task: the warp's place down the matrix and along K. Columns count blocks.
+// sector and task number the warp's work down the matrix and along K. Columns are counted in blocks.
 template <Format F, SfLayout L, bool kSilu, int kBlocks, typename In>
 __device__ __forceinline__ void quantize_task(const Matrix<In>& a, uint32 sector, uint32 task) {
   using Sf   = Sector<L>;

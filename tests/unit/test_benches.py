@@ -1,0 +1,121 @@
+"""Every benchmark that needs a GPU runs to its end in a rehearsal; those that need none give what is committed."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jitfp4 import sim
+from jitfp4.arch import Arch
+from jitfp4.spec import Geometry
+from tests.support.programs import FILES, ROOT, load, run_main
+from tests.support.rehearsal import rehearsal
+
+RESULTS = ROOT / "bench/results"
+# A program and its arguments; constants that leave less to do; the files that it writes.
+RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
+    "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_gdn": ({}, {"gdn"}),
+    "bench_gemm": ({}, {"gemm"}),
+    "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
+    "bench_gemm_wide": ({}, {"gemm_wide"}),
+    "bench_gemm_wide --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_wide_search"}),
+    "bench_kv": ({}, {"kv", "kv_tactics"}),
+    "bench_launch": ({"CALLS": 1, "ROUNDS": 1}, {"launch"}),
+    "bench_mm_fp4": ({}, {"mm_fp4"}),
+    "bench_mm_fp4 --part kernels": ({}, {"mm_fp4_kernels"}),
+    "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
+    "bench_prefill": ({}, {"prefill"}),
+    "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
+    "ceiling_gdn": ({}, {"gdn_ceiling"}),
+    "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),
+    "search_gdn": ({"BATCHES": (64,)}, {"gdn_search"}),
+    "search_norm": ({"ROWS": (1, 1000)}, {"norm_shapes"}),
+}
+NEVER_FILLED = {("launch", "triton_launches"), ("quantize_peers", "wrote")}  # the peers are not here
+
+
+def test_every_bench_of_a_gpu_is_run_here() -> None:
+    wanted = {name for name, file in FILES.items() if "Run on a GPU: ``python" in file.read_text()}
+    assert wanted == {command.split()[0] for command in RUNS}
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def clean_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results go where those of a clean tree go."""
+    monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
+
+
+@pytest.mark.usefixtures("clean_stamp")
+@pytest.mark.parametrize("command", RUNS)
+def test_it_runs_to_its_end_on_tensors_without_data(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, *arguments = command.split()
+    program, (constants, files) = load(name), RUNS[command]
+    for constant, value in constants.items():
+        monkeypatch.setattr(program, constant, value)
+    with rehearsal():
+        run_main(program, *arguments, "--out", tmp_path)
+    written = {path.stem: read(path) for path in tmp_path.glob("*.csv")}
+    assert written.keys() == files
+    empty = {(file, column) for file, rows in written.items() for column in rows[0] if not any(r[column] for r in rows)}
+    assert empty <= NEVER_FILLED
+
+
+@pytest.mark.usefixtures("clean_stamp")
+@pytest.mark.parametrize(("name", "file"), [("accuracy_kv", "kv_accuracy"), ("model_mm_fp4", "mm_fp4_model")])
+def test_committed_results_of_no_gpu_are_what_it_computes(name: str, file: str, tmp_path: Path) -> None:
+    run_main(load(name), "--out", tmp_path)
+    computed, committed = read(tmp_path / f"{file}.csv"), read(RESULTS / f"cpu/{file}.csv")
+    assert len(computed) == len(committed)
+    for ours, theirs in zip(computed, committed, strict=True):
+        assert ours.keys() == theirs.keys()
+        for column, value in ours.items():
+            same = value == theirs[column] or float(value) == pytest.approx(float(theirs[column]), rel=1e-2)
+            assert same, (column, value, theirs[column])
+
+
+def test_pictures_are_drawn_from_the_committed_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for path in (RESULTS / "h200").glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    run_main(load("plots"), "--out", tmp_path)
+    drawn, committed = ({path.name for path in folder.glob("*.png")} for folder in (tmp_path, RESULTS / "h200"))
+    assert drawn == committed
+
+
+def test_what_was_chosen_from_a_search_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run_main(load("bench_gemm"), "--part", "choose")
+    buckets = [line for line in capsys.readouterr().out.splitlines() if line.startswith("m <= ")]
+    assert len(buckets) == len(set(buckets)) >= 20
+
+
+@pytest.mark.usefixtures("clean_stamp")
+@pytest.mark.sim
+def test_faults_are_counted_on_a_simulated_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = load("faults_on_gpu")
+
+    def run(ptx: str, given: list[Any], geometry: Geometry) -> list[Any]:
+        sim.run(ptx, given, geometry, "sm_90a")
+        return [value for value in given if isinstance(value, np.ndarray)]
+
+    monkeypatch.setattr(program, "run_on_gpu", run)
+    monkeypatch.setattr(program, "device_arch", lambda _: Arch.of("sm_90a"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for cases in ("PROXIES", "GLOBAL", "MATRIX"):
+        monkeypatch.setattr(program, cases, [case for case in getattr(program, cases) if case.ends][:2])
+    run_main(program, "--launches", 1, "--out", tmp_path)
+    rows = read(tmp_path / "sim_faults.csv")
+    assert rows and {row["wrong_with_the_piece"] for row in rows} == {"0"}
