@@ -129,30 +129,35 @@ def norm_calls() -> Iterator[Call]:
 def gdn_calls(kernel: AnyKernel) -> Iterator[Call]:
     """A call for each specialisation. Gates at which exp and log do not matter: decay 1, beta 1/2."""
     arch, found = device_arch(torch.cuda.current_device()), set()
-    for dtype, state, dim, tokens, heads, (steps, slots) in product(
+    for dtype, state, (dim, value_dim, gates), tokens, heads, (steps, slots) in product(
         HALVES,
         (torch.float32, torch.bfloat16),
-        (128, 64),
+        ((128, 128, None), (64, 64, None), (128, 128, torch.float32), (64, 64, torch.float32), (128, 256, None)),
         (1, 2, 3, 6, 11),
         (2, 65, 300, 513, 1025),
         ((False, False), (True, False), (True, True)),
     ):
+        if value_dim != dim and state != torch.float32:
+            continue
+        general = value_dim != dim or gates is not None
         problem = Problem(
             dtype=DTYPES[dtype],
             state_dtype=STATE_DTYPES[state],
             state_layout=StateLayout.VK,
             head_dim=dim,
+            value_dim=value_dim,
             tokens=tokens,
             batch=1,
             value_heads=heads,
             store_steps=steps,
             step_slots=slots,
+            general=general,
         )
         tactic = GATED_DELTA_RULE.select(problem, arch)
         spec = kernel.specialise(problem, tactic) if type(tactic) is kernel.tactic else None
         if spec is not None and spec not in found:
             found.add(spec)
-            arguments = delta_rule_arguments(dtype, state, dim, tokens, heads)
+            arguments = delta_rule_arguments(dtype, state, dim, tokens, heads, value_dim, gates)
             if slots:
                 arguments["initial_state"] = arguments["initial_state"].repeat(tokens, 1, 1, 1)
                 arguments["ssm_state_indices"] = torch.arange(tokens).view(1, tokens)
@@ -161,13 +166,22 @@ def gdn_calls(kernel: AnyKernel) -> Iterator[Call]:
                 arguments["intermediate_states_buffer"] = torch.zeros(1, tokens, *pool.shape[1:], dtype=state)
             # the chunkwise kernel has an approximate 1 / sqrt
             yield "gated_delta_rule_mtp", arguments | {"use_qk_l2norm": kernel is DELTA_RULE}
-        if tokens == 1 and state is torch.float32 and not steps and kernel is DELTA_RULE:
-            one = delta_rule_arguments(dtype, state, dim, 1, heads)
+        by_columns = kernel is DELTA_RULE and state is torch.float32 and (heads == 2 or not general)
+        if by_columns and tokens == 1 and not steps:
+            one = delta_rule_arguments(dtype, state, dim, 1, heads, value_dim, gates)
             del one["initial_state_indices"]
-            yield "gated_delta_rule_decode", one | {"state": one.pop("initial_state")}
+            yield "gated_delta_rule_decode", one | {"state": one.pop("initial_state").view(1, heads, dim, value_dim)}
 
 
-def delta_rule_arguments(dtype: torch.dtype, state: torch.dtype, dim: int, tokens: int, heads: int) -> Arguments:
+def delta_rule_arguments(
+    dtype: torch.dtype,
+    state: torch.dtype,
+    dim: int,
+    tokens: int,
+    heads: int,
+    value_dim: int,
+    gates: torch.dtype | None,
+) -> Arguments:
     generator = torch.Generator().manual_seed(dim + tokens + heads)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -176,13 +190,13 @@ def delta_rule_arguments(dtype: torch.dtype, state: torch.dtype, dim: int, token
     return {
         "q": normal(1, tokens, 1, dim).to(dtype),
         "k": normal(1, tokens, 1, dim).to(dtype),
-        "v": normal(1, tokens, heads, dim).to(dtype),
-        "initial_state": normal(1, heads, dim, dim).to(state),
+        "v": normal(1, tokens, heads, value_dim).to(dtype),
+        "initial_state": normal(1, heads, value_dim, dim).to(state),
         "initial_state_indices": torch.arange(1),
         "A_log": torch.full((heads,), -torch.inf),
-        "a": normal(1, tokens, heads).to(dtype),
+        "a": normal(1, tokens, heads).to(gates or dtype),
         "dt_bias": normal(heads),
-        "b": torch.zeros(1, tokens, heads, dtype=dtype),
+        "b": torch.zeros(1, tokens, heads, dtype=gates or dtype),
     }
 
 
