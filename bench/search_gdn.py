@@ -70,6 +70,7 @@ def problem_of(case: Case) -> Problem:
         state_dtype=DType.BF16 if case.state == "bf16" else DType.F32,
         state_layout=StateLayout.KV if case.state == K_MAJOR else StateLayout.VK,
         head_dim=128,
+        value_dim=128,
         tokens=case.tokens,
         batch=case.batch,
         value_heads=case.value_heads,

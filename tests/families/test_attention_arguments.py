@@ -11,6 +11,7 @@ import jitfp4
 from jitfp4 import sim
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
+from jitfp4.tensors import CODE_DTYPES
 from tests.support.attention import Case, relative_error
 
 
@@ -20,7 +21,7 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "o_sf_scale": 1.0,
         "o_sf_vec_size": 16,
         "o_scale": 2.0,
-        "backend": "trtllm-gen",
+        "backend": "xqa",
         "mask": torch.ones(1),
         "skip_softmax_threshold_scale_factor": 1.0,
         "bmm1_scale_log2": torch.ones(1),
@@ -117,6 +118,8 @@ def test_the_same_said_otherwise_gives_the_same_bits() -> None:
         {"kv_cache_sf": None, "kv_block_scales": (ks.view(torch.float8_e4m3fn), vs.view(torch.float8_e4m3fn))},
         {"bmm1_scale": one, "bmm2_scale": torch.tensor(case.bmm2)},
         {"sinks": [case.sinks]},
+        {"backend": "trtllm-gen"},
+        *({"kv_cache": tuple(side.view(dtype) for side in (k, v))} for dtype in CODE_DTYPES),
         {"q_len_per_req": None, "cum_seq_lens_q": torch.tensor([0, 1, 2], dtype=torch.int32), "max_q_len": 1},
         {"uses_shared_paged_kv_idx": False, "block_tables": torch.stack((case.block_tables,) * 2, 1)},
         {"out": torch.empty_like(out), "lse": torch.empty_like(lse)},
@@ -126,13 +129,18 @@ def test_the_same_said_otherwise_gives_the_same_bits() -> None:
         assert (got[1] - lse).abs().max() < 1e-5
 
 
-def test_the_wrapper_gives_the_same_bits() -> None:
-    case = Case(lengths=(64, 50, 0), page=16, kv_layout="NHD", q_lens=2)
+@pytest.mark.parametrize("backend", ["auto", "trtllm-gen"])
+def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
+    """V's scales are linear, or interleaved as the backend of that name has them."""
+    order = "linear" if backend == "auto" else "interleaved4"
+    case = Case(lengths=(64, 50, 0), page=16, kv_layout="NHD", q_lens=2, v_scale_layout=order)
+    kv_cache = tuple(side.view(CODE_DTYPES[-1]) for side in case.kv_cache)
     columns = [-(-length // 16) for length in case.lengths]
     indptr = torch.tensor([0, *columns]).cumsum(0).to(torch.int32)
     lists = [table[:n] for table, n in zip(case.block_tables, columns, strict=True)]
     last = torch.tensor([(length - 1) % 16 + 1 for length in case.lengths], dtype=torch.int32)
-    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(torch.full((32 << 20,), 0x7F, dtype=torch.uint8), "NHD")
+    workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8)
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     with sim.device("sm_90a"):
         wrapper.plan(
             indptr,
@@ -143,12 +151,12 @@ def test_the_wrapper_gives_the_same_bits() -> None:
             128,
             16,
             q_data_type="bfloat16",
-            kv_data_type=torch.uint8,
+            kv_data_type=CODE_DTYPES[-1],
             sm_scale=case.bmm1 / 2,
             q_len_per_req=2,
         )
         got = wrapper.run(
-            case.query, case.kv_cache, k_scale=2.0, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf, return_lse=True
+            case.query, kv_cache, k_scale=2.0, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf, return_lse=True
         )
         expected = case.run()
     assert torch.equal(got[0], expected[0])
@@ -158,6 +166,8 @@ def test_the_wrapper_gives_the_same_bits() -> None:
 def test_the_wrapper_refuses() -> None:
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
     case = Case(kv_layout="NHD")
+    with pytest.raises(jitfp4.ArgumentError, match="backend"):
+        jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, backend="cute-dsl")
     with pytest.raises(jitfp4.ArgumentError, match="plan"):
         wrapper.run(case.query, case.kv_cache, kv_cache_sf=case.kv_cache_sf)
     lists = (torch.tensor([0, 1, 2], dtype=torch.int32), torch.arange(2, dtype=torch.int32), torch.ones(2).int())

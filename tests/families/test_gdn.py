@@ -19,9 +19,12 @@ from tests.support.gdn import (
     assert_close,
     case,
     check_both_orders,
+    check_float_gates,
+    check_heads_apart,
     check_other_writes,
     check_pool,
     check_strides,
+    check_wide_values,
     moved,
     recurrence,
 )
@@ -187,6 +190,29 @@ def test_strides() -> None:
     check_strides("cpu")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_both_orders_of_the_state_agree(head_dim: int) -> None:
-    check_both_orders(head_dim)
+def test_heads_apart() -> None:
+    check_heads_apart("cpu")
+
+
+def test_float_gates() -> None:
+    check_float_gates("cpu")
+
+
+def test_wide_values() -> None:
+    check_wide_values("cpu")
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (128, 256)])
+def test_both_orders_of_the_state_agree(head_dim: int, value_dim: int) -> None:
+    check_both_orders(head_dim, value_dim)
+
+
+def test_slots_of_steps_replace_the_final_write() -> None:
+    """As in FlashInfer, which takes both lists and writes those of the steps."""
+    given = case(2, 3, pool=8)
+    slots, targets = torch.tensor([[2, 3, 4], [5, -1, 6]]), torch.tensor([7, 0])
+    want_out, want = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots)
+    out, pool = gated_delta_rule_mtp(**moved(given, "cpu"), ssm_state_indices=slots, output_state_indices=targets)
+    assert_same_bytes("output", out, want_out)
+    assert_same_bytes("pool", pool, want)
+    assert_same_bytes("final slots", pool[targets], given["initial_state"][targets])

@@ -45,7 +45,14 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
     "v heads": (ArgumentError, "v", mtp(q=GOOD["q"].repeat(1, 1, 2, 1), v=GOOD["v"].repeat(1, 1, 2, 1)[:, :, :3])),
     "v rows": (ArgumentError, "v", mtp(v=GOOD["v"][:1])),
     "a shape": (ArgumentError, "a", mtp(a=GOOD["a"][..., :1])),
-    "b dtype": (ArgumentTypeError, "b", mtp(b=GOOD["b"].float())),
+    "a dtype": (ArgumentTypeError, "a", mtp(a=GOOD["a"].half())),
+    "b dtype": (ArgumentTypeError, "b", mtp(b=GOOD["b"].double())),
+    "128 values": (ArgumentError, "v", mtp(v=GOOD["v"].repeat(1, 1, 1, 2))),
+    "256 values with a bf16 state": (
+        ArgumentError,
+        "v",
+        lambda: gated_delta_rule_mtp(**case(2, 2, head_dim=128, value_dim=256, state_dtype=torch.bfloat16)),
+    ),
     "A_log dtype": (ArgumentTypeError, "A_log", mtp(A_log=GOOD["A_log"].bfloat16())),
     "dt_bias dtype": (ArgumentTypeError, "dt_bias", mtp(dt_bias=GOOD["dt_bias"].double())),
     "dt_bias device": (ArgumentTypeError, "dt_bias", mtp(dt_bias=GOOD["dt_bias"].to("meta"))),
@@ -56,6 +63,21 @@ BAD_CALLS: dict[str, tuple[type[ArgumentError], str, Callable[[], object]]] = {
         ArgumentError,
         "initial_state",
         mtp(initial_state=STATE[:1].expand(2, -1, -1, -1)),
+    ),
+    "state heads on top of each other": (
+        ArgumentError,
+        "initial_state",
+        mtp(initial_state=STATE[:, :1].expand(-1, 2, -1, -1)),
+    ),
+    "slots that reach into each other": (
+        ArgumentError,
+        "initial_state",
+        mtp(initial_state=torch.zeros(3, 64, 64).as_strided((2, 2, 64, 64), (4096, 4096, 64, 1))),
+    ),
+    "heads not at 16 bytes": (
+        ArgumentError,
+        "initial_state",
+        mtp(initial_state=torch.zeros(5 * 4096).as_strided((2, 2, 64, 64), (2 * 4096 + 8, 4096 + 2, 64, 1))),
     ),
     "indices dtype": (ArgumentTypeError, "initial_state_indices", mtp(initial_state_indices=torch.zeros(2))),
     "indices shape": (
@@ -165,7 +187,8 @@ def test_torch_compile_traces_the_whole_function() -> None:
         return out * 2, state
 
     want = model(moved(GOOD, "cpu"))
-    got = torch.compile(model, fullgraph=True, backend="aot_eager")(moved(GOOD, "cpu"))
+    apart = GOOD | {"initial_state": STATE.repeat_interleave(2, dim=1)[:, ::2]}  # strides are numbers that it traces
+    got = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)(apart)
     for left, right in zip(got, want, strict=True):
         assert_same_bytes("result", left, right)
 

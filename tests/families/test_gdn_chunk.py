@@ -13,7 +13,7 @@ from jitfp4 import ArgumentError, sim
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import CHUNK, GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import CHUNK_ROWS, ChunkSpec, ChunkTactic, Problem, StateLayout
+from jitfp4.families.gdn.problem import CHUNK_ROWS, ChunkTactic, Problem, StateLayout
 from jitfp4.formats import DType
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, moved, recurrence
@@ -27,12 +27,13 @@ PROBLEM = Problem(
     state_dtype=DType.F32,
     state_layout=StateLayout.VK,
     head_dim=128,
+    value_dim=128,
     tokens=16,
     batch=4096,
     value_heads=1,
     store_steps=False,
 )
-SPEC = ChunkSpec(dtype=DType.BF16, state_dtype=DType.F32, head_dim=128, max_tokens=16, warps=8, ahead=0)
+SPEC = CHUNK.specialise(PROBLEM, ChunkTactic(8))
 
 
 @pytest.mark.parametrize("heads", [128, 512, 513, 65536])
@@ -50,7 +51,15 @@ def test_many_tokens_without_steps_get_it(name: str, heads: int) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"head_dim": 96}, {"max_tokens": 4}, {"warps": 3}, {"head_dim": 64, "warps": 8}, {"ahead": 2}],
+    [
+        {"head_dim": 96},
+        {"value_dim": 256},
+        {"value_dim": 256, "general": True, "state_dtype": DType.BF16},
+        {"max_tokens": 4},
+        {"warps": 3},
+        {"head_dim": 64, "value_dim": 64, "warps": 8},
+        {"ahead": 2},
+    ],
     ids=str,
 )
 def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
@@ -95,6 +104,12 @@ def check(arguments: Case, device: str, arch: str | None = None, **options: Any)
     assert_same_bytes("other slots", pool[sorted(others)], before[sorted(others)])
 
 
+def general_form(batch: int) -> Case:
+    arguments = case(batch, 6, head_dim=128, value_dim=256, gates=F32, pool=batch + 1)
+    arguments["initial_state"] = arguments["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    return arguments
+
+
 # ---- simulator -------------------------------------------------------------------------------------------------------
 
 
@@ -129,6 +144,11 @@ class TestSimulated:
         arguments["initial_state_indices"] = torch.tensor([5, 0, -1, 3], dtype=torch.int32)
         check(arguments, "cpu", arch)
         check(arguments, "cpu", arch, output_state_indices=torch.tensor([6, -1, 4, 3]))
+
+    @GATED_DELTA_RULE.forced(ChunkTactic(8, ahead=4))
+    def test_general_forms(self, arch: str) -> None:
+        """Float32 gates, 256 values, and a pool that has one head of all slots after the other."""
+        check(general_form(3), "cpu", arch)
 
     @GATED_DELTA_RULE.forced(ChunkTactic(4))
     def test_decays_at_the_ends(self, arch: str) -> None:
@@ -189,6 +209,10 @@ class TestOnGpu:
             with GATED_DELTA_RULE.forced(ChunkTactic(warps, ahead=4 * (number % 2))):
                 check(arguments, "cuda")
                 check(arguments, "cuda", use_qk_l2norm=False, scale=0.75, disable_state_update=True)
+
+    @GATED_DELTA_RULE.forced(ChunkTactic(8, ahead=4))
+    def test_general_forms(self) -> None:
+        check(general_form(5), "cuda")
 
     @GATED_DELTA_RULE.forced(ChunkTactic(8))
     def test_two_calls_follow_one(self) -> None:

@@ -18,6 +18,7 @@ from jitfp4.families.gdn.problem import (
     DTYPES,
     HEAD_DIMS,
     STATE_DTYPES,
+    VALUE_DIMS,
     Problem,
     StateLayout,
     WalkTactic,
@@ -34,10 +35,13 @@ from tests.support.gdn import (
     assert_close,
     case,
     check_both_orders,
+    check_float_gates,
     check_graph_replay,
+    check_heads_apart,
     check_other_writes,
     check_pool,
     check_strides,
+    check_wide_values,
     moved,
     recurrence,
 )
@@ -50,6 +54,7 @@ PROBLEM = Problem(
     state_dtype=DType.F32,
     state_layout=StateLayout.VK,
     head_dim=128,
+    value_dim=128,
     tokens=4,
     batch=1,
     value_heads=32,
@@ -64,6 +69,8 @@ def test_selection_and_warm_up_agree(arch: Arch) -> None:
             dtype=dtype,
             state_dtype=state_dtype,
             head_dim=head_dim,
+            value_dim=value_dim,
+            general=general,
             tokens=tokens,
             batch=heads,
             value_heads=1,
@@ -73,6 +80,8 @@ def test_selection_and_warm_up_agree(arch: Arch) -> None:
         for dtype in DTYPES
         for state_dtype in STATE_DTYPES
         for head_dim in HEAD_DIMS
+        for value_dim in VALUE_DIMS[head_dim][: None if state_dtype is DType.F32 else 1]
+        for general in ((False, True) if value_dim == head_dim else (True,))
         for tokens in range(1, 17)
         for steps, slots in ((True, False), (True, True), (False, False))
         for heads in (1, 32, 64, 65, 128, 256, 512, 1024, 4096, 65536)
@@ -105,7 +114,10 @@ def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
         {"ilp_rows": 3},
         {"warps": 3},
         {"tile_v": 8, "ilp_rows": 4},
-        {"head_dim": 64, "tile_v": 128},
+        {"head_dim": 64, "value_dim": 64, "tile_v": 128},
+        {"value_dim": 256},
+        {"value_dim": 64, "general": True},
+        {"value_dim": 256, "general": True, "state_dtype": DType.BF16},
         {"state_layout": StateLayout.KV, "ilp_rows": 2},
         {"state_layout": StateLayout.KV, "state_dtype": DType.BF16, "ilp_rows": 4, "warps": 2},
         {"state_layout": StateLayout.KV, "ilp_rows": 4, "warps": 2, "bulk_stores": True},
@@ -220,6 +232,32 @@ def test_simulated_pools_strides_and_orders(arch: str) -> None:
         check_both_orders(64)
 
 
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SIM_ARCHS)
+def test_simulated_general_forms(arch: str) -> None:
+    with sim.device(arch):
+        check_heads_apart("cpu")
+        check_float_gates("cpu")
+        check_wide_values("cpu")
+        check_both_orders(128, 256)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_simulated_heads_apart_brought_ahead_and_written_at_once() -> None:
+    with sim.device("sm_90a"), GATED_DELTA_RULE.forced(WalkTactic(16, 1, 4, ahead=4)):
+        check_heads_apart("cpu")
+    arguments = case(2, 3)
+    want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cpu"))
+    arguments["initial_state"] = arguments["initial_state"].transpose(0, 1).contiguous().transpose(0, 1)
+    tactic = WalkTactic(16, 1, 4, bulk_stores=True, ahead=4)
+    with sim.device("sm_90a", races=True), GATED_DELTA_RULE.forced(tactic):
+        out, state = gated_delta_rule_mtp(**arguments)
+    assert_close("output", out, want_out.double())
+    assert_close("state", state, want_state.double())
+
+
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +291,11 @@ class TestOnGpu:
         check_other_writes("cuda")
         check_strides("cuda")
 
+    def test_general_forms(self) -> None:
+        check_heads_apart("cuda")
+        check_float_gates("cuda")
+        check_wide_values("cuda", tokens=4)
+
     def test_a_slot_that_all_tokens_write_keeps_the_last(self) -> None:
         arguments = moved(case(64, 4, 2, 16, 128), "cuda")
         want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cuda"))
@@ -261,9 +304,9 @@ class TestOnGpu:
         assert_same_bytes("output", out, want_out)
         assert_same_bytes("state", state, want_state)
 
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_k_major(self, head_dim: int) -> None:
-        arguments = case(7, 1, 2, 4, head_dim, exact_gates=True)
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (128, 256)])
+    def test_k_major(self, head_dim: int, value_dim: int) -> None:
+        arguments = case(7, 1, 2, 4, head_dim, value_dim=value_dim, exact_gates=True)
         arguments.pop("initial_state_indices")
         arguments["state"] = arguments.pop("initial_state").mT.contiguous()
         want_out, want_state = gated_delta_rule_decode(**moved(arguments, "cpu"))

@@ -9,6 +9,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
+from jitfp4.tensors import CODE_DTYPES
 from tests.support.attention import Case
 
 SMALL: dict[str, Any] = {"lengths": (40, 20), "q_lens": (12, 20), "kv_heads": 1, "group": 2}
@@ -70,10 +71,12 @@ def _lists(case: Case) -> tuple[torch.Tensor, ...]:
     return tuple(torch.as_tensor(t).to(torch.int32) for t in (case.ends, ends, torch.cat(pages), last))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_wrapper_gives_the_same_bits(causal: bool) -> None:
-    case = Case(**SMALL, kv_layout="NHD", causal=causal)
-    wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(torch.full((1 << 20,), 0x7F, dtype=torch.uint8), "NHD")
+@pytest.mark.parametrize(("causal", "backend"), [(False, "fa2"), (True, "trtllm-gen")])
+def test_the_wrapper_gives_the_same_bits(causal: bool, backend: str) -> None:
+    order = "linear" if backend == "fa2" else "interleaved4"
+    case = Case(**SMALL, kv_layout="NHD", causal=causal, v_scale_layout=order)
+    workspace = torch.full((1 << 20,), 0x7F, dtype=torch.uint8)
+    wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     with sim.device("sm_90a"):
         wrapper.plan(
             *_lists(case),
@@ -133,7 +136,7 @@ def test_the_wrapper_refuses() -> None:
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             wrapper.plan(*_lists(case), *sizes, **(kinds | {name: value}))
-    for name, value in {"custom_mask_buf": torch.ones(3), "backend": "fa3", "jit_kwargs": {}}.items():
+    for name, value in {"custom_mask_buf": torch.ones(3), "backend": "cudnn", "jit_kwargs": {}}.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             jitfp4.BatchPrefillWithPagedKVCacheWrapper(workspace, **{name: value})
     wrapper.plan(*_lists(case), *sizes, **kinds)
@@ -159,6 +162,8 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
         "return_lse": True,
     }
     out, lse = jitfp4.single_prefill_with_kv_cache(**call)
+    native = {name: call[name].view(CODE_DTYPES[-1]) for name in "kv"}
+    assert torch.equal(jitfp4.single_prefill_with_kv_cache(**(call | native), backend="fa2")[0], out)
     expected = case.run_context()
     assert torch.equal(out, expected[0])
     assert (lse - expected[1]).abs().max() < 1e-5
@@ -166,7 +171,7 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
         "scale_q": torch.ones(4),
         "custom_mask": torch.ones(20, 48, dtype=torch.bool),
         "pos_encoding_mode": "ALIBI",
-        "backend": "fa2",
+        "backend": "trtllm-gen",
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             jitfp4.single_prefill_with_kv_cache(**(call | {name: value}))

@@ -78,6 +78,7 @@ def delta_rule_cases() -> Iterator[tuple[DeltaRuleProblem, Measured]]:
             state_dtype=DType.BF16 if state == "bf16" else DType.F32,
             state_layout=StateLayout.KV if "[K, V]" in state else StateLayout.VK,
             head_dim=128,
+            value_dim=128,
             tokens=int(tokens),
             batch=int(batch),
             value_heads=32,

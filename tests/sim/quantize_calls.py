@@ -160,39 +160,55 @@ def _norm_call(function: str, dtype: torch.dtype, block: int, scale: str, m: int
 def gdn_cases(kernel: AnyKernel) -> Iterator[Case]:
     """One for each specialisation on this GPU. Gates at which exp and log do not matter: decay 1, beta 1/2."""
     arch, found = device_arch(torch.cuda.current_device()), set()
-    for dtype, state, dim, tokens, heads, (steps, slots) in product(
+    for dtype, state, (dim, value_dim, gate), tokens, heads, (steps, slots) in product(
         HALVES,
         (torch.float32, torch.bfloat16),
-        (128, 64),
+        ((128, 128, None), (64, 64, None), (128, 128, torch.float32), (64, 64, torch.float32), (128, 256, None)),
         (1, 2, 3, 6, 11),
         (2, 65, 300, 513, 1025),
         ((False, False), (True, False), (True, True)),
     ):
+        if value_dim != dim and state != torch.float32:
+            continue
+        general = value_dim != dim or gate is not None
         problem = Problem(
             dtype=DTYPES[dtype],
             state_dtype=STATE_DTYPES[state],
             state_layout=StateLayout.VK,
             head_dim=dim,
+            value_dim=value_dim,
             tokens=tokens,
             batch=1,
             value_heads=heads,
             store_steps=steps,
             step_slots=slots,
+            general=general,
         )
         tactic = GATED_DELTA_RULE.select(problem, arch)
         spec = kernel.specialise(problem, tactic) if type(tactic) is kernel.tactic else None
+        sizes = (dtype, state, dim, value_dim, gate, heads)
         if spec is not None and spec not in found:
             found.add(spec)
             # the chunkwise kernel has an approximate 1 / sqrt
-            yield partial(_delta_rule_call, dtype, state, dim, tokens, heads, steps, slots, kernel is DELTA_RULE)
-        if tokens == 1 and state is torch.float32 and not steps and kernel is DELTA_RULE:
-            yield partial(_one_token_call, dtype, state, dim, heads)
+            yield partial(_delta_rule_call, *sizes, tokens, steps, slots, kernel is DELTA_RULE)
+        by_columns = kernel is DELTA_RULE and state is torch.float32 and (heads == 2 or not general)
+        if by_columns and tokens == 1 and not steps:
+            yield partial(_one_token_call, *sizes)
 
 
 def _delta_rule_call(
-    dtype: torch.dtype, state: torch.dtype, dim: int, tokens: int, heads: int, steps: bool, slots: bool, norm: bool
+    dtype: torch.dtype,
+    state: torch.dtype,
+    dim: int,
+    value_dim: int,
+    gate: torch.dtype | None,
+    heads: int,
+    tokens: int,
+    steps: bool,
+    slots: bool,
+    norm: bool,
 ) -> Call:
-    given = _delta_rule(dtype, state, dim, tokens, heads) | {"use_qk_l2norm": norm}
+    given = _delta_rule(dtype, state, dim, value_dim, gate, heads, tokens) | {"use_qk_l2norm": norm}
     pool = given["initial_state"]
     if slots:
         given["initial_state"] = pool.repeat(tokens, 1, 1, 1)
@@ -202,13 +218,24 @@ def _delta_rule_call(
     return Call("gated_delta_rule_mtp", given)
 
 
-def _one_token_call(dtype: torch.dtype, state: torch.dtype, dim: int, heads: int) -> Call:
-    given = _delta_rule(dtype, state, dim, 1, heads)
+def _one_token_call(
+    dtype: torch.dtype, state: torch.dtype, dim: int, value_dim: int, gate: torch.dtype | None, heads: int
+) -> Call:
+    given = _delta_rule(dtype, state, dim, value_dim, gate, heads, 1)
     del given["initial_state_indices"]
-    return Call("gated_delta_rule_decode", given | {"state": given.pop("initial_state")})
+    by_columns = given.pop("initial_state").view(1, heads, dim, value_dim)
+    return Call("gated_delta_rule_decode", given | {"state": by_columns})
 
 
-def _delta_rule(dtype: torch.dtype, state: torch.dtype, dim: int, tokens: int, heads: int) -> Arguments:
+def _delta_rule(
+    dtype: torch.dtype,
+    state: torch.dtype,
+    dim: int,
+    value_dim: int,
+    gate: torch.dtype | None,
+    heads: int,
+    tokens: int,
+) -> Arguments:
     generator = torch.Generator().manual_seed(dim + tokens + heads)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -217,11 +244,11 @@ def _delta_rule(dtype: torch.dtype, state: torch.dtype, dim: int, tokens: int, h
     return {
         "q": normal(1, tokens, 1, dim).to(dtype),
         "k": normal(1, tokens, 1, dim).to(dtype),
-        "v": normal(1, tokens, heads, dim).to(dtype),
-        "initial_state": normal(1, heads, dim, dim).to(state),
+        "v": normal(1, tokens, heads, value_dim).to(dtype),
+        "initial_state": normal(1, heads, value_dim, dim).to(state),
         "initial_state_indices": torch.arange(1),
         "A_log": torch.full((heads,), -torch.inf),
-        "a": normal(1, tokens, heads).to(dtype),
+        "a": normal(1, tokens, heads).to(gate or dtype),
         "dt_bias": normal(heads),
-        "b": torch.zeros(1, tokens, heads, dtype=dtype),
+        "b": torch.zeros(1, tokens, heads, dtype=gate or dtype),
     }

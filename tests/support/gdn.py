@@ -29,11 +29,14 @@ def case(
     *,
     dtype: torch.dtype = torch.bfloat16,
     state_dtype: torch.dtype = torch.float32,
+    gates: torch.dtype | None = None,
+    value_dim: int | None = None,
     pool: int | None = None,
     exact_gates: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Arguments of gated_delta_rule_mtp(). ``exact_gates``: those that CPU, GPU and simulator get the same bits for."""
+    """Arguments of gated_delta_rule_mtp(). ``exact_gates``: those that CPU, GPU and simulator get the same bits for;
+    ``gates``: their dtype, ``dtype`` when None."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -42,17 +45,17 @@ def case(
     def one_of(values: tuple[float, ...], *shape: int) -> torch.Tensor:
         return torch.tensor(values)[torch.randint(len(values), shape, generator=generator)]
 
-    rows = (batch, tokens, value_heads)
+    rows, value_dim, gates = (batch, tokens, value_heads), value_dim or head_dim, gates or dtype
     return {
         "q": normal(batch, tokens, heads, head_dim).to(dtype),
         "k": normal(batch, tokens, heads, head_dim).to(dtype),
-        "v": normal(batch, tokens, value_heads, head_dim).to(dtype),
-        "initial_state": normal(pool or batch, value_heads, head_dim, head_dim).to(state_dtype),
+        "v": normal(*rows, value_dim).to(dtype),
+        "initial_state": normal(pool or batch, value_heads, value_dim, head_dim).to(state_dtype),
         "initial_state_indices": torch.arange(batch),
         "A_log": one_of(_EXACT_LOGS, value_heads) if exact_gates else normal(value_heads) * 0.5,
-        "a": (one_of(_EXACT_RATES, *rows) if exact_gates else normal(*rows)).to(dtype),
+        "a": (one_of(_EXACT_RATES, *rows) if exact_gates else normal(*rows)).to(gates),
         "dt_bias": torch.zeros(value_heads) if exact_gates else normal(value_heads),
-        "b": (one_of((0.0, 100.0, -100.0), *rows) if exact_gates else normal(*rows)).to(dtype),
+        "b": (one_of((0.0, 100.0, -100.0), *rows) if exact_gates else normal(*rows)).to(gates),
     }
 
 
@@ -71,7 +74,7 @@ def recurrence(
     q, k, v, a, b = (arguments[name].double() for name in "qkvab")
     batch, tokens, heads, head_dim = q.shape
     value_heads = v.shape[2]
-    out = torch.empty(batch, tokens, value_heads, head_dim, dtype=torch.float64)
+    out = torch.empty(v.shape, dtype=torch.float64)
     states = torch.empty(*out.shape, head_dim, dtype=torch.float64)
     for n in range(batch):
         for head in range(value_heads):
@@ -200,9 +203,59 @@ def check_strides(device: str) -> None:
     assert_same_bytes("head past the last", whole[:, :, 2], poisoned((2, 4, 64, 64), torch.float32, device))
 
 
-def check_both_orders(head_dim: int) -> None:
+def check_heads_apart(device: str) -> None:
+    """Heads that are not neighbours, in the pool and in a buffer of steps, read and write as dense ones do."""
+    dense = moved(case(2, 3, pool=3), device)
+    slots = torch.tensor([[0, 1, -1], [2, 2, 0]], device=device)
+    steps = torch.empty(2, 3, 2, 64, 64, device=device)
+    want_out, want_state = gated_delta_rule_mtp(**moved(dense, device), intermediate_states_buffer=steps)
+    scattered = gated_delta_rule_mtp(**moved(dense, device), ssm_state_indices=slots)[1]
+    wide = poisoned((3, 4, 64, 64), torch.float32, device)
+    by_head = poisoned((2, 3, 64, 64), torch.float32, device)
+    untouched = wide[:, 1::2].clone()
+    for name, pool in (("every second head", wide[:, ::2]), ("one head after the other", by_head.transpose(0, 1))):
+        for buffer in (torch.empty_like(steps), torch.empty_like(steps.repeat(1, 1, 3, 1, 1))[:, :, ::3]):
+            pool.copy_(dense["initial_state"])
+            given = dense | {"initial_state": pool}
+            out, state = gated_delta_rule_mtp(**given, intermediate_states_buffer=buffer)
+            assert_same_bytes(f"output, {name}", out, want_out)
+            assert_same_bytes(f"state, {name}", state, want_state)
+            assert_same_bytes(f"steps, {name}", buffer, steps)
+        pool.copy_(dense["initial_state"])
+        state = gated_delta_rule_mtp(**given, ssm_state_indices=slots)[1]
+        assert_same_bytes(f"slots of steps, {name}", state, scattered)
+    assert_same_bytes("between the heads", wide[:, 1::2], untouched)
+
+
+def check_float_gates(device: str) -> None:
+    """Gates are used as they are: a float32 that bf16 holds gives the same bits, and others are not rounded to it."""
+    halves = moved(case(2, 3), device)
+    want_out, want_state = gated_delta_rule_mtp(**moved(halves, device))
+    for names in ("a", "b", "ab"):
+        out, state = gated_delta_rule_mtp(**(moved(halves, device) | {name: halves[name].float() for name in names}))
+        assert_same_bytes(f"output, float32 {names}", out, want_out)
+        assert_same_bytes(f"state, float32 {names}", state, want_state)
+    floats = case(2, 3, gates=torch.float32, seed=1)
+    want_out, want_states = recurrence(floats)
+    out, state = gated_delta_rule_mtp(**moved(floats, device))
+    assert_close("output", out.cpu(), want_out)
+    assert_close("state", state.cpu(), want_states[:, -1])
+
+
+def check_wide_values(device: str, tokens: int = 2) -> None:
+    """V = 256 with K = 128 follows the recurrence."""
+    arguments = case(2, tokens, head_dim=128, value_dim=256)
+    want_out, want_states = recurrence(arguments)
+    steps = torch.empty(want_states.shape, device=device)
+    out, state = gated_delta_rule_mtp(**moved(arguments, device), intermediate_states_buffer=steps)
+    assert_close("output", out.cpu(), want_out)
+    assert_close("steps", steps.cpu(), want_states)
+    assert_same_bytes("state", state, steps[:, -1])
+
+
+def check_both_orders(head_dim: int, value_dim: int | None = None) -> None:
     """A [K, V] state and its transpose give the same bits."""
-    arguments = case(2, 1, head_dim=head_dim)
+    arguments = case(2, 1, head_dim=head_dim, value_dim=value_dim)
     arguments.pop("initial_state_indices")
     state = arguments.pop("initial_state")
     k_major = state.mT.contiguous()

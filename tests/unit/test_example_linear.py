@@ -125,6 +125,47 @@ def test_float_weights_are_quantized_and_what_does_not_fit_is_left_out(
         run(example, capsys, tmp_path / "odd.safetensors")
 
 
+def test_torch_gets_operands_as_it_takes_them(example: ModuleType, weight: torch.Tensor) -> None:
+    """Stands in for torch._scaled_mm, which only Blackwell has: packed codes, B by columns, swizzled scales, flat."""
+
+    def product(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert a.dtype == b.dtype == torch.float4_e2m1fn_x2 and a.is_contiguous() and b.T.is_contiguous()
+        assert scale_a.dtype == scale_b.dtype == torch.float8_e4m3fn
+        assert scale_a.shape == scale_b.shape == (128 * 8,)  # 5 and 24 rows, 6 scales each
+        left, right = (
+            jitfp4.nvfp4_dequantize(codes.view(torch.uint8), scales.view(torch.uint8), 1.0)
+            for codes, scales in ((a, scale_a), (b.T, scale_b))
+        )
+        return (left @ right.T).to(out_dtype)
+
+    layer = example.quantized(weight, torch.linspace(-1, 1, N))
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(4)).bfloat16()
+    want = example.w4a4(layer, jitfp4.mm_fp4)[0](x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", product)
+        got = example.w4a4(layer, example.scaled_mm)[0](x)
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert (got.float() - want.float()).abs().max() <= 2**-7 * want.float().abs().max()  # rounded twice
+
+
+def test_where_torch_cannot_the_example_says_why(
+    example: ModuleType, weight: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": weight}, tmp_path / "model.safetensors")
+    text = run(example, capsys, tmp_path / "model.safetensors")
+    assert text.splitlines()[-1] == "torch._scaled_mm is not run: torch has no product of NVFP4 operands on the CPU"
+    (row,) = layers(example, capsys, tmp_path / "model.safetensors")
+    assert row["snr_torch_db"] is None and row["us_torch"] is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert "compute capability 10.0 or later; NVIDIA H200 has 9.0" in example.why_not_torch("cuda")
+        patch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+        assert example.why_not_torch("cuda") is None
+
+
 @pytest.mark.skipif(not installed(), reason="needs jitfp4[examples]")
 def test_layers_of_a_real_model(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rows = layers(example, capsys, "--layers", 2, "--rows", 4)
@@ -138,3 +179,5 @@ def test_layers_of_a_real_model(example: ModuleType, capsys: pytest.CaptureFixtu
 def test_a_gpu_gives_the_same_quality(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     rows = layers(example, capsys, "--layers", 2, "--device", "cuda")
     assert all(19 < row["snr_w4a16_db"] < 22 and 16 < row["snr_w4a4_db"] < 19 for row in rows)
+    if example.why_not_torch("cuda") is None:
+        assert all(abs(row["snr_torch_db"] - row["snr_w4a4_db"]) < 0.5 for row in rows)

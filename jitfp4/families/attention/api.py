@@ -15,6 +15,7 @@ from jitfp4.public import checked, public
 from jitfp4.tensors import output
 
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
+BACKENDS = ("auto", "trtllm-gen")
 
 
 @checked
@@ -59,11 +60,11 @@ def trtllm_batch_decode_with_kv_cache(
     Args:
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
             bytes. Request b owns ``q_len_per_req`` tokens in order, or those that cum_seq_lens_q gives.
-        kv_cache: K and V, or one tensor with both along dimension 1: uint8 [pages, kv_heads, page, d/2] for "HND",
-            [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte j; or float8_e4m3fn, or 16-bit
-            floats of query's dtype, with d in the last dimension. Any strides that are multiples of 16 bytes, with unit
-            stride in the last dimension, from a multiple of 16 bytes on. Pages of 1 to 128 tokens; 1 to 16 query heads
-            for each KV head.
+        kv_cache: K and V, or one tensor with both along dimension 1: NVFP4 as uint8 or float4_e2m1fn_x2 [pages,
+            kv_heads, page, d/2] for "HND", [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte
+            j; or float8_e4m3fn, or 16-bit floats of query's dtype, with d in the last dimension. Any strides that are
+            multiples of 16 bytes, with unit stride in the last dimension, from a multiple of 16 bytes on. Pages of 1 to
+            128 tokens; 1 to 16 query heads for each KV head.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
             share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
@@ -80,14 +81,14 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 [heads], logits that take part in each softmax and have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: "auto".
+        backend: "auto" or "trtllm-gen", which are the same kernels.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         o_scale: 1.
         mask: None.
         max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
             [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
-        kv_cache_sf: block scales of a uint8 cache, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
+        kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
             dimension and strides that are multiples of that, each side from a multiple of 16 bytes on.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
@@ -109,7 +110,6 @@ def trtllm_batch_decode_with_kv_cache(
     for name, value, default in (
         ("o_sf_scale", o_sf_scale, None),
         ("o_sf_vec_size", o_sf_vec_size, None),
-        ("backend", backend, "auto"),
         ("o_scale", 1.0 if o_scale is None else o_scale, 1.0),
         ("mask", mask, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
@@ -119,6 +119,7 @@ def trtllm_batch_decode_with_kv_cache(
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
+    checks.check_backend(backend, BACKENDS)
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"
         raise ArgumentError("max_q_len, cum_seq_lens_q", got, "a number and a tensor, or None for both")
@@ -276,7 +277,8 @@ def single_decode_with_kv_cache(
 
     Args:
         q: [heads, d], as a row of trtllm_batch_decode_with_kv_cache()'s query.
-        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 with d/2 for NVFP4.
+        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 or
+            float4_e2m1fn_x2 with d/2 for NVFP4.
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE".
         use_tensor_cores: accepted; every kernel uses them.
@@ -286,7 +288,7 @@ def single_decode_with_kv_cache(
         sm_scale: None means ``d ** -0.5``.
         rope_scale, rope_theta: None.
         return_lse: give the logarithms too.
-        kv_cache_sf: the block scales of uint8 k and v, arranged likewise with d/16, linear.
+        kv_cache_sf: the block scales of NVFP4 k and v, arranged likewise with d/16, linear.
     Returns:
         [heads, d] of q's dtype, or with return_lse also the base-2 logarithm of the denominators, float32 [heads].
     Raises:

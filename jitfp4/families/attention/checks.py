@@ -21,7 +21,7 @@ from jitfp4.families.attention.problem import (
 )
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import ceil_div
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
+from jitfp4.tensors import CODE_DTYPES, check_contiguous, check_device, check_dtype, check_same_device, check_strided
 
 Pair = torch.Tensor | Sequence[torch.Tensor]
 """K and V: two tensors, or one with K and V along dimension 1."""
@@ -86,8 +86,10 @@ def check_cache(
     hnd: bool,
     interleaved: bool,
 ) -> Cache:
-    """A cache for the heads of ``query``; a uint8 one, which is NVFP4, with its scales."""
-    check_dtype("kv_cache", key, tuple(CACHES))
+    """A cache for the heads of ``query``; one of bytes, which is NVFP4, with its scales."""
+    for side in (key, value):
+        check_dtype("kv_cache", side, tuple(CACHES))
+    key, value = (side.view(torch.uint8) if side.dtype in CODE_DTYPES else side for side in (key, value))
     if key.dtype.itemsize == 2:
         check_dtype("kv_cache", key, (query.dtype,))
     d = query.shape[2]
@@ -97,7 +99,7 @@ def check_cache(
     sides = [side for side in (key_scales, value_scales) if side is not None]
     if len(sides) != (2 if key.dtype == torch.uint8 else 0):
         what = "None" if key.dtype == torch.uint8 else "scales"
-        raise ArgumentError("kv_cache_sf", what, "the block scales of a uint8 cache, None for others")
+        raise ArgumentError("kv_cache_sf", what, "the block scales of an NVFP4 cache, None for others")
     for side in sides:
         dtypes = (torch.float8_e4m3fn, torch.uint8)
         _check_side("kv_cache_sf", side, (*key.shape[:3], d // NVFP4.block), dtypes, query)
@@ -213,6 +215,12 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
     if workspace.dim() == 0:
         raise ArgumentError("workspace_buffer", "a single element", "a buffer; 32 MiB are enough")
     return workspace.view(torch.uint8).flatten()
+
+
+def check_backend(backend: str, allowed: Sequence[str]) -> None:
+    """A name of FlashInfer's; every one is the same kernels."""
+    if backend not in allowed:
+        raise ArgumentError("backend", repr(backend), " or ".join(map(repr, allowed)))
 
 
 def unused(

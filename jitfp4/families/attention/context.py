@@ -11,6 +11,8 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, check_plain, factor, single
 from jitfp4.public import checked
 
+_BACKENDS = ("auto", "fa2", "fa3")
+
 
 @checked
 def trtllm_batch_context_with_kv_cache(
@@ -160,7 +162,8 @@ def single_prefill_with_kv_cache(
 
     Args:
         q: [tokens, heads, d], at least one token, as query of trtllm_batch_context_with_kv_cache().
-        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 with d/2 for NVFP4.
+        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 or
+            float4_e2m1fn_x2 with d/2 for NVFP4.
         scale_q, scale_k, scale_v: None.
         o_dtype: bf16, fp16 or float8_e4m3fn; None means q's.
         custom_mask, packed_custom_mask: None.
@@ -172,9 +175,9 @@ def single_prefill_with_kv_cache(
         window_left: as in trtllm_batch_context_with_kv_cache().
         logits_soft_cap: None or 0.
         rope_scale, rope_theta: None.
-        backend: "auto".
+        backend: "auto", "fa2" or "fa3", which are the same kernels.
         return_lse: give the logarithms too.
-        kv_cache_sf: the block scales of uint8 k and v, arranged likewise with d/16, linear.
+        kv_cache_sf: the block scales of NVFP4 k and v, arranged likewise with d/16, linear.
         k_scale, v_scale: factors; None means 1.
     Returns:
         [tokens, heads, d], or with return_lse also the base-2 logarithm of the denominators, float32 [tokens, heads].
@@ -186,7 +189,7 @@ def single_prefill_with_kv_cache(
     check_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         checks.unused(name, scale, None, "scale queries, keys and values by head beforehand, or by k_scale and v_scale")
-    checks.unused("backend", backend, "auto")
+    checks.check_backend(backend, _BACKENDS)
     if q.dim() != 3:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
     scales = ((q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(k_scale), factor(v_scale))

@@ -20,7 +20,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         kv_layout: "NHD" or "HND".
         use_cuda_graph: plan() then copies its tensors into the three buffers, whose addresses a captured run() keeps;
             the batch is the length of paged_kv_last_page_len_buffer.
-        use_tensor_cores, backend: "auto" only; every kernel uses tensor cores. jit_args: None only.
+        use_tensor_cores: accepted; every kernel uses them.
+        backend: "auto", "fa2" or "fa3", where V's block scales are linear, or "trtllm-gen", where they are interleaved
+            as nvfp4_quantize_paged_kv_cache() gives them. The kernels are the same.
+        jit_args: None.
     """
 
     @checked
@@ -37,14 +40,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: list[object] | None = None,
     ) -> None:
         del use_tensor_cores
-        checks.unused("backend", backend, "auto")
         checks.unused("jit_args", jit_args, None)
         buffers = {
             "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
-        super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
 
     @checked
     def plan(
@@ -80,8 +82,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
             indices: int32, page numbers.
             last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
-            kv_data_type: torch.uint8 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is its older name,
-                and None means q_data_type.
+            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is
+                its older name, and None means q_data_type.
             q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
             sm_scale: None means ``head_dim ** -0.5``.
             seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
@@ -144,7 +146,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Args:
             q: [batch * q_len_per_req, heads, d].
             paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
-            kv_cache_sf: the block scales of a uint8 cache, V's linear; two tensors, or one with both along dimension 1.
+            kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
             out, lse, return_lse, enable_pdl, sinks: as there.
             window_left, q_len_per_req: None means what plan() got.

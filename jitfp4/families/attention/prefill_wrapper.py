@@ -21,7 +21,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         kv_layout: "NHD" or "HND".
         use_cuda_graph: plan() then copies its tensors into the four buffers, whose addresses a captured run() keeps;
             the batch is the length of paged_kv_last_page_len_buf.
-        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: None. backend: "auto".
+        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: None.
+        backend: "auto", "fa2" or "fa3", where V's block scales are linear, or "trtllm-gen", where they are interleaved
+            as nvfp4_quantize_paged_kv_cache() gives them. The kernels are the same.
     """
 
     @checked
@@ -41,7 +43,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_kwargs: dict[str, object] | None = None,
     ) -> None:
         check_masks(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
-        checks.unused("backend", backend, "auto")
         checks.unused("jit_args", jit_args, None)
         checks.unused("jit_kwargs", jit_kwargs, None)
         buffers = {
@@ -50,7 +51,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
             "qo_indptr_buf": qo_indptr_buf,
         }
-        super().__init__(float_workspace_buffer, kv_layout, buffers if use_cuda_graph else None)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
 
     @checked
     def plan(
@@ -104,7 +105,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale: None means ``head_dim_qk ** -0.5``.
             window_left: as in trtllm_batch_context_with_kv_cache().
             q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
-            kv_data_type: torch.uint8 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means q_data_type.
+            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
+                q_data_type.
             seq_lens: int32 [batch], in place of what paged_kv_indptr and paged_kv_last_page_len give; seq_lens_q,
                 block_tables and max_sequence_kv are not needed.
             max_token_per_sequence: no less than the queries of any request; it only helps to choose a kernel.
@@ -181,7 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         Args:
             q: [tokens, heads, d], where qo_indptr says whose they are.
             paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
-            kv_cache_sf: the block scales of a uint8 cache, V's linear; two tensors, or one with both along dimension 1.
+            kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
             out, lse, return_lse, enable_pdl, sinks: as there.
             window_left: None means what plan() got.

@@ -12,6 +12,7 @@ from jitfp4.arch import Arch
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.tensors import CODE_DTYPES
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float8_e4m3fn: DType.E4M3}
 """Of queries and of outputs."""
@@ -56,7 +57,7 @@ class Cache(StrEnum):
 
 
 CACHES = {
-    torch.uint8: Cache.NVFP4,
+    **dict.fromkeys(CODE_DTYPES, Cache.NVFP4),
     torch.float8_e4m3fn: Cache.E4M3,
     torch.float16: Cache.F16,
     torch.bfloat16: Cache.BF16,

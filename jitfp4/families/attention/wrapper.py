@@ -12,7 +12,9 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, factor
 from jitfp4.families.attention.problem import CACHES, COUNTER_BYTES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
-from jitfp4.tensors import check_dtype
+from jitfp4.tensors import CODE_DTYPES, check_dtype
+
+BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,18 @@ class Run:
 class PagedWrapper:
     """A workspace, the buffers of a captured call, and the latest plan."""
 
-    def __init__(self, workspace: torch.Tensor, kv_layout: str, buffers: dict[str, torch.Tensor | None] | None) -> None:
+    def __init__(
+        self, workspace: torch.Tensor, kv_layout: str, backend: str, buffers: dict[str, torch.Tensor | None] | None
+    ) -> None:
         """``buffers`` are those of a captured call, by parameter, in the order of a plan's lists."""
         checks.check_layout(kv_layout)
+        checks.check_backend(backend, BACKENDS)
         try:
             self._workspace = checks.check_workspace(workspace, workspace)
         except ArgumentError as error:
             raise renamed(error, _NAMES) from None
         self._workspace[:COUNTER_BYTES].zero_()
-        self._kv_layout = kv_layout
+        self._kv_layout, self._v_scale_layout = kv_layout, "interleaved4" if backend == "trtllm-gen" else "linear"
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None
         if buffers is not None:
@@ -152,7 +157,7 @@ class PagedWrapper:
         plan = self._planned()
         check_dtype("q", run.q, (plan.q_dtype,))
         key, value = checks.pair("paged_kv_cache", run.paged_kv_cache)
-        check_dtype("paged_kv_cache", key, (plan.cache_dtype,))
+        check_dtype("paged_kv_cache", key, CODE_DTYPES if plan.cache_dtype in CODE_DTYPES else (plan.cache_dtype,))
         page_at, heads_at = (2, 1) if self._kv_layout == "HND" else (1, 2)
         if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
             wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"
@@ -182,7 +187,7 @@ class PagedWrapper:
                 plan.window_left if run.window_left is None else run.window_left,
                 plan.out_dtype,
                 self._kv_layout,
-                "linear",
+                self._v_scale_layout,
                 run.q_len,
                 plan.causal,
                 True,

@@ -36,28 +36,31 @@ def gated_delta_rule_mtp(
         q, k: [B, T, H, K] bf16 or fp16, T from 1 to 16, K 64 or 128. Heads dense; requests and tokens may be strided by
             multiples of 16 bytes, as views of a packed projection are. Every request has T tokens: there is no
             cu_seqlens, as in FlashInfer's function.
-        v: [B, T, HV, V], q's dtype, V = K, HV a multiple of H. Value head hv uses q and k of head hv // (HV / H).
-        initial_state: [pool, HV, V, K] float32 or bf16. Slots dense, 16-byte aligned, apart by any stride.
+        v: [B, T, HV, V], q's dtype, HV a multiple of H; V = K, or 256 with K = 128 and float32 states. Value head hv
+            uses q and k of head hv // (HV / H).
+        initial_state: [pool, HV, V, K] float32 or bf16. The state of a head is dense and 16-byte aligned; slots, and
+            heads of a slot, are apart by any strides that do not overlap.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
             its output is zero and no state is touched. In any list of slots, one beyond the pool is an error on the
             CPU; on the GPU, where the host reads no values, it counts as negative.
         A_log: [HV] float32.
-        a: [B, T, HV], q's dtype, heads dense, the decay gate before its non-linearity.
+        a: [B, T, HV], q's dtype or float32, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
-        b: [B, T, HV], q's dtype, heads dense, the update gate before its non-linearity.
+        b: [B, T, HV], q's dtype or float32, heads dense, the update gate before its non-linearity.
         scale: factor of q; None means 1 / sqrt(K).
         output: [B, T, HV, V], contiguous, filled in place; allocated when None. Of bf16, fp16 or float32; where that is
             not q's dtype, what was rounded to q's is copied into it afterwards.
         intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, indexed by request and token through
             its own strides; gets the state after every token.
         ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that gets the state after each token, in
-            place of the final write; negative ones get none. Excludes intermediate_states_buffer,
-            disable_state_update and output_state_indices.
+            place of the final write; negative ones get none. Excludes intermediate_states_buffer and
+            disable_state_update.
         disable_state_update: leave initial_state as it is. None means False, that the final state is written back.
             (FlashInfer's releases warn and take None for True; an engine that relies on that passes True.)
         use_qk_l2norm: divide q and k by their l2 norms.
         output_state_indices: [B] int32 or int64, the slot that gets the final state; negative ones get none. None
-            means initial_state_indices.
+            means initial_state_indices. With ssm_state_indices there is no final write, and no slot of these is
+            written, as in FlashInfer.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, initial_state)``.
@@ -85,7 +88,6 @@ def gated_delta_rule_mtp(
         for name, given in (
             ("disable_state_update", disable_state_update),
             ("intermediate_states_buffer", intermediate_states_buffer is not None),
-            ("output_state_indices", output_state_indices is not None),
         ):
             if given:
                 raise ArgumentError(name, "a value", "None together with ssm_state_indices")
@@ -181,7 +183,7 @@ def gated_delta_rule_decode(
 
     Args:
         q, k, v: as in gated_delta_rule_mtp(), T = 1.
-        state: [B, HV, K, V] float32, request n's at n; heads dense, requests apart by any multiple of 16 bytes.
+        state: [B, HV, K, V] float32, request n's at n; strided as a pool may be.
         A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp(), T = 1.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:

@@ -9,7 +9,7 @@ import torch
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.operation import BIAS_TYPES, DTYPES, GATED_DELTA_RULE, STATE_DTYPES, Arguments
-from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS
+from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS, VALUE_DIMS
 from jitfp4.tensors import check_device, check_dtype, check_same_device, output
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -41,23 +41,25 @@ class Call:
             raise ArgumentError("q", f"{q.shape[1]} tokens", "1 with a state of [K, V]")
         self.batch, self.tokens, heads, head_dim = q.shape
         check_dtype("v", v, (q.dtype,))
-        value_heads = v.shape[2] if v.dim() == 4 else 0
-        if value_heads == 0 or value_heads % heads:
-            raise ArgumentError("v", f"shape {tuple(v.shape)}", f"[B, T, a multiple of {heads}, {head_dim}]")
+        check_dtype(state_name, state, (torch.float32,) if k_major else tuple(STATE_DTYPES))
+        value_heads, value_dim = v.shape[2:] if v.dim() == 4 else (0, 0)
+        value_dims = VALUE_DIMS[head_dim] if state.dtype == torch.float32 else (head_dim,)
+        if value_heads == 0 or value_heads % heads or value_dim not in value_dims:
+            wanted = f"[B, T, a multiple of {heads}, {' or '.join(map(str, value_dims))}]"
+            raise ArgumentError("v", f"shape {tuple(v.shape)}", wanted)
         self.q, self.k, self.v, self.state, self.k_major = q, k, v, state, k_major
         self.gates = A_log, a, dt_bias, b
-        self.state_name, self.head_shape = state_name, (value_heads, head_dim, head_dim)
-        rows = self.batch, self.tokens
+        self.state_name = state_name
+        self.head_shape = value_heads, *((head_dim, value_dim) if k_major else (value_dim, head_dim))
+        rows, gate_dtypes = (self.batch, self.tokens), (q.dtype, torch.float32)
         self._check("q", q, q.shape, (q.dtype,), dense=2)
         self._check("k", k, q.shape, (q.dtype,), dense=2)
-        self._check("v", v, (*rows, value_heads, head_dim), (q.dtype,), dense=2)
+        self._check("v", v, (*rows, value_heads, value_dim), (q.dtype,), dense=2)
         self._check("A_log", A_log, (value_heads,), (torch.float32,), dense=1)
-        self._check("a", a, (*rows, value_heads), (q.dtype,), dense=1, aligned=False)
+        self._check("a", a, (*rows, value_heads), gate_dtypes, dense=1, aligned=False)
         self._check("dt_bias", dt_bias, (value_heads,), tuple(BIAS_TYPES), dense=1)
-        self._check("b", b, (*rows, value_heads), (q.dtype,), dense=1, aligned=False)
-        state_dtypes = (torch.float32,) if k_major else tuple(STATE_DTYPES)
-        pool = state.shape[:1] if isinstance(state, torch.Tensor) else ()
-        self._check(state_name, state, (*pool, *self.head_shape), state_dtypes, dense=3, written=True)
+        self._check("b", b, (*rows, value_heads), gate_dtypes, dense=1, aligned=False)
+        self._check(state_name, state, (*state.shape[:1], *self.head_shape), (state.dtype,), dense=2, written=True)
 
     def _check(
         self,
@@ -71,7 +73,7 @@ class Call:
         written: bool = False,
     ) -> None:
         """``shape`` exactly, the last ``dense`` dimensions contiguous; the others apart by any stride, a multiple of 16
-        bytes where ``aligned``, and without overlap where ``written``."""
+        bytes where ``aligned``, in any order but without overlap where ``written``."""
         check_dtype(name, tensor, dtypes)
         check_same_device(name, tensor, self.q)
         if differ(tensor.shape, shape):
@@ -83,10 +85,13 @@ class Call:
             if size > 1 and stride != extent:
                 raise ArgumentError(name, f"strides {strides}", f"the last {dense} dimensions contiguous")
             extent *= size
-        step, least = 16 // tensor.element_size() if aligned else 1, extent if written else 0
-        for size, stride in zip(shape[:-dense], strides[:-dense], strict=True):
-            if size > 1 and (stride % step or stride < least):
-                raise ArgumentError(name, f"strides {strides}", f"outer strides >= {least}, multiples of {step}")
+        step = 16 // tensor.element_size() if aligned else 1
+        outer = [pair for pair in zip(strides[:-dense], shape[:-dense], strict=True) if pair[1] > 1]
+        for place, (stride, _) in enumerate(outer):
+            inner = [s * (n - 1) for at, (s, n) in enumerate(outer) if at != place and s <= stride] if written else []
+            if stride % step or stride < (extent + sum(inner) if written else 0):
+                allowed = f"outer strides that are multiples of {step}{' and do not overlap' if written else ''}"
+                raise ArgumentError(name, f"strides {strides}", allowed)
 
     def one_state_each(self) -> None:
         if differ(self.state.shape[:1], (self.batch,)):
@@ -100,7 +105,7 @@ class Call:
         if steps.dim() != 5 or steps.shape[0] < self.batch or steps.shape[1] < self.tokens:
             wanted = (f">= {self.batch}", f">= {self.tokens}", *self.head_shape)
             raise ArgumentError(name, f"shape {tuple(steps.shape)}", f"[{', '.join(map(str, wanted))}]")
-        self._check(name, steps, (*steps.shape[:2], *self.head_shape), (self.state.dtype,), dense=3, written=True)
+        self._check(name, steps, (*steps.shape[:2], *self.head_shape), (self.state.dtype,), dense=2, written=True)
 
     def run(
         self,

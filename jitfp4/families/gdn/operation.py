@@ -44,18 +44,22 @@ class Arguments(NamedTuple):
 
 
 def _problem(arguments: Arguments) -> p.Problem:
-    batch, tokens, _, head_dim = arguments.q.shape
+    batch, tokens, value_heads, value_dim = arguments.v.shape
     steps, step_slots = arguments.intermediate_states_buffer, arguments.ssm_state_indices
+    head_dim, dtype = arguments.q.shape[3], arguments.q.dtype
+    apart = _head_gap(arguments.state) != 0 or (steps is not None and _head_gap(steps) != 0)
     return p.Problem(
-        dtype=DTYPES[arguments.q.dtype],
+        dtype=DTYPES[dtype],
         state_dtype=STATE_DTYPES[arguments.state.dtype],
         state_layout=p.StateLayout.KV if arguments.k_major else p.StateLayout.VK,
         head_dim=head_dim,
+        value_dim=value_dim,
         tokens=tokens,
         batch=batch,
-        value_heads=arguments.v.shape[2],
+        value_heads=value_heads,
         store_steps=steps is not None or step_slots is not None,
         step_slots=step_slots is not None,
+        general=apart or value_dim != head_dim or arguments.a.dtype != dtype or arguments.b.dtype != dtype,
     )
 
 
@@ -100,7 +104,17 @@ def _bind(arguments: Arguments, _plan: Plan) -> dict[str, Any]:
         "write_slot_bytes": _width(write_slots),
         "update_state": int(arguments.update_state),
         "l2norm": int(arguments.use_qk_l2norm),
+        "a_bytes": a.element_size(),
+        "b_bytes": b.element_size(),
+        "state_head_gap": _head_gap(state),
+        "steps_head_gap": _head_gap(steps),
     }
+
+
+def _head_gap(states: torch.Tensor) -> int:
+    """Elements from the end of a head's state to that of the next head: of [..., heads, rows, columns]."""
+    heads, rows, columns = states.shape[-3:]
+    return states.stride(-3) - rows * columns if heads > 1 else 0
 
 
 def _width(indices: torch.Tensor | None) -> int:
@@ -112,11 +126,11 @@ _PARAMS: tuple[Param, ...] = (
     Ptr("q", "const In", "[batch, tokens, heads, K]"),
     Ptr("k", "const In", "[batch, tokens, heads, K]"),
     Ptr("v", "const In", "[batch, tokens, value_heads, V]"),
-    Ptr("a", "const In", "[batch, tokens, value_heads]"),
-    Ptr("b", "const In", "[batch, tokens, value_heads]"),
+    Ptr("a", "const void", "[batch, tokens, value_heads] of a_bytes"),
+    Ptr("b", "const void", "[batch, tokens, value_heads] of b_bytes"),
     Ptr("a_log", "const float", "[value_heads]"),
     Ptr("dt_bias", "const void", "[value_heads] of dt_bias_type"),
-    Ptr("state", "State", "[pool, value_heads, V, K] in kStateLayout"),
+    Ptr("state", "State", "[pool, value_heads, V, K], or K, V"),
     Ptr("slots", "const void", "[batch], integers of slot_bytes; outside the pool: no state, output zero"),
     Ptr("write_slots", "const void", "[batch], integers of write_slot_bytes; outside the pool: skipped"),
     Ptr("steps", "State", "[batch, tokens, value_heads, V, K], or [pool, ...] with step_slots"),
@@ -147,6 +161,10 @@ _PARAMS: tuple[Param, ...] = (
     I64("write_slot_bytes", "likewise", member="int"),
     I64("update_state", "0: write_slots is not used", member="bool"),
     I64("l2norm", "0: q and k as they are", member="bool"),
+    I64("a_bytes", "2: In, 4: float", member="int"),
+    I64("b_bytes", "likewise", member="int"),
+    I64("state_head_gap", "from the end of a head's state to the next head's"),
+    I64("steps_head_gap", "likewise"),
 )
 
 DELTA_RULE = Kernel(

@@ -15,6 +15,7 @@ from jitfp4.spec import Geometry, KernelSpec
 DTYPES = (DType.BF16, DType.F16)
 STATE_DTYPES = (DType.F32, DType.BF16)
 HEAD_DIMS = (128, 64)
+VALUE_DIMS = {128: (128, 256), 64: (64,)}  # by head_dim; those that differ from it for float32 states only
 MAX_TOKENS = (4, 16)
 MAX_CHUNK = (8, 16)
 CHUNK_ROWS = 16  # of a state, in a warp of the chunkwise kernel
@@ -34,19 +35,22 @@ class StateLayout(StrEnum):
 class Problem(NamedTuple):
     """What selection depends on.
 
-    ``store_steps``: the state after every token is kept; ``step_slots``: in slots that the caller chose, which may be
-    one and the same.
+    A head's state has ``value_dim`` rows (V) of ``head_dim`` columns (K). ``store_steps``: the state after every token
+    is kept; ``step_slots``: in slots that the caller chose, which may be one and the same. ``general``: V differs from
+    K, a or b is float32, or heads of a slot are apart.
     """
 
     dtype: DType
     state_dtype: DType
     state_layout: StateLayout
     head_dim: int
+    value_dim: int
     tokens: int
     batch: int
     value_heads: int
     store_steps: bool
     step_slots: bool = False
+    general: bool = False
 
     @property
     def heads(self) -> int:
@@ -82,6 +86,7 @@ class ChunkTactic:
 class WalkSpec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
+    A ``general`` kernel learns from its parameters the types of a and b and how far heads of a slot are apart.
     ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
     ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2,
     from where the next call reads it, and has everything else leave first; ``bulk_stores`` has the copy engine write
@@ -91,7 +96,9 @@ class WalkSpec(KernelSpec):
     dtype: DType
     state_dtype: DType
     state_layout: StateLayout
+    general: bool
     head_dim: int
+    value_dim: int
     max_tokens: int
     tile_v: int
     ilp_rows: int
@@ -103,12 +110,12 @@ class WalkSpec(KernelSpec):
     ahead: int
 
     def __post_init__(self) -> None:
+        _require_dims(self)
         for name, allowed in (
-            ("head_dim", HEAD_DIMS),
             ("max_tokens", MAX_TOKENS),
             ("ilp_rows", (1, 2, 4, 8)),
             ("warps", (1, 2, 4, 8)),
-            ("tile_v", tuple(rows for rows in (4, 8, 16, 32, 64, 128) if rows <= self.head_dim)),
+            ("tile_v", tuple(rows for rows in (4, 8, 16, 32, 64, 128) if rows <= self.value_dim)),
         ):
             _require(self, name, allowed)
         pass_rows = _ROWS_OF_WARP * self.ilp_rows * self.warps
@@ -131,19 +138,21 @@ class WalkSpec(KernelSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpec(KernelSpec):
-    """A warp takes 16 rows of a [V, K] state and up to ``max_tokens`` tokens at once; ``ahead`` is as in WalkSpec."""
+    """A warp takes 16 rows of a [V, K] state and up to ``max_tokens`` tokens at once; the rest is as in WalkSpec."""
 
     dtype: DType
     state_dtype: DType
+    general: bool
     head_dim: int
+    value_dim: int
     max_tokens: int
     warps: int
     ahead: int
 
     def __post_init__(self) -> None:
-        _require(self, "head_dim", HEAD_DIMS)
+        _require_dims(self)
         _require(self, "max_tokens", MAX_CHUNK)
-        _require(self, "warps", tuple(warps for warps in (1, 2, 4, 8) if warps * CHUNK_ROWS <= self.head_dim))
+        _require(self, "warps", tuple(warps for warps in (1, 2, 4, 8) if warps * CHUNK_ROWS <= self.value_dim))
         _require_grain(self.ahead)
 
     @property
@@ -164,6 +173,12 @@ def _require(spec: KernelSpec, name: str, allowed: tuple[int, ...]) -> None:
         raise ArgumentError(name, getattr(spec, name), f"one of {allowed}")
 
 
+def _require_dims(spec: WalkSpec | ChunkSpec) -> None:
+    _require(spec, "head_dim", HEAD_DIMS)
+    allowed = VALUE_DIMS[spec.head_dim]
+    _require(spec, "value_dim", allowed if spec.general and spec.state_dtype is DType.F32 else allowed[:1])
+
+
 def _require_grain(ahead: int) -> None:
     if ahead < 0 or ahead % AHEAD_GRAIN:
         raise ArgumentError("ahead", ahead, f"a multiple of {AHEAD_GRAIN}")
@@ -177,8 +192,10 @@ def walk_spec(problem: Problem, tactic: WalkTactic) -> WalkSpec:
         dtype=problem.dtype,
         state_dtype=problem.state_dtype,
         state_layout=problem.state_layout,
+        general=problem.general,
         head_dim=problem.head_dim,
-        max_tokens=_bound(problem, MAX_TOKENS),
+        value_dim=problem.value_dim,
+        max_tokens=_bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # few builds of what is rare
         store_steps=problem.store_steps,
         **cut,
     )
@@ -202,7 +219,9 @@ def chunk_spec(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
     return ChunkSpec(
         dtype=problem.dtype,
         state_dtype=problem.state_dtype,
+        general=problem.general,
         head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
         max_tokens=_bound(problem, MAX_CHUNK),
         warps=tactic.warps,
         ahead=tactic.ahead,
@@ -238,9 +257,9 @@ def share_of_sm(arch: Arch, ctas_per_sm: int) -> int:
 
 
 def _geometry(problem: Problem, spec: WalkSpec | ChunkSpec, least_shared_bytes: int) -> Geometry:
-    """``head_dim / tile_v`` CTAs for each value head; requests along y and, past the limit of y, z."""
+    """``value_dim / tile_v`` CTAs for each value head; requests along y and, past the limit of y, z."""
     grid_y = min(problem.batch, _MAX_GRID_Y)
-    grid = (problem.value_heads * (spec.head_dim // spec.tile_v), grid_y, ceil_div(problem.batch, grid_y))
+    grid = (problem.value_heads * (spec.value_dim // spec.tile_v), grid_y, ceil_div(problem.batch, grid_y))
     shared_bytes = max(spec.shared_bytes, least_shared_bytes)
     return Geometry(grid=grid, block=(32 * spec.warps, 1, 1), shared_bytes=shared_bytes)
 

@@ -18,6 +18,7 @@ from jitfp4.families.gdn.problem import (
     MAX_CHUNK,
     MAX_TOKENS,
     STATE_DTYPES,
+    VALUE_DIMS,
     ChunkTactic,
     Problem,
     StateLayout,
@@ -43,6 +44,7 @@ def _rows(*rows: tuple[int, int | None, Tactic], **when: Any) -> Iterator[Row[Ta
 
 TABLE = Table(
     (
+        *_rows((16, None, WalkTactic(64, 4, 4)), general=True),  # not searched
         *_rows(
             (16, 64, WalkTactic(32, 4, 2)),
             (16, 512, WalkTactic(64, 4, 4)),
@@ -147,12 +149,16 @@ def problems(_arch: Arch) -> Iterator[Problem]:
             state_dtype=state_dtype,
             state_layout=StateLayout.VK,
             head_dim=head_dim,
+            value_dim=head_dim,
             tokens=count,
             batch=size // 32 or 1,
             value_heads=min(size, 32),
             store_steps=store_steps,
             step_slots=step_slots,
         )
-        yield problem
+        forms = [problem, problem._replace(general=True)]
+        if state_dtype is DType.F32:
+            forms += [problem._replace(general=True, value_dim=value_dim) for value_dim in VALUE_DIMS[head_dim][1:]]
+        yield from forms
         if state_dtype is DType.F32 and not store_steps:
-            yield problem._replace(state_layout=StateLayout.KV, tokens=1)
+            yield from (form._replace(state_layout=StateLayout.KV, tokens=1) for form in forms)

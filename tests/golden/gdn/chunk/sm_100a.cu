@@ -1,5 +1,5 @@
 // gdn_chunk, generated from templates/gdn/chunk.cu.j2
-// spec: {"ahead":0,"dtype":"bf16","head_dim":128,"max_tokens":8,"state_dtype":"f32","warps":8}
+// spec: {"ahead":0,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":8,"state_dtype":"f32","value_dim":128,"warps":8}
 //
 // For many tokens whose states are not kept. A CTA owns kTileV rows (V index) of one value head's state; a warp holds
 // 16 of them in registers and takes all tokens of its request at once, in the chunkwise form of the delta rule. With h
@@ -372,10 +372,14 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 }  // namespace ptx
 
+enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
+
 // ---- spec ------------------------------------------------------------------
 using In    = bf16;
 using State = float;
-constexpr int kHeadDim   = 128;  // K = V
+constexpr bool kGeneral   = false;  // a and b may be float, heads of a slot apart
+constexpr int kHeadDim   = 128;  // K
+constexpr int kValueDim  = 128;  // V
 constexpr int kMaxTokens = 8;
 constexpr int kWarps     = 8;
 constexpr int kTileV     = 128;
@@ -383,13 +387,10 @@ constexpr int kAhead     = 0;  // heads that are brought into L2 at a time; 0: n
 
 // ---- work of a lane --------------------------------------------------------
 // Lane 4 g + t of a warp holds columns of rows 2 g and 2 g + 1: rows g and g + 8 of a matrix of the tensor cores.
-enum class StateLayout { kVk, kKv };
-constexpr StateLayout kStateLayout = StateLayout::kVk;
-constexpr bool kStoreSteps = false;
 constexpr int kLanes   = 4;  // of a row
 constexpr int kIlpRows = 2;  // of a lane
 constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
-constexpr int kTiles    = kHeadDim / kTileV;
+constexpr int kTiles    = kValueDim / kTileV;
 constexpr int kThreads  = kWarps * kWarp;
 constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
 constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
@@ -407,7 +408,7 @@ constexpr int kTokenBlocks = kMaxTokens / 8;
 constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
 constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // padded against bank conflicts
 
-static_assert(kHeadDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
+static_assert(kValueDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
 static_assert(kMaxTokens % 8 == 0, "whole blocks");
 
 // ---- gdn/rows --------------------------------------------------------------
@@ -439,18 +440,20 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a lane's share of rows `row`, row + 1, ... begins.
+// Where a lane's share of rows `row`, row + 1, ... of a head's state begins.
+template <StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
-  if constexpr (kStateLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
-  return lane * kVec * kHeadDim + row;
+  if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
+  return lane * kVec * kValueDim + row;
 }
 
 __device__ __forceinline__ float& at(Rows& h, int row, int column) {
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
+template <StateLayout kLayout>
 __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
-  if constexpr (kStateLayout == StateLayout::kVk) {
+  if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
 #pragma unroll
@@ -467,7 +470,7 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 #pragma unroll
       for (int r = 0; r < kIlpRows; r += 4) {
         f32x2 x[2];
-        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r), x);
+        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r), x);
         at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
       }
     }
@@ -475,14 +478,14 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 }
 
 enum class To { kL2, kMemory, kShared };
-template <To kTo>
+template <To kTo, StateLayout kLayout>
 __device__ __forceinline__ void store_rows(Rows& h, State* p) {
   const auto store = [](State* at, const uint4& words) {
     if constexpr (kTo == To::kL2) ptx::st(at, words);
     if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
     if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
   };
-  if constexpr (kStateLayout == StateLayout::kVk) {
+  if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
 #pragma unroll
@@ -499,7 +502,7 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
 #pragma unroll
       for (int r = 0; r < kIlpRows; r += 4) {
         const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r, pack(x));
+        store(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r, pack(x));
       }
     }
   }
@@ -511,8 +514,8 @@ struct Operands {
   const In* q;
   const In* k;
   const In* v;
-  const In* a;
-  const In* b;
+  const void* a;
+  const void* b;
   const float* a_log;
   const void* dt_bias;
   State* state;
@@ -546,6 +549,10 @@ struct Operands {
   int write_slot_bytes;
   bool update_state;
   bool l2norm;
+  int a_bytes;
+  int b_bytes;
+  int64 state_head_gap;
+  int64 steps_head_gap;
 };
 
 struct Item {
@@ -554,13 +561,14 @@ struct Item {
   int   tile;  // first row
 
   __device__ __forceinline__ int64 values(const Operands& p) const {
-    return n * p.v_batch_stride + head * kHeadDim + tile;
+    return n * p.v_batch_stride + head * kValueDim + tile;
   }
   __device__ __forceinline__ int64 outputs(const Operands& p) const {
-    return (n * p.tokens * p.value_heads + head) * kHeadDim + tile;
+    return (n * p.tokens * p.value_heads + head) * kValueDim + tile;
   }
+  template <StateLayout kLayout>
   __device__ __forceinline__ int64 rows(int row, int lane) const {
-    return int64(head) * (kHeadDim * kHeadDim) + lane_offset(tile + row, lane);
+    return int64(head) * (kValueDim * kHeadDim) + lane_offset<kLayout>(tile + row, lane);
   }
 };
 
@@ -578,11 +586,16 @@ __device__ __forceinline__ bool exists(const Operands& p, int64 slot) { return u
 // Writes zero for every token of an item that has no state; `out` points to the item's first row.
 __device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
   for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
-    out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
+    out[i / kTileV * p.value_heads * kValueDim + i % kTileV].bits = 0;
   }
 }
 
 __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+__device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
+  if (kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  return load_half(static_cast<const In*>(p) + i);
+}
 
 enum class Bias : int { kF32, kBf16, kF16 };
 __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
@@ -604,7 +617,8 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
     const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
     if (!exists(p, slot)) return;
-    const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
+    int64 piece = int64(wanted % value_heads) * (kValueDim * kHeadDim) + item.tile * kHeadDim;
+    if constexpr (kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
   }
 }
@@ -623,7 +637,8 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-struct Inputs {
+// kSteps: the state after every token is kept.
+template <bool kSteps> struct ItemInputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
   static constexpr int kTeams    = kThreads / kRowLanes;
   static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
@@ -649,11 +664,11 @@ struct Inputs {
     for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
     if (threadIdx.x >= p.tokens) return;
     const int t = threadIdx.x;
-    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
-    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
+    a     = load_gate(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
+    b     = load_gate(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kStoreSteps) {
+    if constexpr (kSteps) {
       step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
@@ -676,11 +691,11 @@ struct Inputs {
   }
 
   // Token threadIdx.x
-  __device__ __forceinline__ Token<kStoreSteps> token(const Operands& p, const Item& item) const {
-    Token<kStoreSteps> token;
+  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
+    Token<kSteps> token;
     token.decay = expf(-expf(a_log) * softplus(a + bias));
     token.beta  = 1.0f / (1.0f + expf(-b));
-    if constexpr (kStoreSteps) {
+    if constexpr (kSteps) {
       const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
       set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
     }
@@ -696,13 +711,16 @@ __device__ __forceinline__ Item this_item() {
 
 // Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
 // there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
-__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
+template <bool kSteps>
+__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, ItemInputs<kSteps>& inputs, In* out) {
   if constexpr (kHasPdl) ptx::griddep_wait();
   const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
   inputs.load(p, item);
   if (!exists(p, slot)) clear_outputs(p, out);
   return slot;
 }
+
+using Inputs = ItemInputs<false>;
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
@@ -929,11 +947,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]
     const In* __restrict__ v,              // [batch, tokens, value_heads, V]
-    const In* __restrict__ a,              // [batch, tokens, value_heads]
-    const In* __restrict__ b,              // [batch, tokens, value_heads]
+    const void* __restrict__ a,            // [batch, tokens, value_heads] of a_bytes
+    const void* __restrict__ b,            // [batch, tokens, value_heads] of b_bytes
     const float* __restrict__ a_log,       // [value_heads]
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
-    State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
+    State* __restrict__ state,             // [pool, value_heads, V, K], or K, V
     const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
     const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: skipped
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
@@ -963,17 +981,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
     int64 slot_bytes,                      // 0, 4 or 8; 0: request n uses slot n
     int64 write_slot_bytes,                // likewise
     int64 update_state,                    // 0: write_slots is not used
-    int64 l2norm                           // 0: q and k as they are
+    int64 l2norm,                          // 0: q and k as they are
+    int64 a_bytes,                         // 2: In, 4: float
+    int64 b_bytes,                         // likewise
+    int64 state_head_gap,                  // from the end of a head's state to the next head's
+    int64 steps_head_gap                   // likewise
 
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Item item = this_item();
+  if constexpr (kGeneral) state += item.head * state_head_gap;  // this head's states lie as if heads were dense
   const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
       int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
       k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
       b_token_stride, state_stride, steps_batch_stride, steps_token_stride, int(dt_bias_type),
-      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm)};
-  const Item item = this_item();
+      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
+      int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
   const int lane      = threadIdx.x % kLanes;
   const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
@@ -982,9 +1006,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   const int64 slot = begin(p, item, inputs, out);
   if (!exists(p, slot)) return;
   const int g = threadIdx.x % kWarp / kLanes, t = lane;
-  const int64 offset = item.rows(first_row, t);
+  const int64 offset = item.rows<StateLayout::kVk>(first_row, t);
   Rows h;
-  load_rows(h, state + slot * state_stride + offset);
+  load_rows<StateLayout::kVk>(h, state + slot * state_stride + offset);
   Values values;
   values.load(v + item.values(p) + first_row, v_token_stride, p.tokens, t);
   if constexpr (kHasPdl) ptx::griddep_launch();
@@ -999,8 +1023,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   // Loaded only now: ptxas may wait for a load where it stands, and above there is no register for the slot.
   const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   solve(sums, s, values, p.tokens, t);
-  store_outputs(sums, out + first_row, value_heads * kHeadDim, p.tokens, t);
+  store_outputs(sums, out + first_row, value_heads * kValueDim, p.tokens, t);
   if (!exists(p, write_slot)) return;
   update(h, sums, s, p.tokens, g, t);
-  store_rows<To::kMemory>(h, state + write_slot * state_stride + offset);
+  store_rows<To::kMemory, StateLayout::kVk>(h, state + write_slot * state_stride + offset);
 }

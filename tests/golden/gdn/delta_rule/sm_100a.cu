@@ -1,5 +1,5 @@
 // gdn_delta_rule, generated from templates/gdn/delta_rule.cu.j2
-// spec: {"ahead":0,"bulk_stores":false,"dtype":"bf16","head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"warps":8}
+// spec: {"ahead":0,"bulk_stores":false,"dtype":"bf16","general":false,"head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"value_dim":128,"warps":8}
 //
 // A CTA owns kTileV rows (V index) of one value head's state and walks the tokens of its request with them in
 // registers. Eight lanes share a row, so that a warp access moves whole 128-byte lines of four rows; every lane holds
@@ -354,13 +354,15 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 }  // namespace ptx
 
-// ---- spec ------------------------------------------------------------------
-enum class StateLayout { kVk, kKv };  // [V, K] or [K, V]
+enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 
+// ---- spec ------------------------------------------------------------------
 using In    = bf16;
 using State = float;
 constexpr StateLayout kStateLayout = StateLayout::kVk;
-constexpr int  kHeadDim    = 128;  // K = V
+constexpr bool kGeneral     = false;  // a and b may be float, heads of a slot apart
+constexpr int  kHeadDim    = 128;  // K
+constexpr int  kValueDim   = 128;  // V
 constexpr int  kMaxTokens  = 4;
 constexpr int  kTileV      = 32;
 constexpr int  kIlpRows    = 1;
@@ -374,7 +376,7 @@ constexpr int  kAhead      = 0;  // heads that are brought into L2 at a time; 0:
 // ---- work of a lane --------------------------------------------------------
 constexpr int kLanes = 8;  // of a row
 constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
-constexpr int kTiles    = kHeadDim / kTileV;
+constexpr int kTiles    = kValueDim / kTileV;
 constexpr int kThreads  = kWarps * kWarp;
 constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
 constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
@@ -390,7 +392,7 @@ constexpr int kPassRows = kWarps * kWarpRows;
 // would take. Packed floats need register pairs, so more.
 constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 
-static_assert(kHeadDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
+static_assert(kValueDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
 static_assert(kStateLayout == StateLayout::kVk || (kVec == 4 && kIlpRows % 4 == 0), "[K, V]: 16 bytes are four rows");
 static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t and t + kLanes");
 static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
@@ -424,18 +426,20 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a lane's share of rows `row`, row + 1, ... begins.
+// Where a lane's share of rows `row`, row + 1, ... of a head's state begins.
+template <StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
-  if constexpr (kStateLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
-  return lane * kVec * kHeadDim + row;
+  if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
+  return lane * kVec * kValueDim + row;
 }
 
 __device__ __forceinline__ float& at(Rows& h, int row, int column) {
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
+template <StateLayout kLayout>
 __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
-  if constexpr (kStateLayout == StateLayout::kVk) {
+  if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
 #pragma unroll
@@ -452,7 +456,7 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 #pragma unroll
       for (int r = 0; r < kIlpRows; r += 4) {
         f32x2 x[2];
-        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r), x);
+        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r), x);
         at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
       }
     }
@@ -460,14 +464,14 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 }
 
 enum class To { kL2, kMemory, kShared };
-template <To kTo>
+template <To kTo, StateLayout kLayout>
 __device__ __forceinline__ void store_rows(Rows& h, State* p) {
   const auto store = [](State* at, const uint4& words) {
     if constexpr (kTo == To::kL2) ptx::st(at, words);
     if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
     if constexpr (kTo == To::kShared) *reinterpret_cast<uint4*>(at) = words;
   };
-  if constexpr (kStateLayout == StateLayout::kVk) {
+  if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
     for (int r = 0; r < kIlpRows; ++r) {
 #pragma unroll
@@ -484,7 +488,7 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
 #pragma unroll
       for (int r = 0; r < kIlpRows; r += 4) {
         const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * kLanes) + c % 4) * kHeadDim + r, pack(x));
+        store(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r, pack(x));
       }
     }
   }
@@ -510,12 +514,13 @@ template <bool kBulk> struct RowWriter {
       turn ^= 1;
       if (thread == 0) ptx::bulk_wait_read<1>();  // the copy that still reads this buffer
       __syncwarp();
-      store_rows<To::kShared>(h, slice + lane_offset(thread / kLanes * kIlpRows, thread % kLanes));
+      store_rows<To::kShared, kStateLayout>(
+          h, slice + lane_offset<kStateLayout>(thread / kLanes * kIlpRows, thread % kLanes));
       ptx::fence_proxy_async();
       __syncwarp();
       if (thread == 0) ptx::bulk_store<kOnce>(p, slice, kWarpRows * kHeadDim * sizeof(State));
     } else {
-      store_rows<kOnce ? To::kMemory : To::kL2>(h, p);
+      store_rows<kOnce ? To::kMemory : To::kL2, kStateLayout>(h, p);
     }
   }
 
@@ -532,8 +537,8 @@ struct Operands {
   const In* q;
   const In* k;
   const In* v;
-  const In* a;
-  const In* b;
+  const void* a;
+  const void* b;
   const float* a_log;
   const void* dt_bias;
   State* state;
@@ -567,6 +572,10 @@ struct Operands {
   int write_slot_bytes;
   bool update_state;
   bool l2norm;
+  int a_bytes;
+  int b_bytes;
+  int64 state_head_gap;
+  int64 steps_head_gap;
 };
 
 struct Item {
@@ -575,13 +584,14 @@ struct Item {
   int   tile;  // first row
 
   __device__ __forceinline__ int64 values(const Operands& p) const {
-    return n * p.v_batch_stride + head * kHeadDim + tile;
+    return n * p.v_batch_stride + head * kValueDim + tile;
   }
   __device__ __forceinline__ int64 outputs(const Operands& p) const {
-    return (n * p.tokens * p.value_heads + head) * kHeadDim + tile;
+    return (n * p.tokens * p.value_heads + head) * kValueDim + tile;
   }
+  template <StateLayout kLayout>
   __device__ __forceinline__ int64 rows(int row, int lane) const {
-    return int64(head) * (kHeadDim * kHeadDim) + lane_offset(tile + row, lane);
+    return int64(head) * (kValueDim * kHeadDim) + lane_offset<kLayout>(tile + row, lane);
   }
 };
 
@@ -599,11 +609,16 @@ __device__ __forceinline__ bool exists(const Operands& p, int64 slot) { return u
 // Writes zero for every token of an item that has no state; `out` points to the item's first row.
 __device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
   for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
-    out[i / kTileV * p.value_heads * kHeadDim + i % kTileV].bits = 0;
+    out[i / kTileV * p.value_heads * kValueDim + i % kTileV].bits = 0;
   }
 }
 
 __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+__device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
+  if (kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  return load_half(static_cast<const In*>(p) + i);
+}
 
 enum class Bias : int { kF32, kBf16, kF16 };
 __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
@@ -625,7 +640,8 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
     if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
     const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
     if (!exists(p, slot)) return;
-    const int64 piece = int64(wanted % value_heads) * (kHeadDim * kHeadDim) + item.tile * kHeadDim;
+    int64 piece = int64(wanted % value_heads) * (kValueDim * kHeadDim) + item.tile * kHeadDim;
+    if constexpr (kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
     ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
   }
 }
@@ -644,7 +660,8 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-struct Inputs {
+// kSteps: the state after every token is kept.
+template <bool kSteps> struct ItemInputs {
   static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
   static constexpr int kTeams    = kThreads / kRowLanes;
   static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
@@ -670,11 +687,11 @@ struct Inputs {
     for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
     if (threadIdx.x >= p.tokens) return;
     const int t = threadIdx.x;
-    a     = load_half(p.a + item.n * p.a_batch_stride + t * p.a_token_stride + item.head);
-    b     = load_half(p.b + item.n * p.b_batch_stride + t * p.b_token_stride + item.head);
+    a     = load_gate(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
+    b     = load_gate(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
     a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
     bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kStoreSteps) {
+    if constexpr (kSteps) {
       step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
     }
   }
@@ -697,11 +714,11 @@ struct Inputs {
   }
 
   // Token threadIdx.x
-  __device__ __forceinline__ Token<kStoreSteps> token(const Operands& p, const Item& item) const {
-    Token<kStoreSteps> token;
+  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
+    Token<kSteps> token;
     token.decay = expf(-expf(a_log) * softplus(a + bias));
     token.beta  = 1.0f / (1.0f + expf(-b));
-    if constexpr (kStoreSteps) {
+    if constexpr (kSteps) {
       const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
       set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
     }
@@ -717,13 +734,16 @@ __device__ __forceinline__ Item this_item() {
 
 // Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
 // there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
-__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, Inputs& inputs, In* out) {
+template <bool kSteps>
+__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, ItemInputs<kSteps>& inputs, In* out) {
   if constexpr (kHasPdl) ptx::griddep_wait();
   const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
   inputs.load(p, item);
   if (!exists(p, slot)) clear_outputs(p, out);
   return slot;
 }
+
+using Inputs = ItemInputs<kStoreSteps>;
 
 // ---- shared memory ---------------------------------------------------------
 template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
@@ -789,7 +809,7 @@ struct Block {
   Values<kUseSmemV> v;
 
   __device__ __forceinline__ void load(const Operands& p, const Item& item, int64 slot, int row, int lane) {
-    load_rows(h, p.state + slot * p.state_stride + item.rows(row, lane));
+    load_rows<kStateLayout>(h, p.state + slot * p.state_stride + item.rows<kStateLayout>(row, lane));
     v.load(p.v + item.values(p) + row, p.v_token_stride, p.tokens, lane);
   }
 };
@@ -887,7 +907,7 @@ __device__ __forceinline__ void store_outputs(const Shared& s, const Operands& p
     uint32 words[kPiece / 2];
 #pragma unroll
     for (int j = 0; j < kPiece / 2; ++j) words[j] = reinterpret_cast<const uint32*>(&s.out[t][row])[j];
-    st_halves<kPiece>(out + t * p.value_heads * kHeadDim + row, words);
+    st_halves<kPiece>(out + t * p.value_heads * kValueDim + row, words);
   }
 }
 
@@ -896,11 +916,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]
     const In* __restrict__ v,              // [batch, tokens, value_heads, V]
-    const In* __restrict__ a,              // [batch, tokens, value_heads]
-    const In* __restrict__ b,              // [batch, tokens, value_heads]
+    const void* __restrict__ a,            // [batch, tokens, value_heads] of a_bytes
+    const void* __restrict__ b,            // [batch, tokens, value_heads] of b_bytes
     const float* __restrict__ a_log,       // [value_heads]
     const void* __restrict__ dt_bias,      // [value_heads] of dt_bias_type
-    State* __restrict__ state,             // [pool, value_heads, V, K] in kStateLayout
+    State* __restrict__ state,             // [pool, value_heads, V, K], or K, V
     const void* __restrict__ slots,        // [batch], integers of slot_bytes; outside the pool: no state, output zero
     const void* __restrict__ write_slots,  // [batch], integers of write_slot_bytes; outside the pool: skipped
     State* __restrict__ steps,             // [batch, tokens, value_heads, V, K], or [pool, ...] with step_slots
@@ -930,17 +950,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
     int64 slot_bytes,                      // 0, 4 or 8; 0: request n uses slot n
     int64 write_slot_bytes,                // likewise
     int64 update_state,                    // 0: write_slots is not used
-    int64 l2norm                           // 0: q and k as they are
+    int64 l2norm,                          // 0: q and k as they are
+    int64 a_bytes,                         // 2: In, 4: float
+    int64 b_bytes,                         // likewise
+    int64 state_head_gap,                  // from the end of a head's state to the next head's
+    int64 steps_head_gap                   // likewise
 
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Item item = this_item();
+  if constexpr (kGeneral) {  // from here on, this head's states lie as if heads were dense
+    state += item.head * state_head_gap;
+    steps += item.head * steps_head_gap;
+  }
   const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
       int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
       k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
       b_token_stride, state_stride, steps_batch_stride, steps_token_stride, int(dt_bias_type),
-      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm)};
-  const Item item = this_item();
+      int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
+      int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
   const int lane      = threadIdx.x % kLanes;
   const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
@@ -961,7 +990,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
 #pragma unroll 1
   for (int row = first_row; row < kTileV; row += kPassRows) {
     if (row != first_row) block.load(p, item, slot, row, lane);
-    const int64 offset = item.rows(row, lane);
+    const int64 offset = item.rows<kStateLayout>(row, lane);
     walk(block, s, p, writer, offset, row, lane);
     if (exists(p, write_slot)) writer.write<!kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
