@@ -8,7 +8,7 @@ sm_103 kernels, and writes ``mm_fp4_kernels.csv``: a line for each tactic. It pr
 sm_103a GPU, that compares instructions of 96 columns with those of 64. An sm_100a GPU has the latter alone.
 
 A case is a graph of calls on tensors of their own, the L2 cold; calls follow each other by programmatic dependent
-launch. Nothing here has run on a GPU yet, and no table was read from it: the rows of fp4_tables.py are a guess.
+launch. No table was read from it yet: the rows of fp4_tables.py are a guess.
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ import pytest
 
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import TILE, Cache, Pages
-from jitfp4.families.attention.problem import Problem as DecodeProblem
+from jitfp4.families.attention.prefill import PrefillTactic
+from jitfp4.families.attention.problem import ROW_BLOCK, TILE, Cache, Pages
+from jitfp4.families.attention.problem import Problem as AttentionProblem
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
+from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
@@ -189,30 +191,52 @@ def gemm_wide_cases() -> Iterator[tuple[GemmProblem, Measured]]:
         yield gemm_problem(n, k, m), measured
 
 
-def decode_cases() -> Iterator[tuple[DecodeProblem, Measured]]:
+def decode_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
     """Of bench.search_attention: 64 bf16 query heads and 8 KV heads of 128. Little work in NHD order is left out: the
     tactic that it gets was measured in HND order only.
     """
-    caches = {"nvfp4": Cache.NVFP4, "fp8": Cache.E4M3, "bf16": Cache.BF16}
     names = ("warps", "stages", "min_ctas", "head_warps")
     for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(ATTENTION), 7):
-        tiles = int(context) // TILE
-        problem = DecodeProblem(
-            cache=caches[cache],
-            q_dtype=DType.BF16,
-            out_dtype=DType.BF16,
-            head_dim=128,
-            rows=8,
-            heads=8,
-            interleaved=False,
-            pages=Pages.of(int(page)),
-            packed=order == "HND",
-            two_tables=False,
-            tiles=tiles,
-            units=tiles * int(batch) * int(kv_heads),
-        )
+        problem = attention_problem(cache, order, page, batch, kv_heads, context)
         if problem.packed or problem.units_per_sm(H200) > 32:
             yield problem, {DecodeTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
+
+
+def prefill_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
+    """Of the same with many query tokens."""
+    kinds = {kind.__name__: kind for kind in (WgmmaTactic, PrefillTactic)}
+    with (RESULTS / "h200/prefill_search.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for (cache, heads, kv_heads, order, page, batch, context, q_len), group in cases(lines, 8):
+        row_blocks = -(-int(batch) * int(q_len) * int(heads) // (int(kv_heads) * ROW_BLOCK)) + 2 * int(batch)
+        problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
+            rows=2 * ROW_BLOCK, blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
+        )
+        yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
+
+
+def prefill_tactic(kind: type[Any], text: str) -> Any:
+    fields = (field.partition("=") for field in text.split())
+    return kind(**{name: value == "True" if name == "turns" else int(value) for name, _, value in fields})
+
+
+def attention_problem(cache: str, order: str, page: str, batch: str, kv_heads: str, context: str) -> AttentionProblem:
+    """One query token of each request, of 64 bf16 query heads and 8 KV heads of 128."""
+    tiles = int(context) // TILE
+    return AttentionProblem(
+        cache={"nvfp4": Cache.NVFP4, "fp8": Cache.E4M3, "bf16": Cache.BF16}[cache],
+        q_dtype=DType.BF16,
+        out_dtype=DType.BF16,
+        head_dim=128,
+        rows=8,
+        heads=8,
+        interleaved=False,
+        pages=Pages.of(int(page)),
+        packed=order == "HND",
+        two_tables=False,
+        tiles=tiles,
+        units=tiles * int(batch) * int(kv_heads),
+    )
 
 
 def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], list[Line]]]:
@@ -229,12 +253,13 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (MM_BF16_FP4, gemm_wide_cases, 70, 1.11),
         (MM_BF16_FP4, gemm_variant_cases, 108, 1.04),
         (ATTENTION, decode_cases, 27, 1.02),
+        (ATTENTION, prefill_cases, 9, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm wide", "gemm variants", "decode", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "gemm wide", "gemm variants", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

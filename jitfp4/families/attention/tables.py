@@ -5,14 +5,16 @@ each other's pauses. Little work is over sooner with fewer parts to add up, and 
 a head do not follow each other, warps take the heads of one token: the scales of four are a sector. Of short requests,
 warps for eight heads did better, and so did three groups of four.
 
-From 128 query rows on sm_90a takes its warpgroup products: three teams of 64 rows share the expansion of K and V. Where
-the rows of a head do not follow each other, two warpgroups load them. Rows for mma.sync have not been measured: they
-follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half as
-often as 64; 32 rows of a warp read it half as often as 16.
+From 128 query rows on sm_90a takes its warpgroup products. Two warpgroups expand NVFP4 for two teams of 64 rows; for
+other caches one is enough, and of long prompts it serves three teams. Few rows are better cut into 128 than into 192,
+which leave SMs idle at the end. Rows for mma.sync have not been measured: they follow from registers, shared memory,
+and the products of a tile for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it
+half as often as 16.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ from jitfp4.selection import Row, Table, rows
 _FEW_UNITS = 32  # for each SM
 _MANY_UNITS = 128
 _SHORT = 128  # tiles of a request
+_FEW_BLOCKS = 4096  # of query rows
 
 TABLE: Table[Any] = Table(
     (
@@ -57,8 +60,10 @@ TABLE: Table[Any] = Table(
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(producers=2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "packed": False}),
-            (WgmmaTactic(teams=3, tile=64, stages=4, turns=True), {"head_dim": 128}),
+            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "packed": False}),
+            (WgmmaTactic(2, 2, 128, 3, turns=True), {"head_dim": 128, "cache": Cache.NVFP4}),
+            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS}),
+            (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=2 * ROW_BLOCK,
         ),
@@ -120,8 +125,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, packed=False)
-    for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache)
+    for cache, blocks in itertools.product((Cache.E4M3, Cache.F16, Cache.BF16), (None, 2 * _FEW_BLOCKS)):
+        yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache, blocks=blocks)
 
 
 def _problem(
@@ -137,6 +142,7 @@ def _problem(
     heads: int = 8,
     cache: Cache = Cache.NVFP4,
     two_tables: bool = False,
+    blocks: int | None = None,
 ) -> Problem:
     dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
@@ -152,5 +158,5 @@ def _problem(
         two_tables=two_tables,
         tiles=tiles,
         units=units * arch.num_sms,
-        blocks=units if rows >= ROW_BLOCK else 0,
+        blocks=0 if rows < ROW_BLOCK else units if blocks is None else blocks,
     )

@@ -1,5 +1,5 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":1,"q_dtype":"bf16","stages":4,"teams":3,"tile":64,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -345,22 +345,28 @@ namespace ptx {
 __device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
-// d = a b, or d += a b, of 64 rows by 16 and 64 rows by 16, both in shared memory.
+// d = a b, or d += a b, of 64 rows by 16 and 128 rows by 16, both in shared memory.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4)
 // + 2 t + i % 2. It belongs to the tensor cores until a wait.
-__device__ __forceinline__ void wgmma_scores(float (&d)[32], uint64 a, uint64 b, bool add) {
+__device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64 a, uint64 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
-               "  setp.ne.b32 add, %34, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "  setp.ne.b32 add, %66, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, %32, %33, add, 1, 1, 0, 0;\n"
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, %64, %65, add, 1, 1, 0, 0;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
         , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        , "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        , "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+        , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "l"(a), "l"(b), "r"(int32(add)));
 }
 // d += a b of 64 rows by 16 in registers and 16 rows by 128 in shared memory. a[i] is row 16 w + g + 8 (i % 2),
@@ -408,17 +414,17 @@ using Mma   = f16;  // what K, V, the queries and the weights are in products
 constexpr int  kHeadDim     = 128;
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
-constexpr int  kTile        = 64;   // tokens
-constexpr int  kTeams       = 3;  // consumer warpgroups
-constexpr int  kStages      = 4;  // tiles of K, and of V, in shared memory
+constexpr int  kTile        = 128;   // tokens
+constexpr int  kTeams       = 2;  // consumer warpgroups
+constexpr int  kStages      = 3;  // tiles of K, and of V, in shared memory
 constexpr bool kTurns       = true;  // teams start their products in turn
-constexpr int  kProducers   = 1;  // producer warpgroups: one for K and V, or one for each
+constexpr int  kProducers   = 2;  // producer warpgroups: one for K and V, or one for each
 
 constexpr int kTeamRows  = 64;
 constexpr int kRows      = kTeams * kTeamRows;
 constexpr int kConsumers = kTeams * 128;  // threads
 constexpr int kThreads   = kConsumers + kProducers * 128;
-constexpr int kProducerRegisters = 64, kConsumerRegisters = 144;
+constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
 constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr int kBlocks     = kHeadDim / 64;  // of columns: 128 bytes of 16-bit floats
@@ -433,7 +439,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint32  absent[kStages][kTile / 32];  // a bit for each token without a page
   Barrier full[2][kStages], empty[2][kStages];
 };
-static_assert(sizeof(Shared) == 181248, "the launch counts on it");
+static_assert(sizeof(Shared) == 230400, "the launch counts on it");
 
 enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
 
