@@ -12,7 +12,11 @@ import torch
 
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
+from jitfp4.families.gdn import (
+    gated_delta_rule_decode,
+    gated_delta_rule_decode_pretranspose,
+    gated_delta_rule_mtp,
+)
 from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE, GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import (
     DTYPES,
@@ -230,6 +234,25 @@ def test_simulated_pools_strides_and_orders(arch: str) -> None:
         check_other_writes("cpu")
         check_strides("cpu")
         check_both_orders(64)
+
+
+def check_without_slots(arch: str, tactic: WalkTactic) -> None:
+    """Without a list of slots request n uses state n: the bytes of the same call with a list."""
+    arguments = case(3, 1, exact_gates=True)
+    with sim.device(arch), GATED_DELTA_RULE.forced(tactic):
+        want_out, want_state = gated_delta_rule_mtp(**moved(arguments, "cpu"))
+        del arguments["initial_state_indices"]
+        state = arguments.pop("initial_state")
+        out, state = gated_delta_rule_decode_pretranspose(**arguments, state=state)
+    assert_same_bytes("output", out, want_out)
+    assert_same_bytes("state", state, want_state)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SIM_ARCHS)
+def test_simulated_calls_without_slots(arch: str) -> None:
+    check_without_slots(arch, WalkTactic(16, 2, 2))
 
 
 @pytest.mark.sim

@@ -34,10 +34,16 @@ def tokens(n: int, heads: int, d: int, seed: int = 0, dtype: torch.dtype = torch
 
 
 def write_by_hand(
-    cache: PagedCache, k: torch.Tensor, v: torch.Tensor, slots: list[int], *, interleaved: bool = False
+    cache: PagedCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: list[int],
+    *,
+    interleaved: bool = False,
+    scales: tuple[float, float] = SCALES,
 ) -> None:
     """Token by token into a cache on the CPU; slots outside of it are left out."""
-    for side, (x, scale, (codes, sf)) in enumerate(zip((k, v), SCALES, cache.sides(), strict=True)):
+    for side, (x, scale, (codes, sf)) in enumerate(zip((k, v), scales, cache.sides(), strict=True)):
         pages, page_size = codes.shape[:2]
         new_codes, new_sf = reference.quantize(x, torch.tensor(scale))
         linear = torch.zeros(sf.shape, dtype=torch.uint8)
@@ -64,7 +70,7 @@ def test_slots(layout: str, arrangement: str, device: str) -> None:
     """
     for page_size, heads, d, index_dtype in ((8, 2, 64, torch.int64), (5, 3, 48, torch.int32), (1, 1, 64, torch.int64)):
         k, v = tokens(9, heads, d), tokens(9, heads, d, 1)
-        slots = [2, -1, 0, 12 * page_size - 1, page_size + 3, -7, 4 * page_size + 1]
+        slots = [2, -1, 0, 12 * page_size - 1, page_size + 3, -7, 5 * page_size + 1]
         cache, want = (paged_cache(12, page_size, heads, (d, d), layout, arrangement, x) for x in (device, "cpu"))
         slot_mapping = torch.tensor(slots, dtype=index_dtype, device=device)
         append_by_slot(k.to(device), v.to(device), slot_mapping, cache.codes, cache.sf, *SCALES, layout)
@@ -126,6 +132,34 @@ def test_positions(dtypes: tuple[torch.dtype, ...], device: str) -> None:
     ]
     append_by_position(k.to(device), v.to(device), *lists[:2], cache.codes, cache.sf, *lists[2:], *SCALES)
     write_by_hand(want, k, v, slots)
+    assert_same_memory(cache, want)
+
+
+def near_ties(n: int, heads: int, d: int, seed: int) -> torch.Tensor:
+    """Values at a tie of two codes that rounds down, and one bit above it, in every order; and in each block a 6, which
+    makes its scale a power of two.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ties = torch.tensor([0.25, 1.25, 2.5, 5.0]).bfloat16().view(torch.int16)
+    shape = n * heads * d // 16, 16
+    bits = ties[torch.randint(4, shape, generator=generator)] + torch.randint(2, shape, generator=generator).short()
+    x = bits.view(torch.bfloat16)
+    x[torch.arange(shape[0]), torch.arange(shape[0]) % 16] = 6.0
+    return x.view(n, heads, d)
+
+
+def test_ties(device: str) -> None:
+    """Every bit of an element counts, and none of its neighbour's."""
+    k, v = (near_ties(8, 2, 64, seed) for seed in (0, 1))
+    slots, scales = list(range(8)), (0.5, 2.0)
+    want = paged_cache(2, 4, 2, (64, 64), "NHD", "pair", "cpu")
+    write_by_hand(want, k, v, slots, scales=scales)
+    lists = [torch.tensor(x, device=device) for x in (slots, [0] * 8, slots, [0, 1], [0, 2], [4])]
+    cache = paged_cache(2, 4, 2, (64, 64), "NHD", "pair", device)
+    append_by_slot(k.to(device), v.to(device), lists[0], cache.codes, cache.sf, *scales)
+    assert_same_memory(cache, want)
+    cache = paged_cache(2, 4, 2, (64, 64), "NHD", "pair", device)
+    append_by_position(k.to(device), v.to(device), *lists[1:3], cache.codes, cache.sf, *lists[3:], *scales)
     assert_same_memory(cache, want)
 
 

@@ -55,6 +55,8 @@ def test_flat(dtype: torch.dtype, device: str) -> None:
             assert_same_bytes("values", nvfp4_kv_dequantize(codes.to(device), sf.to(device), gd, dtype), want)
     typed, rows = sf.view(torch.float8_e4m3fn).to(device), torch.cat([codes, codes], 1).to(device)[:, : codes.shape[1]]
     assert_same_bytes("strided", nvfp4_kv_dequantize(rows, typed, 1e-30, dtype), want)
+    odd = torch.cat([codes, codes[:, :1]], 1).to(device)[:, : codes.shape[1]]
+    assert_same_bytes("rows of odd strides", nvfp4_kv_dequantize(odd, typed, 1e-30, dtype), want)
 
 
 def test_round_trip_error_is_half_a_step(device: str) -> None:
@@ -144,6 +146,12 @@ def test_interleaved_scales_of_v(dims: tuple[int, int], device: str) -> None:
     cache = filled(4, 8, dims, "HND", "one page")
     table = torch.arange(4).view(2, 2)
     check_paged(cache, table, torch.tensor([16, 11]), 16, torch.bfloat16, device, "interleaved4")
+
+
+def test_more_chunks_than_a_cta_has_threads(device: str) -> None:
+    with dequantize.forced(DequantizeTactic(1, 64)):
+        cache = filled(3, 4, (256, 256), "HND", "pair")
+        check_paged(cache, torch.tensor([[2, 0]]), torch.tensor([7]), 8, torch.bfloat16, device)
 
 
 def test_rows_of_a_wider_table_and_nothing_to_do(device: str) -> None:

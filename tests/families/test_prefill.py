@@ -74,6 +74,26 @@ CASES: dict[str, dict[str, Any]] = {
         "lengths": (41, *(1 + at % 5 for at in range(36))),
         "q_lens": (20, *(1,) * 36),
     },
+    "many_requests_interleaved": _SMALL
+    | {
+        "v_scale_layout": "interleaved4",
+        "lengths": (41, *(1 + at % 5 for at in range(36))),
+        "q_lens": (20, *(1,) * 36),
+    },
+    "many_tiles": _SMALL | {"lengths": (400,), "q_lens": (9,), "page": 5},
+    "many_tiles_e4m3": _SMALL
+    | {
+        "cache": torch.float8_e4m3fn,
+        "q_dtype": torch.float8_e4m3fn,
+        "out_dtype": torch.bfloat16,
+        "head_dim": 64,
+        "lengths": (400,),
+        "q_lens": (20,),
+        "page": 5,
+        "shared": False,
+        "missing": tuple((0, at % 2, at, -1) for at in range(0, 80, 3)),
+        "spikes": True,
+    },
     "scattered": SCATTERED,
     "scattered_interleaved": SCATTERED
     | {
@@ -126,6 +146,21 @@ def test_the_simulated_kernel_is_attention_without_races(name: str) -> None:
     with sim.device("sm_90a", races=True):
         case, got = run(name)
     case.check(got, _BOUND)
+
+
+def check_table_ends(arch: str) -> None:
+    """Of a request that says to be longer than its row of the page table, what the table has is there."""
+    case = Case(lengths=(40,), q_lens=(20,), kv_heads=1, group=2, page=20)
+    case.block_tables, case.seq_lens = case.block_tables[:, :2].contiguous(), torch.tensor([100], dtype=torch.int32)
+    with sim.device(arch), ATTENTION.forced(_TACTICS[128]):
+        case.check(case.run_context(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_the_page_table_ends_a_request(arch: str) -> None:
+    check_table_ends(arch)
 
 
 @pytest.mark.sim

@@ -20,6 +20,8 @@ from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
 from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
+from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_problem import PortableTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.wide import WideTactic
@@ -45,8 +47,8 @@ from tests.families import test_quantize as quantize
 from tests.mutants.launches import attention_case
 from tests.support.attention import SCATTERED
 from tests.support.compare import poisoned
-from tests.support.gdn import assert_close, case, recurrence
-from tests.support.gemm import assert_product, assert_weights_come_back
+from tests.support.gdn import assert_close, case, check_other_writes, recurrence
+from tests.support.gemm import assert_fp4_product, assert_product, assert_weights_come_back
 from tests.support.norm import check, rows_of_all_kinds
 
 Check = Callable[[str], None]
@@ -139,6 +141,16 @@ def _gates(tactic: WalkTactic, head_dim: int, tokens: int) -> Check:
     return run
 
 
+def _gdn_writes(tactic: WalkTactic) -> Check:
+    """Final states to other slots, states of every token to slots of the pool."""
+
+    def run(arch: str) -> None:
+        with sim.device(arch), GATED_DELTA_RULE.forced(tactic):
+            check_other_writes("cpu")
+
+    return run
+
+
 def _chunk(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
     return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
 
@@ -177,6 +189,13 @@ def _prefill(tests: Any, *names: str) -> tuple[Check, ...]:
         return run
 
     return tuple(map(one, names))
+
+
+def _races(arch: str) -> None:
+    """Several tiles of rows, none of which may write another's."""
+    tactic = PortableTactic(16, 128, 16, 32, 2, 3, scaled_mma=arch == "sm_120a")
+    with sim.device(arch, races=True), MM_FP4.forced(tactic):
+        assert_fp4_product(40, 72, 416)
 
 
 def _mm_fp4(*cases: Any) -> tuple[Check, ...]:
@@ -268,10 +287,12 @@ CHECKS: dict[str, Subject] = {
             on(append.test_slots, "HND", "one page"),
             on(append.test_interleaved_scales_of_v, "NHD"),
             on(append.check_wild),
+            on(append.test_ties),
         ),
     ),
     "kv, positions": Subject(
-        "kv_quantize", (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild))
+        "kv_quantize",
+        (*(on(append.test_positions, dtypes) for dtypes in _INDICES), on(append.check_wild), on(append.test_ties)),
     ),
     "kv, read": Subject(
         "kv_dequantize",
@@ -280,17 +301,29 @@ CHECKS: dict[str, Subject] = {
             on(kv_read.test_paged, "NHD", "one page", BF16),
             on(kv_read.test_interleaved_scales_of_v, (64, 64)),
             on(kv_read.check_wild),
+            on(kv_read.test_more_chunks_than_a_cta_has_threads),
         ),
     ),
     "kv, read rows": Subject("kv_dequantize", (on(kv_read.test_flat, F16),)),
     "gdn, one token": Subject(
-        "gdn_delta_rule", (_gdn(WalkTactic(16, 2, 2), 64, 1), _gates(WalkTactic(16, 2, 2), 64, 1))
+        "gdn_delta_rule",
+        (
+            _gdn(WalkTactic(16, 2, 2), 64, 1),
+            _gates(WalkTactic(16, 2, 2), 64, 1),
+            lambda arch: gdn.check_without_slots(arch, WalkTactic(16, 2, 2)),
+        ),
     ),
     "gdn, bulk stores": Subject(
         "gdn_delta_rule", (_gdn(_CUTS[0], 64, 3), _gdn(_CUTS[0], 64, 6, update=False), _gates(_CUTS[0], 64, 3))
     ),
     "gdn, v in shared memory": Subject(
-        "gdn_delta_rule", (_gdn(_CUTS[1], 64, 3), _gdn(_CUTS[1], 64, 6, update=False), _gates(_CUTS[1], 64, 3))
+        "gdn_delta_rule",
+        (
+            _gdn(_CUTS[1], 64, 3),
+            _gdn(_CUTS[1], 64, 6, update=False),
+            _gates(_CUTS[1], 64, 3),
+            _gdn_writes(_CUTS[1]),
+        ),
     ),
     "gdn, pools": Subject("gdn_delta_rule", (gdn.test_simulated_pools_strides_and_orders,)),
     "gdn, chunk": Subject(
@@ -311,14 +344,26 @@ CHECKS: dict[str, Subject] = {
     "attention, nvfp4": Subject("attention_decode", _decode()),
     "attention, e4m3": Subject("attention_decode", _decode(cache=torch.float8_e4m3fn)),
     "attention, bf16": Subject("attention_decode", _decode(cache=BF16)),
-    "prefill, nvfp4": Subject("attention_prefill", _prefill(prefill, "missing_pages", "all_tokens", "scattered")),
+    "prefill, nvfp4": Subject(
+        "attention_prefill",
+        (*_prefill(prefill, "missing_pages", "all_tokens", "scattered", "many_tiles"), prefill.check_table_ends),
+    ),
     "prefill, interleaved": Subject(
-        "attention_prefill", _prefill(prefill, "ragged_interleaved", "scattered_interleaved")
+        "attention_prefill",
+        _prefill(prefill, "ragged_interleaved", "scattered_interleaved", "many_requests_interleaved"),
     ),
     "prefill, bf16": Subject("attention_prefill", _prefill(prefill, "cache_bf16", "scattered_bf16")),
-    "prefill, e4m3": Subject("attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3", "many_requests")),
+    "prefill, e4m3": Subject(
+        "attention_prefill", _prefill(prefill, "cache_e4m3", "scattered_e4m3", "many_requests", "many_tiles_e4m3")
+    ),
     "prefill, wgmma": Subject("attention_prefill_wgmma", _prefill(attention_wgmma, "scattered", "ragged"), ("sm_90a",)),
-    "gemm, narrow": Subject("gemm_narrow", _gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160))),
+    "gemm, narrow": Subject(
+        "gemm_narrow",
+        (
+            *_gemm(NarrowTactic(8, 2, 2, 2, 2, 1), (5, 72, 672), (19, 64, 160)),
+            *_gemm(NarrowTactic(8, 2, 2, 2, 2, 1, split=5), (5, 72, 672))[:1],
+        ),
+    ),
     "gemm, narrow split": Subject(
         "gemm_narrow",
         _gemm(NarrowTactic(16, 2, 2, 2, 2, 1, split=2), (13, 72, 1056), block_format=MXFP4),
@@ -328,11 +373,13 @@ CHECKS: dict[str, Subject] = {
     ),
     "gemm, wide divided": Subject(
         "gemm_wide",
-        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (70, 264, 1536), block_format=MXFP4),
+        _gemm(WideTactic(64, 2, divided=True), (70, 136, 416), (70, 264, 1536), (300, 520, 160), block_format=MXFP4),
         ("sm_90a",),
     ),
     "gemm, wide cluster": Subject(
-        "gemm_wide", _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536)), ("sm_90a",)
+        "gemm_wide",
+        _gemm(WideTactic(64, 2, cluster=2), (130, 520, 160), (70, 264, 1536), (1100, 264, 160)),
+        ("sm_90a",),
     ),
     "mm_fp4, portable": Subject(
         "gemm_portable",
@@ -340,6 +387,7 @@ CHECKS: dict[str, Subject] = {
             on(lambda device: mm_fp4.test_formats_layouts_and_dtypes(device, NVFP4, TILED, BF16)),
             on(mm_fp4.test_every_e4m3_scale),
             on(mm_fp4.test_strides),
+            _races,
         ),
         ("sm_90a", "sm_120a"),
     ),
