@@ -10,6 +10,8 @@ from typing import Any
 
 from jitfp4.errors import ArgumentError, UnsupportedArchError
 
+CTA_RESERVE = 1024  # bytes of shared memory that the driver keeps in each CTA
+
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, compared by identity
 class Arch:
@@ -36,6 +38,10 @@ class Arch:
     def ptx_target(self) -> str:
         """NVRTC's name for PTX output, such as ``compute_90a``."""
         return self.name.replace("sm_", "compute_")
+
+    def shared_of(self, ctas: int) -> int:
+        """Bytes of shared memory that each of ``ctas`` CTAs on an SM can have."""
+        return (self.shared_bytes + CTA_RESERVE) // ctas - CTA_RESERVE
 
     @staticmethod
     def of(name: str) -> Arch:

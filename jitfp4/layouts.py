@@ -60,7 +60,7 @@ class SfLayout(IntEnum):
 _TILES = ((4, 32, 4), (1, 8, 4), (1, 1, 1))  # by a layout's number
 
 
-# What the methods above give, for what torch.compile traces: many a torch traces no methods of an enum's members.
+# The methods above as functions: torch.compile of torch 2.10 and 2.11 does not trace methods of an enum's members.
 
 
 def tile_of(layout: SfLayout) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -186,56 +187,47 @@ def gdn_cases(kernel: AnyKernel) -> Iterator[Case]:
         )
         tactic = GATED_DELTA_RULE.select(problem, arch)
         spec = kernel.specialise(problem, tactic) if type(tactic) is kernel.tactic else None
-        sizes = (dtype, state, dim, value_dim, gate, heads)
+        sizes = _Sizes(dtype, state, dim, value_dim, gate, heads)
         if spec is not None and spec not in found:
             found.add(spec)
             # the chunkwise kernel has an approximate 1 / sqrt
-            yield partial(_delta_rule_call, *sizes, tokens, steps, slots, kernel is DELTA_RULE)
+            yield partial(_delta_rule_call, sizes, tokens, steps, slots, kernel is DELTA_RULE)
         by_columns = kernel is DELTA_RULE and state is torch.float32 and (heads == 2 or not general)
         if by_columns and tokens == 1 and not steps:
-            yield partial(_one_token_call, *sizes)
+            yield partial(_one_token_call, sizes)
 
 
-def _delta_rule_call(
-    dtype: torch.dtype,
-    state: torch.dtype,
-    dim: int,
-    value_dim: int,
-    gate: torch.dtype | None,
-    heads: int,
-    tokens: int,
-    steps: bool,
-    slots: bool,
-    norm: bool,
-) -> Call:
-    given = _delta_rule(dtype, state, dim, value_dim, gate, heads, tokens) | {"use_qk_l2norm": norm}
+class _Sizes(NamedTuple):
+    """Of a delta rule: dtypes of queries, states and gates (None: as queries), and dimensions."""
+
+    dtype: torch.dtype
+    state: torch.dtype
+    dim: int
+    value_dim: int
+    gate: torch.dtype | None
+    heads: int
+
+
+def _delta_rule_call(sizes: _Sizes, tokens: int, steps: bool, slots: bool, norm: bool) -> Call:
+    given = _delta_rule(sizes, tokens) | {"use_qk_l2norm": norm}
     pool = given["initial_state"]
     if slots:
         given["initial_state"] = pool.repeat(tokens, 1, 1, 1)
         given["ssm_state_indices"] = torch.arange(tokens).view(1, tokens)
     elif steps:
-        given["intermediate_states_buffer"] = torch.zeros(1, tokens, *pool.shape[1:], dtype=state)
+        given["intermediate_states_buffer"] = torch.zeros(1, tokens, *pool.shape[1:], dtype=sizes.state)
     return Call("gated_delta_rule_mtp", given)
 
 
-def _one_token_call(
-    dtype: torch.dtype, state: torch.dtype, dim: int, value_dim: int, gate: torch.dtype | None, heads: int
-) -> Call:
-    given = _delta_rule(dtype, state, dim, value_dim, gate, heads, 1)
+def _one_token_call(sizes: _Sizes) -> Call:
+    given = _delta_rule(sizes, 1)
     del given["initial_state_indices"]
-    by_columns = given.pop("initial_state").view(1, heads, dim, value_dim)
+    by_columns = given.pop("initial_state").view(1, sizes.heads, sizes.dim, sizes.value_dim)
     return Call("gated_delta_rule_decode", given | {"state": by_columns})
 
 
-def _delta_rule(
-    dtype: torch.dtype,
-    state: torch.dtype,
-    dim: int,
-    value_dim: int,
-    gate: torch.dtype | None,
-    heads: int,
-    tokens: int,
-) -> Arguments:
+def _delta_rule(sizes: _Sizes, tokens: int) -> Arguments:
+    dtype, state, dim, value_dim, gate, heads = sizes
     generator = torch.Generator().manual_seed(dim + tokens + heads)
 
     def normal(*shape: int) -> torch.Tensor:

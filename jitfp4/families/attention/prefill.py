@@ -11,7 +11,6 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
 _WARP = 32
-_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 _MOST_SUMS = 128  # registers of a thread for sums of outputs
 
 
@@ -70,7 +69,7 @@ def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
     if problem.head_dim * tactic.warp_rows > 32 * _MOST_SUMS:
         return "a thread has too few registers for the sums of its rows"
     shared = specialise(problem, tactic).shared_bytes
-    if tactic.min_ctas * (shared + _CTA_RESERVE) > arch.shared_bytes + _CTA_RESERVE:
+    if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
     return None
 

@@ -30,7 +30,6 @@ ROW_BLOCK = 64
 _WARP = 32
 _WIDE_WARPS = 8  # of an SM
 _MOST_CTAS = _WARP**2
-_CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 
 
 class Cache(StrEnum):
@@ -189,7 +188,7 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
     shared = specialise(problem, tactic).shared_bytes
-    if tactic.min_ctas * (shared + _CTA_RESERVE) > arch.shared_bytes + _CTA_RESERVE:
+    if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
     return None
 

@@ -22,7 +22,6 @@ CHUNK_ROWS = 16  # of a state, in a warp of the chunkwise kernel
 AHEAD_GRAIN = 4  # heads that one CTA brings into L2
 _ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
 _MAX_GRID_Y = 65535
-_CTA_RESERVE = 1024  # shared memory that the hardware keeps for itself in every CTA
 
 
 class StateLayout(StrEnum):
@@ -253,7 +252,7 @@ def share_of_sm(arch: Arch, ctas_per_sm: int) -> int:
 
     With few, what is being written at a time stays close together, which DRAM rewards.
     """
-    return (arch.shared_bytes + _CTA_RESERVE) // ctas_per_sm - _CTA_RESERVE if ctas_per_sm else 0
+    return arch.shared_of(ctas_per_sm) if ctas_per_sm else 0
 
 
 def _geometry(problem: Problem, spec: WalkSpec | ChunkSpec, least_shared_bytes: int) -> Geometry:

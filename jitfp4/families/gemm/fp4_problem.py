@@ -20,7 +20,6 @@ _MAX_CLUSTER = 8
 _MAX_GRID = 65535  # along y and z
 _MAX_THREADS = 1024
 _WARP_TILES = (16, 32, 64)
-_CTA_RESERVE = 1024  # shared memory that the driver reserves in each CTA
 
 
 class Fp4Problem(NamedTuple):

@@ -21,7 +21,6 @@ _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
 _ROW_BYTES = TILE_COLS * 2  # of a chunk of x
-CTA_RESERVE = 1024  # shared memory that the system takes of each CTA
 
 
 class Problem(NamedTuple):
@@ -125,8 +124,7 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
-    share = (arch.shared_bytes + CTA_RESERVE) // tactic.ctas - CTA_RESERVE
-    if spec.shared_bytes > share:
+    if spec.shared_bytes > arch.shared_of(tactic.ctas):
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from jitfp4.arch import Arch
+from jitfp4.arch import CTA_RESERVE, Arch
 from jitfp4.formats import DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.spec import Geometry, KernelSpec
@@ -137,7 +137,7 @@ def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
     threads = share if spec.warps > 1 else spec.max_threads
     shared_bytes = spec.shared_bytes(threads)
     by_registers = spec.min_ctas * spec.max_threads // threads
-    by_memory = (arch.shared_bytes + 1024) // (shared_bytes + 1024)  # the driver reserves 1 KiB in each CTA
+    by_memory = (arch.shared_bytes + CTA_RESERVE) // (shared_bytes + CTA_RESERVE)
     resident = arch.num_sms * max(1, min(by_registers, by_memory)) // ctas * ctas
     needed = ceil_div(rows * share, threads) * ctas
     grid = (min(needed, resident), 1, 1)
@@ -150,6 +150,5 @@ def row_threads(h: int, spec: Spec) -> int:
         return spec.max_threads
     if spec.warps > 1 or spec.units > 1:
         return ceil_div(h, TURN * spec.units) * _WARP
-    return max(
-        8, 1 << (ceil_div(h, _UNIT) - 1).bit_length()
-    )  # at least 8: 4 scales, a whole tile of the layout, also with blocks of 32
+    # At least 8: 4 scales, a whole tile of the layout, also with blocks of 32
+    return max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length())
