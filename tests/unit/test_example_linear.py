@@ -78,6 +78,21 @@ def test_a_checkpoint_gives_the_values_that_it_was_made_of(
     assert row["bytes_w4a4"] == N * K // 2 + 128 * 8
 
 
+@pytest.mark.parametrize("padding", [0, 8])
+def test_tensors_may_lie_anywhere_in_the_file(
+    padding: int, weight: torch.Tensor, example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The header's length decides whether they lie at multiples of 16 bytes, as kernels want them, or of 8."""
+    metadata = {"": "-" * padding}
+    save_file(checkpoint("compressed-tensors", weight), tmp_path / "fp4.safetensors", metadata)
+    save_file({"b.weight": weight.bfloat16()}, tmp_path / "bf16.safetensors", metadata)
+    for name in ("fp4", "bf16"):
+        (row,) = layers(example, capsys, tmp_path / f"{name}.safetensors", "--rows", 5)
+        assert row["snr_w4a4_db"] > 14
+    (weights,) = json.loads(run(load("quantize_weights"), capsys, tmp_path / "bf16.safetensors", "--json"))["weights"]
+    assert weights["snr_db"] > 18
+
+
 def test_a_folder_of_files_is_one_checkpoint(example: ModuleType, weight: torch.Tensor, tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(checkpoint("compressed-tensors", weight).items()):
         if not name.endswith("input_global_scale"):
