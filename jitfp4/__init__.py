@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         single_prefill_with_kv_cache,
         trtllm_batch_context_with_kv_cache,
         trtllm_batch_decode_with_kv_cache,
+        xqa_batch_decode_with_kv_cache,
     )
     from jitfp4.families.gdn import (
         gated_delta_rule_decode,
@@ -103,6 +104,7 @@ _HOMES = {
         "single_prefill_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
     ),
     "jitfp4.families.gdn": (
         "gated_delta_rule_decode",

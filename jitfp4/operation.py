@@ -53,7 +53,8 @@ _operations: dict[str, Operation[Any, Any]] = {}
 _observer: ContextVar[Callable[[Observed], None] | None] = ContextVar("jitfp4_observer", default=None)
 _log = logging.getLogger("jitfp4.tactics")
 _library = torch.library.Library("jitfp4", "DEF")
-_TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
+# With int in place of SymInt torch.compile would trace anew for each value of a length.
+_TYPES = {torch.Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
 class Operation(Generic[ArgumentsT, ProblemT]):

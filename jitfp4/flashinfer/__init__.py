@@ -53,6 +53,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "BatchDecodeWithPagedKVCacheWrapper",
         "single_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
     ),
     "fp4_quantization": _FP4,
     "gdn_decode": (

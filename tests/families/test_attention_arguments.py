@@ -21,7 +21,7 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "o_sf_scale": 1.0,
         "o_sf_vec_size": 16,
         "o_scale": 2.0,
-        "backend": "xqa",
+        "backend": "cudnn",
         "mask": torch.ones(1),
         "skip_softmax_threshold_scale_factor": 1.0,
         "bmm1_scale_log2": torch.ones(1),

@@ -87,12 +87,10 @@ def test_a_size_that_nobody_knows(name: str, which: str) -> None:
 
 
 NOT_TRACED = {
-    "nvfp4_quantize_paged_kv_cache",  # its scales are Python numbers
     "BatchPrefillWithPagedKVCacheWrapper",  # made, and planned, before a model runs
     "BatchDecodeWithPagedKVCacheWrapper",
     "Fp4Weight.from_tensors",  # sizes are values of a tensor
 }
-NOT_OF_UNKNOWN_SIZES = {"single_prefill_with_kv_cache", "single_decode_with_kv_cache"}  # pages of a size that divides
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -101,8 +99,6 @@ NOT_OF_UNKNOWN_SIZES = {"single_prefill_with_kv_cache", "single_decode_with_kv_c
 @pytest.mark.parametrize("name", sorted(good_calls().keys() - NOT_TRACED))
 def test_every_function_is_traced_in_one_piece(name: str, dynamic: bool | None) -> None:
     """README says which are not."""
-    if dynamic and name in NOT_OF_UNKNOWN_SIZES:
-        pytest.skip("pages of a size that divides the number of tokens")
     function, calls = function_of(name), []
     for _ in range(2):
         torch.manual_seed(0)
@@ -114,6 +110,43 @@ def test_every_function_is_traced_in_one_piece(name: str, dynamic: bool | None) 
     got = torch.compile(lambda given: function(**given), fullgraph=True, backend="aot_eager", dynamic=dynamic)(calls[1])
     for left, right in zip(leaves(got), leaves(want), strict=True):
         assert_same_bytes("result", left.contiguous(), right.contiguous())
+
+
+def test_one_graph_is_for_every_length() -> None:
+    """Numbers of tokens, of queries and of requests may be symbols, and so may bounds, which are Python numbers."""
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    def cache(tokens: int, *heads: int) -> tuple[torch.Tensor, ...]:
+        shapes = [(tokens, *heads, width) for width in (32, 32, 4, 4)]
+        return tuple(torch.randint(36, 60, shape, dtype=torch.uint8) for shape in shapes)
+
+    def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: torch.Tensor) -> Any:
+        return jitfp4.single_decode_with_kv_cache(q[0], k, v, kv_cache_sf=scales)
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: torch.Tensor) -> Any:
+        return jitfp4.single_prefill_with_kv_cache(q, k, v, causal=True, kv_cache_sf=scales)
+
+    def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: torch.Tensor) -> Any:
+        pages = [side.unflatten(0, (-1, 1)) for side in (k, v, *scales)]
+        tables = torch.arange(len(k), dtype=torch.int32).expand(len(q), -1)
+        lengths = torch.full((len(q),), len(k), dtype=torch.int32)
+        work, bound = torch.zeros(32 << 20, dtype=torch.uint8), len(k) + 3
+        return jitfp4.xqa_batch_decode_with_kv_cache(
+            q, pages[:2], work, tables, lengths, bound, kv_cache_sf=pages[2:], kv_layout="NHD"
+        )
+
+    torch.compiler.reset()
+    for function in (decode, prefill, paged):
+        compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+        graphs.clear()
+        for tokens, queries in ((49, 9), (81, 20), (1001, 33)):
+            arguments = torch.randn(queries, 4, 64).bfloat16(), *cache(tokens, 2)
+            assert torch.equal(compiled(*arguments), function(*arguments))
+        assert len(graphs) == 1, function
 
 
 def leaves(results: Any) -> list[torch.Tensor]:

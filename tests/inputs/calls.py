@@ -117,6 +117,11 @@ def is_allowed(bad: Bad) -> bool:
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
         or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another
+        or (
+            bad.function.startswith("xqa")
+            and bad.argument == "mask"
+            and bad.what in ("broadcast", "every other element")
+        )
         or (bad.what == "K twice" and "append" not in bad.function)  # a cache may be read twice
         or (bad.argument, bad.what) in _LEGAL
         or ((bad.argument, bad.what) in _LEGAL_FOR_KERNELS and _runs_a_kernel(bad))

@@ -209,6 +209,11 @@ def _attention_calls() -> Calls:
             "return_lse": True,
         }
 
+    def xqa() -> Arguments:
+        arguments = decode() | {"mask": torch.ones(2, 1, 2, dtype=torch.int16).view(torch.uint16), "kv_layout": "HND"}
+        del arguments["lse"], arguments["return_lse"]
+        return arguments
+
     def make_wrapper() -> Any:
         return jitfp4.BatchDecodeWithPagedKVCacheWrapper(_codes(_WORKSPACE))
 
@@ -277,6 +282,13 @@ def _attention_calls() -> Calls:
             "max_q_len": 1,
             "cum_seq_lens_q": _ints(0, 1, 2),
             "q_len_per_req": None,
+        },
+        "xqa_batch_decode_with_kv_cache": xqa,
+        "xqa_batch_decode_with_kv_cache ragged": lambda: {
+            **xqa(),
+            "mask": torch.ones(2, 2, dtype=torch.int16).view(torch.uint16),
+            "q_len_per_req": 2,
+            "q_cu_seq_lens": _ints(0, 1, 2),
         },
         "single_decode_with_kv_cache": single,
         name: lambda: {

@@ -82,6 +82,7 @@ def test_the_public_names_are_these() -> None:
         "trtllm_batch_context_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
         "tune",
+        "xqa_batch_decode_with_kv_cache",
     ]
 
 

@@ -60,7 +60,7 @@ class Everything(NamedTuple):
 
 def test_the_schema_is_that_of_the_arguments() -> None:
     assert _schema("name", Everything) == (
-        "name(Tensor x, Tensor? scale, Tensor(a!) out, Tensor(b!)? extra, int size, float eps, bool flag, str word, "
+        "name(Tensor x, Tensor? scale, Tensor(a!) out, Tensor(b!)? extra, SymInt size, float eps, bool flag, str word, "
         "bool? enable_pdl) -> ()"
     )
 

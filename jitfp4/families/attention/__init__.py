@@ -1,9 +1,11 @@
 """Attention over a paged cache: of a few query tokens, and of many."""
 
-from jitfp4.families.attention.api import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from jitfp4.families.attention.api import trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.context import single_prefill_with_kv_cache, trtllm_batch_context_with_kv_cache
 from jitfp4.families.attention.decode_wrapper import BatchDecodeWithPagedKVCacheWrapper
 from jitfp4.families.attention.prefill_wrapper import BatchPrefillWithPagedKVCacheWrapper
+from jitfp4.families.attention.single import single_decode_with_kv_cache
+from jitfp4.families.attention.xqa import xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -12,4 +14,5 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from jitfp4.errors import ArgumentError, renamed
+from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.operation import ATTENTION, Arguments
-from jitfp4.families.attention.problem import DTYPES, MAX_PAGE, MAX_Q_LEN
+from jitfp4.families.attention.problem import DTYPES, MAX_Q_LEN
 from jitfp4.public import checked, public
 from jitfp4.tensors import output
 
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
-BACKENDS = ("auto", "trtllm-gen")
+BACKENDS = ("auto", "trtllm-gen", "xqa")
 
 
 @checked
@@ -53,7 +52,7 @@ def trtllm_batch_decode_with_kv_cache(
     bf16q_fp8kv_transform_mode: str | None = None,
     *,
     kv_block_scales: checks.Pair | None = None,
-    v_scale_layout: str = "interleaved4",
+    v_scale_layout: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one to eight query tokens a request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
@@ -69,7 +68,7 @@ def trtllm_batch_decode_with_kv_cache(
             share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
-        seq_lens: int32 [batch], tokens of each request including the new ones. Read on the device only.
+        seq_lens: int32 or uint32 [batch], tokens of each request including the new ones. Read on the device only.
         max_seq_len: no less than any of them; it only helps to choose a kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
         bmm2_scale: v_scale / o_scale, likewise.
@@ -81,10 +80,12 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 [heads], logits that take part in each softmax and have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: "auto" or "trtllm-gen", which are the same kernels.
+        backend: "auto", "trtllm-gen" or "xqa", which are the same kernels: see v_scale_layout.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
-        o_scale: 1.
-        mask: None.
+        o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
+        mask: XQA's draft mask, uint16 [batch, q_len_per_req, 2] or, with cum_seq_lens_q, [tokens, 2]; bit j of the
+            first element for a token says whether it sees token j of its request's new ones. None is a causal one; with
+            one that is not causal, out is NaN.
         max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
             [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
@@ -97,7 +98,7 @@ def trtllm_batch_decode_with_kv_cache(
         bf16q_fp8kv_transform_mode: None.
         kv_block_scales: the older name of kv_cache_sf.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
-            tokens), or "linear".
+            tokens), or "linear". None: as FlashInfer's backends have them, linear for "xqa", interleaved for others.
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
@@ -110,8 +111,6 @@ def trtllm_batch_decode_with_kv_cache(
     for name, value, default in (
         ("o_sf_scale", o_sf_scale, None),
         ("o_sf_vec_size", o_sf_vec_size, None),
-        ("o_scale", 1.0 if o_scale is None else o_scale, 1.0),
-        ("mask", mask, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
         ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, None),
@@ -127,6 +126,11 @@ def trtllm_batch_decode_with_kv_cache(
         raise ArgumentError("q_len_per_req", q_len_per_req, "None or 1 together with max_q_len")
     q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
     checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len, MAX_Q_LEN)
+    checks.check_o_scale(o_scale, out, out_dtype or query.dtype)
+    if mask is not None:
+        bmm2_scale = checks.causal_or_nan(mask, q_len, cum_seq_lens_q, query, bmm2_scale)
+    if v_scale_layout is None:
+        v_scale_layout = "linear" if backend == "xqa" else "interleaved4"
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
@@ -137,7 +141,7 @@ def trtllm_batch_decode_with_kv_cache(
         scales[1],
         workspace_buffer,
         block_tables,
-        seq_lens,
+        checks.signed(seq_lens),
         None,
         cum_seq_lens_q,
         bmm1_scale,
@@ -251,121 +255,6 @@ def attend(
         )
     )
     return (out,) if lse is None else (out, lse)
-
-
-@checked
-def single_decode_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    return_lse: bool = False,
-    *,
-    kv_cache_sf: checks.Pair | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token over a cache that is not paged.
-
-    Args:
-        q: [heads, d], as a row of trtllm_batch_decode_with_kv_cache()'s query.
-        k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 or
-            float4_e2m1fn_x2 with d/2 for NVFP4.
-        kv_layout: "NHD" or "HND".
-        pos_encoding_mode: "NONE".
-        use_tensor_cores: accepted; every kernel uses them.
-        q_scale, k_scale, v_scale: factors; None means 1.
-        window_left: as in trtllm_batch_decode_with_kv_cache().
-        logits_soft_cap: None or 0.
-        sm_scale: None means ``d ** -0.5``.
-        rope_scale, rope_theta: None.
-        return_lse: give the logarithms too.
-        kv_cache_sf: the block scales of NVFP4 k and v, arranged likewise with d/16, linear.
-    Returns:
-        [heads, d] of q's dtype, or with return_lse also the base-2 logarithm of the denominators, float32 [heads].
-    Raises:
-        ArgumentError, ArgumentTypeError: before anything is written.
-    """
-    del use_tensor_cores
-    check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-    if q.dim() != 2:
-        raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    bmm1 = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale)
-    scales = (bmm1, factor(v_scale))
-    result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
-    return (result[0][0], result[1][0]) if return_lse else result[0][0]
-
-
-def single(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    kv_cache_sf: checks.Pair | None,
-    scales: tuple[float, float],
-    kv_layout: str,
-    window_left: int,
-    out_dtype: torch.dtype | None,
-    causal: bool,
-    with_lse: bool,
-) -> tuple[torch.Tensor, ...]:
-    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
-    hnd = checks.check_layout(kv_layout)
-    sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
-    for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
-        if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
-            raise ArgumentError(name, f"shape {tuple(side.shape)}", "three dimensions, at least one token and head")
-    tokens = kv[0].shape[1 if hnd else 0]
-    if kv[1].shape[1 if hnd else 0] != tokens:
-        raise ArgumentError("v", f"shape {tuple(kv[1].shape)}", f"{tokens} tokens, as k")
-    page = math.gcd(tokens, MAX_PAGE)
-    paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
-    try:
-        return attend(
-            q,
-            paged[0],
-            paged[1],
-            paged[2] if len(paged) > 2 else None,
-            paged[3] if len(paged) > 2 else None,
-            new_workspace(q.device),
-            torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
-            torch.full((1,), tokens, dtype=torch.int32, device=q.device),
-            None,
-            None,
-            *scales,
-            None,
-            None,
-            None,
-            tokens,
-            window_left,
-            out_dtype,
-            kv_layout,
-            "linear",
-            q.shape[0],
-            causal,
-            True,
-            with_lse,
-            None,
-        )
-    except ArgumentError as error:
-        raise renamed(error, _SINGLE_NAMES) from None
-
-
-_SINGLE_NAMES = {
-    "query": "q",
-    "kv_cache": "k, v",
-    "bmm1_scale": "sm_scale, q_scale, k_scale",
-    "bmm2_scale": "v_scale",
-    "max_seq_len": "k",
-    "out_dtype": "o_dtype",
-}
-"""What attend() calls the arguments of single_decode_with_kv_cache() and single_prefill_with_kv_cache()."""
 
 
 def factor(scale: float | None) -> float:

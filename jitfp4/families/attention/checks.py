@@ -196,6 +196,48 @@ def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[
     return 1.0, value.view(1)
 
 
+def signed(integers: torch.Tensor) -> torch.Tensor:
+    """uint32 as int32, which holds every length; others as they are."""
+    return integers.view(torch.int32) if integers.dtype == torch.uint32 else integers
+
+
+def causal_or_nan(
+    mask: torch.Tensor, q_len: int, q_ends: torch.Tensor | None, query: torch.Tensor, factor: torch.Tensor | float
+) -> torch.Tensor:
+    """``factor``, or NaN where XQA's draft mask is not causal, which only the device knows; float32 [1].
+
+    Bit j of a query token's first word says whether it sees token j of its request's new ones. Such tokens are
+    ``q_len`` for each request, or between ``q_ends``, where tokens behind the last one belong to none.
+    """
+    check_query(query)
+    if q_ends is not None:
+        check_ints("cum_seq_lens_q", q_ends, (None,), query)
+    tokens, words = query.shape[0], 2 * ceil_div(q_len, 32)
+    shape = (tokens // q_len, q_len, words) if q_ends is None else (tokens, words)
+    check_dtype("mask", mask, (torch.uint16,))
+    check_same_device("mask", mask, query)
+    if tuple(mask.shape) != shape:
+        raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"{shape}")
+    number, tensor = scale("bmm2_scale", factor, query)
+    seen = mask.view(torch.int16)[..., 0].flatten().int() & ((1 << q_len) - 1)
+    at = torch.arange(len(seen), dtype=torch.int32, device=query.device)
+    if q_ends is None:
+        causal = seen == (2 << at % q_len) - 1
+    else:
+        behind = at >= q_ends[-1]
+        first = q_ends[(torch.searchsorted(q_ends, at, right=True) - 1).clamp(0, len(q_ends) - 1)]
+        causal = behind | (seen == (2 << (at - first).clamp(0, q_len)) - 1)
+    factors = torch.full((1,), number, device=query.device, dtype=torch.float32) if tensor is None else tensor
+    return torch.where(causal.all(), factors, torch.nan)
+
+
+def check_o_scale(o_scale: float | None, out: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+    """bmm2_scale already divides by it: only a float8 output may have one."""
+    dtype = out_dtype if out is None else out.dtype
+    if o_scale is not None and (o_scale <= 0 if dtype == torch.float8_e4m3fn else o_scale != 1):
+        raise ArgumentError("o_scale", o_scale, "1, or a positive number where the output is float8_e4m3fn")
+
+
 def one_name(
     kv_cache_sf: Pair | None, kv_block_scales: Pair | None
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

@@ -8,7 +8,8 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor, single
+from jitfp4.families.attention.api import attend, check_plain, factor
+from jitfp4.families.attention.single import single
 from jitfp4.public import checked
 
 _BACKENDS = ("auto", "fa2", "fa3")
@@ -55,7 +56,8 @@ def trtllm_batch_context_with_kv_cache(
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
             bytes. Request b owns rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
         kv_cache, workspace_buffer, block_tables: as for trtllm_batch_decode_with_kv_cache().
-        seq_lens: int32 [batch], tokens of each request in the cache, the new ones included. Read on the device only.
+        seq_lens: int32 or uint32 [batch], tokens of each request in the cache, the new ones included. Read on the
+            device only.
         max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
             kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
@@ -94,6 +96,7 @@ def trtllm_batch_context_with_kv_cache(
     ):
         checks.unused(name, value, None)
     checks.check_q_len("max_q_len", max_q_len)
+    seq_lens = checks.signed(seq_lens)
     checks.check_ints("seq_lens", seq_lens, (None,), query)
     if len(seq_lens) != batch_size:
         raise ArgumentError("batch_size", batch_size, f"the length of seq_lens, {len(seq_lens)}")

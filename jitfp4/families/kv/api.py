@@ -113,7 +113,7 @@ def nvfp4_quantize_paged_kv_cache(
         ``|code| * dec8(b)`` is at most 448 (rounding aside), so that the product fits E4M3.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written; also for a default scale of a cache with NaN or
-        Inf in it.
+        Inf in it. What torch.compile traces does not check the values of scales.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_rows(name, cache, 4, DTYPES)
@@ -315,15 +315,15 @@ def nvfp4_kv_dequantize_paged(
 
 def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
     """1 / the encode scale that was given or, without one, that of the largest magnitude: float32 [1], on the CPU."""
-    name = f"{side}_global_sf"
+    name, checks = f"{side}_global_sf", not torch.compiler.is_dynamo_compiling()  # a trace cannot branch on values
     if given is None:
-        amax = max(abs(float(x)) for x in torch.aminmax(cache)) if cache.numel() else 0.0
-        if not math.isfinite(amax):
+        amax = torch.stack(torch.aminmax(cache)).abs().amax().float().cpu() if cache.numel() else torch.zeros(())
+        if checks and not math.isfinite(amax):
             raise ArgumentError(f"{side}_cache", f"a largest magnitude of {amax}", f"finite values, or {name}")
-        encode = divide(E4M3_MAX, torch.tensor([max(amax, _MIN_AMAX)]))
+        encode = divide(E4M3_MAX, amax.clamp(min=_MIN_AMAX).reshape(1))
     else:
         encode = scalar_f32(name, given, like=cache).detach().cpu().reshape(1)
     decode = divide(1.0, encode)
-    if not (0 < float(encode) < math.inf and 0 < float(decode) < math.inf):
+    if checks and not (0 < float(encode) < math.inf and 0 < float(decode) < math.inf):
         raise ArgumentError(name, float(encode), "a positive finite encode scale with a finite inverse")
     return decode

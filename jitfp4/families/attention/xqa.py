@@ -1,0 +1,90 @@
+"""Decode attention under the name and with the defaults of XQA's function."""
+
+from __future__ import annotations
+
+import torch
+
+from jitfp4.errors import ArgumentError, renamed
+from jitfp4.families.attention import checks
+from jitfp4.families.attention.api import attend
+from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.public import checked
+
+
+@checked
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: checks.Pair,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: checks.Pair | None = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """trtllm_batch_decode_with_kv_cache() with backend "xqa": the same kernels, and V's block scales linear.
+
+    Args:
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len: as there.
+        bmm1_scale, bmm2_scale, window_left, out: as there.
+        sinks: float32 [heads], logits that take part in each softmax and have no value.
+        kv_layout: "NHD" or "HND".
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        q_len_per_req: 1 to 8 query tokens of each request; with q_cu_seq_lens, a bound.
+        o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
+        mask: as there. None is a causal one; with one that is not causal, out is NaN.
+        kv_cache_sf: the block scales of an NVFP4 cache, arranged like kv_cache.
+        q_cu_seq_lens: int32 or uint32 [batch + 1], where each request's queries end; a request may have none.
+    Returns:
+        out, allocated with query's dtype when None.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    q_len = 1 if q_len_per_req is None else q_len_per_req
+    checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+    checks.check_o_scale(o_scale, out, query.dtype)
+    ends = None if q_cu_seq_lens is None else checks.signed(q_cu_seq_lens)
+    key, value = checks.pair("kv_cache", kv_cache)
+    scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
+    try:
+        if mask is not None:
+            bmm2_scale = checks.causal_or_nan(mask, q_len, ends, query, bmm2_scale)
+        return attend(
+            query,
+            key,
+            value,
+            scales[0],
+            scales[1],
+            workspace_buffer,
+            block_tables,
+            checks.signed(seq_lens),
+            None,
+            ends,
+            bmm1_scale,
+            bmm2_scale,
+            sinks,
+            out,
+            None,
+            max_seq_len,
+            window_left,
+            None,
+            kv_layout,
+            "linear",
+            q_len,
+            True,
+            True,
+            False,
+            enable_pdl,
+        )[0]
+    except ArgumentError as error:
+        raise renamed(error, {"cum_seq_lens_q": "q_cu_seq_lens"}) from None

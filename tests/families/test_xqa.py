@@ -1,0 +1,144 @@
+"""Decode attention as XQA's callers ask for it: its function, its backend's name, its masks and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import jitfp4
+from jitfp4 import sim
+from tests.support.attention import Case
+
+LENGTHS = (70, 33, 20)
+
+
+def packed(rows: list[int], requests: int | None = None) -> torch.Tensor:
+    """A draft mask of these words; the same for each of ``requests``."""
+    words = torch.tensor([[row, 0] for row in rows], dtype=torch.int16).view(torch.uint16)
+    return words if requests is None else words.view(torch.int16).expand(requests, -1, -1).view(torch.uint16)
+
+
+def xqa(case: Case, **changes: Any) -> torch.Tensor:
+    """xqa_batch_decode_with_kv_cache() of a case."""
+    arguments = case.decode_arguments()
+    names = ("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale")
+    more = ("bmm2_scale", "window_left", "sinks", "kv_layout", "q_len_per_req", "kv_cache_sf")
+    return jitfp4.xqa_batch_decode_with_kv_cache(**({name: arguments[name] for name in (*names, *more)} | changes))
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("cache", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16])
+def test_it_is_the_same_attention(cache: torch.dtype, layout: str) -> None:
+    case = Case(cache, LENGTHS, q_lens=3, kv_layout=layout, window_left=25, with_sinks=True)
+    out = torch.empty_like(case.query)
+    assert xqa(case, out=out) is out
+    assert torch.equal(out, case.run()[0])
+    lengths = case.seq_lens.view(torch.uint32)
+    assert torch.equal(xqa(case, seq_lens=lengths), out)
+    assert torch.equal(case.run(seq_lens=lengths)[0], out)
+    assert torch.equal(case.run(backend="xqa", v_scale_layout=None)[0], out)
+
+
+def test_pages_are_nhd_unless_told() -> None:
+    case = Case(kv_layout="NHD")
+    arguments = (case.query, case.kv_cache, case.workspace, case.block_tables, case.seq_lens, 70, case.bmm1, case.bmm2)
+    got = jitfp4.xqa_batch_decode_with_kv_cache(*arguments, kv_cache_sf=case.kv_cache_sf)
+    assert torch.equal(got, case.run()[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "trtllm-gen"])
+def test_other_backends_have_scales_of_v_interleaved(backend: str) -> None:
+    case = Case(v_scale_layout="interleaved4")
+    assert torch.equal(case.run(backend=backend, v_scale_layout=None)[0], case.run()[0])
+
+
+def test_a_causal_mask_says_nothing() -> None:
+    case = Case(lengths=LENGTHS, q_lens=3)
+    for mask in (packed([1, 3, 7], 3), packed([0b11111001, 3, 0b1000111], 3)):  # bits past the new tokens are ignored
+        for bmm2 in (torch.tensor([case.bmm2]), case.bmm2):
+            assert torch.equal(xqa(case, mask=mask, bmm2_scale=bmm2), case.run()[0])
+    out, lse = case.run(mask=packed([1, 3, 7], 3), backend="xqa")
+    assert torch.equal(out, case.run()[0]) and torch.equal(lse, case.run()[1])
+
+
+def test_a_causal_mask_of_ragged_requests() -> None:
+    case = Case(lengths=(*LENGTHS, 9), q_lens=(3, 0, 1, 2))
+    mask = packed([1, 3, 7, 1, 1, 3])
+    ragged = {"q_cu_seq_lens": case.cum_seq_lens_q, "q_len_per_req": 3}
+    assert torch.equal(xqa(case, mask=mask, **ragged), case.run()[0])
+    assert torch.equal(xqa(case, **ragged), case.run()[0])
+    assert torch.equal(case.run(mask=mask)[0], case.run()[0])
+    ends = case.cum_seq_lens_q.view(torch.uint32)
+    assert torch.equal(xqa(case, mask=mask, **ragged | {"q_cu_seq_lens": ends}), case.run()[0])
+    assert xqa(case, mask=packed([1, 3, 7, 1, 3, 3]), **ragged).isnan().all()
+
+
+def test_a_mask_of_tokens_that_belong_to_no_request() -> None:
+    """Engines pad a captured batch: rows behind the last end are not looked at."""
+    case = Case(lengths=LENGTHS, q_lens=(2, 1, 2))
+    ends = torch.tensor([0, 2, 3, 3], dtype=torch.int32)
+    mask = packed([1, 3, 1, 0, 5])
+    got = xqa(case, mask=mask, q_cu_seq_lens=ends, q_len_per_req=2)
+    assert torch.equal(got[:3], case.run()[0][:3])
+
+
+@pytest.mark.parametrize(
+    "rows", [[1, 3, 5], [7, 7, 7], [1, 3, 6], [0, 3, 7]], ids=["a tree", "full", "not itself", "0"]
+)
+def test_any_other_mask_is_nan_and_never_a_wrong_number(rows: list[int]) -> None:
+    case = Case(lengths=LENGTHS, q_lens=3)
+    assert xqa(case, mask=packed(rows, 3)).isnan().all()
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_a_kernel_gives_nan_too() -> None:
+    case = Case(lengths=(9, 5), q_lens=2, group=2, head_dim=64)
+    with sim.device("sm_90a"):
+        assert xqa(case, mask=packed([3, 3], 2)).isnan().all()
+        assert torch.equal(xqa(case, mask=packed([1, 3], 2)), xqa(case))
+
+
+def test_masks_are_traced() -> None:
+    case, mask = Case(lengths=LENGTHS, q_lens=3), packed([1, 3, 7], 3)
+    torch.compiler.reset()
+    compiled = torch.compile(xqa, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case, mask=mask), xqa(case, mask=mask))
+
+
+def test_the_scale_of_a_float8_output_is_in_bmm2_already() -> None:
+    case = Case(lengths=LENGTHS, q_lens=2)
+    out = torch.zeros(case.query.shape, dtype=torch.float8_e4m3fn)
+    want = case.run(out_dtype=torch.float8_e4m3fn)[0]
+    assert torch.equal(xqa(case, out=out, o_scale=0.5).view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(case.run(out=out, o_scale=2)[0].view(torch.uint8), want.view(torch.uint8))
+    for wrong in (0.0, -1.0):
+        with pytest.raises(jitfp4.ArgumentError, match="o_scale"):
+            xqa(case, out=out, o_scale=wrong)
+    with pytest.raises(jitfp4.ArgumentError, match="o_scale"):
+        xqa(case, o_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (packed([1, 3, 7], 3).view(torch.int16), "uint16"),
+        (packed([1, 3, 7], 2), r"\(3, 3, 2\)"),
+        (packed([1, 3, 7], 3)[..., :1], r"\(3, 3, 2\)"),
+        (packed([1, 3, 7]), r"\(3, 3, 2\)"),
+    ],
+)
+def test_masks_of_another_kind_are_errors(mask: torch.Tensor, message: str) -> None:
+    with pytest.raises(jitfp4.ArgumentError, match=f"mask: .*{message}"):
+        xqa(Case(lengths=LENGTHS, q_lens=3), mask=mask)
+
+
+def test_errors_have_the_names_of_the_function() -> None:
+    case = Case(lengths=LENGTHS, q_lens=(1, 1, 1))
+    for wrong in (torch.tensor([0, 1, 2]), torch.tensor([0, 1], dtype=torch.int32)):
+        with pytest.raises(jitfp4.ArgumentError, match="q_cu_seq_lens"):
+            xqa(case, q_cu_seq_lens=wrong)
+    with pytest.raises(jitfp4.ArgumentError, match="q_len_per_req"):
+        xqa(case, q_len_per_req=9)
