@@ -212,15 +212,16 @@ def causal_or_nan(
     check_query(query)
     if q_ends is not None:
         check_ints("cum_seq_lens_q", q_ends, (None,), query)
-    tokens, words = query.shape[0], 2 * ceil_div(q_len, 32)
-    shape = (tokens // q_len, q_len, words) if q_ends is None else (tokens, words)
+    tokens, width = query.shape[0], 2 * ceil_div(q_len, 32)
+    shape = (tokens // q_len, q_len, width) if q_ends is None else (tokens, width)
     check_dtype("mask", mask, (torch.uint16,))
     check_same_device("mask", mask, query)
     if tuple(mask.shape) != shape:
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"{shape}")
     number, tensor = scale("bmm2_scale", factor, query)
-    seen = mask.view(torch.int16)[..., 0].flatten().int() & ((1 << q_len) - 1)
-    at = torch.arange(len(seen), dtype=torch.int32, device=query.device)
+    words = mask.view(torch.int16)[..., 0].flatten().int()
+    at = torch.arange(len(words), dtype=torch.int32, device=query.device)
+    seen = words & (2 << torch.full_like(at, q_len - 1)) - 1
     if q_ends is None:
         causal = seen == (2 << at % q_len) - 1
     else:
