@@ -192,6 +192,57 @@ def test_decode_over_a_paged_cache(flashinfer: ModuleType) -> None:
     assert torch.equal(out, case.run()[0])
 
 
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
+def test_decode_and_verification_as_pages_of_a_pool(flashinfer: ModuleType, cache: torch.dtype) -> None:
+    """sgl-project/sglang, trtllm_mha_backend.py: TRTLLMHAAttnBackend.forward_decode(), forward_extend() of drafts."""
+    for drafts in (1, 3):
+        case = Case(cache, lengths=(20, 9), q_lens=drafts, page=16, kv_layout="NHD")
+        kwargs = {
+            "query": case.query,
+            "kv_cache": tuple(side.permute(0, 2, 1, 3) for side in case.kv_cache),
+            "workspace_buffer": case.workspace,
+            "block_tables": case.block_tables,
+            "seq_lens": case.seq_lens,
+            "max_seq_len": 4096,
+            "bmm1_scale": case.bmm1,
+            "bmm2_scale": case.bmm2,
+            "window_left": -1,
+            "sinks": None,
+            "skip_softmax_threshold_scale_factor": None,
+            "out_dtype": torch.bfloat16,
+        }
+        verification = {} if drafts == 1 else {"q_len_per_req": drafts, "mask": None}
+        o = flashinfer.decode.trtllm_batch_decode_with_kv_cache(**kwargs, **verification)
+        assert torch.equal(o, case.run()[0])
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_verification_by_xqa(flashinfer: ModuleType, ragged: bool) -> None:
+    """vllm-project/vllm, pull request 49718: XQA's function with a packed causal mask, of uniform and ragged drafts."""
+    case = Case(torch.float8_e4m3fn, lengths=(20, 9), q_lens=(3, 1) if ragged else 3, page=16, kv_layout="HND")
+    tokens = [0, 1, 2, 0] if ragged else [0, 1, 2] * 2
+    mask = torch.tensor([[(2 << token) - 1, 0] for token in tokens], dtype=torch.int16).view(torch.uint16)
+    out = torch.empty_like(case.query)
+    flashinfer.decode.xqa_batch_decode_with_kv_cache(
+        query=case.query,
+        kv_cache=case.kv_cache,
+        workspace_buffer=case.workspace,
+        block_tables=case.block_tables,
+        seq_lens=case.seq_lens,
+        max_seq_len=20,
+        bmm1_scale=case.bmm1,
+        bmm2_scale=case.bmm2,
+        window_left=-1,
+        out=out,
+        sinks=None,
+        kv_layout="HND",
+        q_len_per_req=3,
+        mask=mask if ragged else mask.view(torch.int16).view(2, 3, 2).view(torch.uint16),
+        q_cu_seq_lens=case.cum_seq_lens_q if ragged else None,
+    )
+    assert torch.equal(out, case.run()[0])
+
+
 def test_a_wrapper_over_a_paged_cache(flashinfer: ModuleType) -> None:
     """vllm-project/vllm, vllm/v1/attention/backends/flashinfer.py: fast_plan_decode(), and forward() with a wrapper."""
     case = Case(lengths=(20, 9), page=16, kv_layout="NHD")

@@ -101,6 +101,23 @@ def test_a_kernel_gives_nan_too() -> None:
         assert torch.equal(xqa(case, mask=packed([1, 3], 2)), xqa(case))
 
 
+@pytest.mark.gpu
+def test_masks_on_a_gpu_and_in_a_captured_graph() -> None:
+    case = Case(lengths=LENGTHS, q_lens=3, device="cuda")
+    mask, out = packed([1, 3, 7], 3).contiguous().cuda(), torch.empty_like(case.query)
+    want = xqa(case)
+    assert torch.equal(xqa(case, mask=mask, out=out), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        xqa(case, mask=mask, out=out)
+    mask.copy_(packed([1, 3, 5], 3))
+    graph.replay()
+    assert out.isnan().all()
+    mask.copy_(packed([1, 3, 7], 3))
+    graph.replay()
+    assert torch.equal(out, want)
+
+
 def test_masks_are_traced() -> None:
     case, mask = Case(lengths=LENGTHS, q_lens=3), packed([1, 3, 7], 3)
     torch.compiler.reset()
