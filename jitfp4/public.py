@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from types import NoneType
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -73,7 +74,7 @@ def _check(name: str, value: Any, types: frozenset[type], may_be_tensor: bool, w
         if value.layout is not torch.strided:
             raise ArgumentTypeError(name, f"a tensor of layout {value.layout}", "a strided tensor")
         return
-    if type(value) not in types:
+    if type(value) not in types and not (SfLayout in types and isinstance(value, IntEnum)):  # FlashInfer's SfLayout
         raise ArgumentTypeError(name, f"{type(value).__name__} {value!r}"[:100], words)
     if torch.compiler.is_dynamo_compiling():
         return

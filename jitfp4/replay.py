@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import IntEnum
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -156,7 +157,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
     """For arguments of these exact types; None where one tells nothing of its value, or none is a tensor."""
     tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
-    flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES]
+    flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
     if not tensors or len(tensors) + len(flags) < len(kinds):
         return None
     floats = [number for number in flags if kinds[number] is float]

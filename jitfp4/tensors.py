@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
+from enum import IntEnum
 
 import torch
 
@@ -18,7 +19,7 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 
-_LAYOUTS: dict[object, SfLayout] = {int(layout): layout for layout in SfLayout}
+_LAYOUTS = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
@@ -108,10 +109,10 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
 
 
 def check_layout(name: str, layout: object) -> SfLayout:
-    """``layout`` is a SfLayout or its integer value."""
-    if type(layout) not in (int, SfLayout) or layout not in _LAYOUTS:
+    """``layout`` is a SfLayout, FlashInfer's or this package's, or its integer value."""
+    if not (type(layout) is int or isinstance(layout, IntEnum)) or int(layout) not in _LAYOUTS:
         raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
-    return _LAYOUTS[layout]
+    return _LAYOUTS[int(layout)]
 
 
 def layout_of_flags(swizzled: bool, tile_8x4: bool) -> SfLayout:

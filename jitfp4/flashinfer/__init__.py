@@ -9,18 +9,24 @@ modules: ``flashinfer.norm.rmsnorm_fp4quant`` and so on. An engine that imports 
 
 or inside ``with jitfp4.flashinfer.install(): ...``. Nothing is substituted before that call. A name that
 jitfp4 lacks is an AttributeError that says so, which ``hasattr`` and ``from flashinfer.norm import ...`` understand.
+
+An engine that needs the rest of FlashInfer too keeps it: ``jitfp4.flashinfer.overlay()`` puts jitfp4's functions into
+the modules of the FlashInfer that is installed, and uninstall() takes them out.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import jitfp4
+from jitfp4.errors import ArgumentError
 
-__all__ = ["Installed", "install", "uninstall"]
+__all__ = ["Installed", "Overlaid", "install", "overlay", "uninstall"]
 
 _FP4 = (
     "SfLayout",
@@ -142,6 +148,43 @@ class Installed:
         self.remove()
 
 
+class Overlaid:
+    """What overlay() put into FlashInfer's modules. Removing it brings back what was there before."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._before: list[tuple[ModuleType, str, Any]] = []
+        for path in ("flashinfer", *(f"flashinfer.{name}" for name in MODULES)):
+            try:
+                module = importlib.import_module(path)
+            except ImportError:
+                if path == "flashinfer":
+                    raise
+                continue  # of another version, or without a package that it needs
+            self._before += [(module, name, getattr(module, name)) for name in names if hasattr(module, name)]
+        for module, name, _ in self._before:
+            setattr(module, name, getattr(jitfp4, name))
+
+    def replaced(self) -> list[str]:
+        """The full names that are jitfp4's."""
+        return [f"{module.__name__}.{name}" for module, name, _ in self._before]
+
+    def remove(self) -> None:
+        """Undo it; a second time does nothing. Modules that kept a function keep it."""
+        for module, name, value in self._before:
+            setattr(module, name, value)
+        self._before = []
+
+    def is_in_place(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._before)
+
+    def __enter__(self) -> Overlaid:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
 def install() -> Installed:
     """Make ``import flashinfer`` give this package, in this process, until uninstall().
 
@@ -149,18 +192,43 @@ def install() -> Installed:
     using them: call this before the engine is imported.
     """
     global _latest
-    if _latest is None or not _latest.is_in_place():
+    if not (isinstance(_latest, Installed) and _latest.is_in_place()):
+        uninstall()
         _latest = Installed()
     return _latest
 
 
+def overlay(*names: str) -> Overlaid:
+    """Put jitfp4's functions into the modules of the installed FlashInfer, in this process, until uninstall().
+
+    What jitfp4 lacks stays FlashInfer's, and so does SfLayout, which jitfp4 takes as its own. Modules that hold a
+    function already go on using it: call this before the engine is imported.
+
+    Args:
+        names: of functions and classes; without any, all that both have.
+    Returns:
+        What was replaced.
+    Raises:
+        ImportError: there is no FlashInfer.
+        ArgumentError: jitfp4 has no function of a name.
+    """
+    global _latest
+    known = [name for name in _ALL if name != "SfLayout"]
+    for name in names:
+        if name not in known:
+            raise ArgumentError("names", repr(name), ", ".join(known))
+    uninstall()
+    _latest = Overlaid(names or known)
+    return _latest
+
+
 def uninstall() -> None:
-    """Bring back what ``flashinfer`` was before install(); without that, nothing."""
+    """Bring back what ``flashinfer`` was before install() or overlay(); without those, nothing."""
     if _latest is not None:
         _latest.remove()
 
 
-_latest: Installed | None = None
+_latest: Installed | Overlaid | None = None
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from enum import IntEnum
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +63,88 @@ def test_without_a_substitution() -> None:
     assert flashinfer.decode.single_decode_with_kv_cache is single_decode_with_kv_cache
     assert flashinfer.nvfp4_quantize is jitfp4.nvfp4_quantize
     assert {"fp4_quantize", "SfLayout"} <= set(dir(flashinfer.fp4_quantization))
+
+
+class Theirs(IntEnum):
+    """FlashInfer's SfLayout."""
+
+    layout_128x4 = 0
+    layout_8x4 = 1
+    layout_linear = 2
+
+
+@pytest.fixture
+def theirs() -> Iterator[dict[str, Any]]:
+    """A FlashInfer of two modules: three functions that jitfp4 has, one that it lacks, and the layout."""
+    package, norm = ModuleType("flashinfer"), ModuleType("flashinfer.norm")
+    functions = {name: lambda: None for name in ("nvfp4_quantize", "rmsnorm_fp4quant", "gemma_rmsnorm", "mm_fp4")}
+    vars(package).update(functions, SfLayout=Theirs, norm=norm, __path__=[])
+    vars(norm).update({name: functions[name] for name in ("rmsnorm_fp4quant", "gemma_rmsnorm")})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", package)
+        patch.setitem(sys.modules, "flashinfer.norm", norm)
+        yield functions
+        jitfp4.flashinfer.uninstall()
+
+
+def test_an_overlay_leaves_the_rest_of_flashinfer(theirs: dict[str, Any]) -> None:
+    put = jitfp4.flashinfer.overlay()
+    import flashinfer
+    from flashinfer.norm import gemma_rmsnorm, rmsnorm_fp4quant
+
+    assert rmsnorm_fp4quant is flashinfer.rmsnorm_fp4quant is jitfp4.rmsnorm_fp4quant
+    assert flashinfer.mm_fp4 is jitfp4.mm_fp4
+    assert gemma_rmsnorm is theirs["gemma_rmsnorm"]
+    assert flashinfer.SfLayout is Theirs
+    assert not hasattr(flashinfer, "mxfp4_quantize")  # of a later version than theirs
+    assert set(put.replaced()) == {
+        *("flashinfer.nvfp4_quantize", "flashinfer.rmsnorm_fp4quant", "flashinfer.mm_fp4"),
+        "flashinfer.norm.rmsnorm_fp4quant",
+    }
+    jitfp4.flashinfer.uninstall()
+    jitfp4.flashinfer.uninstall()
+    assert flashinfer.norm.rmsnorm_fp4quant is flashinfer.rmsnorm_fp4quant is theirs["rmsnorm_fp4quant"]
+    assert not put.is_in_place() and not put.replaced()
+
+
+def test_an_overlay_of_some_names(theirs: dict[str, Any]) -> None:
+    import flashinfer
+
+    with jitfp4.flashinfer.overlay("mm_fp4", "mxfp4_quantize") as put:
+        assert put.replaced() == ["flashinfer.mm_fp4"]
+        assert flashinfer.nvfp4_quantize is theirs["nvfp4_quantize"]
+    assert flashinfer.mm_fp4 is theirs["mm_fp4"]
+    for wrong in ("gemma_rmsnorm", "SfLayout"):
+        with pytest.raises(jitfp4.ArgumentError, match=wrong):
+            jitfp4.flashinfer.overlay(wrong)
+
+
+def test_the_latest_of_overlay_and_install_is_in_place(theirs: dict[str, Any]) -> None:
+    import flashinfer
+
+    jitfp4.flashinfer.overlay()
+    installed = jitfp4.flashinfer.install()
+    assert installed.is_in_place() and flashinfer.mm_fp4 is theirs["mm_fp4"]
+    assert sys.modules["flashinfer"] is not flashinfer
+    jitfp4.flashinfer.overlay()
+    assert sys.modules["flashinfer"] is flashinfer and flashinfer.mm_fp4 is jitfp4.mm_fp4
+
+
+def test_an_overlay_needs_a_flashinfer() -> None:
+    with pytest.raises(ImportError, match="flashinfer"):
+        jitfp4.flashinfer.overlay()
+
+
+def test_layouts_may_be_flashinfers() -> None:
+    x, scale = halves(5, 64), torch.tensor([3.0])
+    for layout in Theirs:
+        got = jitfp4.nvfp4_quantize(x, scale, layout)  # type: ignore[arg-type]
+        want = jitfp4.nvfp4_quantize(x, scale, jitfp4.SfLayout(layout))
+        assert all(map(torch.equal, got, want))
+        back = jitfp4.nvfp4_dequantize(*got, 1.0, sfLayout=layout)  # type: ignore[arg-type]
+        assert torch.equal(back, jitfp4.nvfp4_dequantize(*want, 1.0, int(layout)))
+    compiled = torch.compile(jitfp4.nvfp4_quantize, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, scale, Theirs.layout_linear)[1], want[1])
 
 
 @pytest.mark.parametrize("name", jitfp4.flashinfer.MODULES)
