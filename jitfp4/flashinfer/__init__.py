@@ -67,7 +67,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
     ),
-    "gemm": ("mm_bf16_fp4", "mm_fp4"),
+    "gemm": ("mm_fp4",),  # FlashInfer's mm_bf16_fp4 takes other arguments
     "norm": _NORM,
     "page": (
         "nvfp4_kv_dequantize_paged",

@@ -160,6 +160,7 @@ def test_every_name_is_the_function_of_that_name(name: str, flashinfer: ModuleTy
 def test_names_that_are_missing(flashinfer: ModuleType) -> None:
     with pytest.raises(AttributeError, match="is not in jitfp4"):
         _ = flashinfer.MultiLevelCascadeAttentionWrapper
+    assert not hasattr(flashinfer.gemm, "mm_bf16_fp4")  # theirs takes codes and scales, ours a prepared weight
     with pytest.raises(ImportError, match="fused_add_rmsnorm"):
         from flashinfer.norm import fused_add_rmsnorm  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"flashinfer\.fused_moe"):
@@ -346,6 +347,27 @@ def test_a_wrapper_over_a_paged_cache(flashinfer: ModuleType) -> None:
     out = torch.empty_like(case.query)
     wrapper.run(case.query, case.kv_cache, k_scale=1.0, v_scale=case.bmm2, out=out, kv_cache_sf=case.kv_cache_sf)
     assert torch.equal(out, case.run()[0])
+
+
+def test_wrappers_by_their_older_names(flashinfer: ModuleType) -> None:
+    """FlashInfer's begin_forward(), forward() and end_forward(): window and scale come with each layer's call."""
+    case = Case(torch.bfloat16, lengths=(20, 9), page=16, kv_layout="NHD", window_left=5, steep=2.0)
+    lists = (
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.cat((case.block_tables[0, :2], case.block_tables[1, :1])),
+        torch.tensor([4, 9], dtype=torch.int32),
+    )
+    sizes = case.query.shape[1], 2, 128, 16
+    layer = {"sm_scale": case.bmm1, "window_left": 5, "logits_soft_cap": 0.0, "k_scale": None, "v_scale": case.bmm2}
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "NHD", use_tensor_cores=True)
+    decode.begin_forward(*lists, *sizes, q_data_type=torch.bfloat16)
+    assert torch.equal(decode.forward(case.query, case.kv_cache, **layer), case.run()[0])
+    decode.end_forward()
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(case.workspace, "NHD", backend="fa2")
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+    prefill.begin_forward(ends, *lists, *sizes, q_data_type=torch.bfloat16, causal=False)
+    assert torch.equal(prefill.forward(case.query, case.kv_cache, causal=True, **layer), case.run()[0])
+    prefill.end_forward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

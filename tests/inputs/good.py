@@ -262,6 +262,9 @@ def _attention_calls() -> Calls:
         wrapper.plan(**plan_prefill())
         return run() | {"self": wrapper, "q": _half(3, 2, 64), "out": _half(3, 2, 64), "lse": torch.zeros(3, 2)}
 
+    def forward(arguments: Arguments) -> Arguments:
+        return {name: arguments[name] for name in ("self", "q", "paged_kv_cache", "kv_cache_sf")}
+
     name, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
     return {
         "trtllm_batch_context_with_kv_cache": context,
@@ -276,6 +279,7 @@ def _attention_calls() -> Calls:
         },
         f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
         f"{prefill}.run": run_prefill,
+        f"{prefill}.forward": lambda: forward(run_prefill()),
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
             **decode(),
@@ -300,6 +304,7 @@ def _attention_calls() -> Calls:
         },
         f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
         f"{name}.run": run,
+        f"{name}.forward": lambda: forward(run()),
     }
 
 

@@ -176,4 +176,33 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             )
         )
 
-    forward = run
+    @checked
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """run() with the window and the softmax scale given here, which replace those of plan().
+
+        Args:
+            q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf: as for run().
+            window_left, sm_scale, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: as for plan().
+        Returns:
+            [batch * q_len_per_req, heads, d].
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, True)
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf=kv_cache_sf)

@@ -214,4 +214,36 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             )
         )
 
-    forward = run
+    @checked
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """run() with the mask, the window and the softmax scale given here, which replace those of plan().
+
+        Args:
+            q, paged_kv_cache, k_scale, v_scale, kv_cache_sf: as for run().
+            causal, window_left, sm_scale, use_fp16_qk_reduction: as for plan().
+            pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: as for plan().
+        Returns:
+            [tokens, heads, d].
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        del use_fp16_qk_reduction
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, causal)
+        return self.run(q, paged_kv_cache, None, k_scale, v_scale, kv_cache_sf=kv_cache_sf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -152,6 +152,15 @@ class PagedWrapper:
         if self._plan is None:
             raise ArgumentError("run", "a call before plan()", "plan() first")
         return self._plan
+
+    def _replan(self, window_left: int, sm_scale: float | None, causal: bool) -> None:
+        """What forward() says anew, for this and for later calls."""
+        plan = self._planned()
+        scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
+        self._plan = replace(plan, window_left=window_left, sm_scale=scale, causal=causal)
+
+    def end_forward(self) -> None:
+        """Nothing: FlashInfer's older engines call it after forward()."""
 
     def _attend(self, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         plan = self._planned()
