@@ -8,8 +8,7 @@
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
 // weight, of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two
-// warpgroups
-// have the same rows, each with one half of every step.
+// warpgroups have the same rows, each with one half of every step.
 //
 // A cluster is one of two things.
 // - Of kCluster CTAs, each has rows of the weight of its own and copies a part of x for all. Such clusters are
@@ -892,8 +891,12 @@ struct Consumer {
   }
 };
 
-// ---- results ---------------------------------------------------------------
-// Sums are exchanged as the threads of a warpgroup hold them: of 8 rows of x, a thread has four, thread by thread.
+// ---- gemm/wide_results -----------------------------------------------------
+// How the sums in the registers of a warpgroup become rows of `out` in shared memory, and how those who have sums of
+// the same elements add them up: warpgroups and CTAs of one tile through shared memory, clusters through the workspace.
+
+// Sums are exchanged in the order in which the threads hold them: of 8 rows of x, four sums of the first thread, four
+// of the next, and so on.
 constexpr int kEights = kTileM / 8;
 
 __device__ __forceinline__ float4 four(const Sums& sums, int i) {
