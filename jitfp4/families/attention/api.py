@@ -68,9 +68,9 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
             share it. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
-            [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens are left out.
-        seq_lens: int32 [batch], the tokens of each request, the new ones included. Read on the device only.
-        max_seq_len: at least the largest of seq_lens; only the choice of a kernel depends on it.
+            [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
+        seq_lens: int32 [batch], tokens of each request including the new ones. Read on the device only.
+        max_seq_len: no less than any of them; it only helps to choose a kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
         bmm2_scale: v_scale / o_scale; a number or one float32 on query's device.
         window_left: how many tokens before its own a query sees; -1: all.
@@ -82,11 +82,11 @@ def trtllm_batch_decode_with_kv_cache(
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         backend: "auto" or "trtllm-gen", which are the same kernels.
-        q_len_per_req: 1 to 8. The last query of a request sees all its tokens, each query before it one token less.
+        q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         o_scale: 1.
         mask: None.
-        max_q_len, cum_seq_lens_q: in place of q_len_per_req (which is then None or 1): the most queries of a request, 1
-            to 8, and int32 [batch + 1]: request b has queries cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
+        max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
+            [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged as kv_cache with d/16 in the last
             dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
@@ -95,9 +95,9 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
         enable_block_sparse_attention: False.
         bf16q_fp8kv_transform_mode: None.
-        kv_block_scales: an older name of kv_cache_sf.
-        v_scale_layout: "interleaved4", the order in which nvfp4_quantize_paged_kv_cache() returns V's scales (pages
-            have a multiple of 4 tokens), or "linear".
+        kv_block_scales: the older name of kv_cache_sf.
+        v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
+            tokens), or "linear".
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
@@ -276,7 +276,7 @@ def single_decode_with_kv_cache(
     """Attention of one query token over a cache that is not paged.
 
     Args:
-        q: [heads, d], as one token of query of trtllm_batch_decode_with_kv_cache().
+        q: [heads, d], as a row of trtllm_batch_decode_with_kv_cache()'s query.
         k, v: [tokens, kv_heads, d] for "NHD", [kv_heads, tokens, d] for "HND", contiguous; uint8 or
             float4_e2m1fn_x2 with d/2 for NVFP4.
         kv_layout: "NHD" or "HND".
@@ -287,8 +287,8 @@ def single_decode_with_kv_cache(
         logits_soft_cap: None or 0.
         sm_scale: None means ``d ** -0.5``.
         rope_scale, rope_theta: None.
-        return_lse: return the logarithms too.
-        kv_cache_sf: the block scales of NVFP4 k and v, arranged as k and v with d/16, in linear order.
+        return_lse: give the logarithms too.
+        kv_cache_sf: the block scales of NVFP4 k and v, arranged likewise with d/16, linear.
     Returns:
         [heads, d] of q's dtype, or with return_lse also the base-2 logarithm of the denominators, float32 [heads].
     Raises:
@@ -315,7 +315,7 @@ def single(
     causal: bool,
     with_lse: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """One request of queries [tokens, heads, d] whose K and V are not paged: they are split into equal pages."""
+    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
     hnd = checks.check_layout(kv_layout)
     sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
@@ -365,7 +365,7 @@ _SINGLE_NAMES = {
     "max_seq_len": "k",
     "out_dtype": "o_dtype",
 }
-"""From names of attend() to those of single_decode_with_kv_cache() and single_prefill_with_kv_cache()."""
+"""What attend() calls the arguments of single_decode_with_kv_cache() and single_prefill_with_kv_cache()."""
 
 
 def factor(scale: float | None) -> float:

@@ -56,8 +56,8 @@ def trtllm_batch_context_with_kv_cache(
             Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
         kv_cache, workspace_buffer, block_tables: as for trtllm_batch_decode_with_kv_cache().
         seq_lens: int32 [batch], tokens of each request in the cache, the new ones included. Read on the device only.
-        max_q_len, max_kv_len: at least the queries and the tokens of every request; only the choice of a kernel
-            depends on them.
+        max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
+            kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
         bmm2_scale: v_scale / o_scale; a number or one float32 on query's device.
         batch_size: the length of seq_lens.

@@ -150,7 +150,7 @@ class Spec(KernelSpec):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a tile in shared memory: K and V, their scales, and which tokens have no page."""
+        """Shared memory of a tile: K and V, their scales, which tokens have no page."""
         scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
         return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales) + 16
 
@@ -161,7 +161,7 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA: the stages, the results, and for each warp three positions in the work."""
+        """Shared memory that a CTA uses: rings, results, and for each warp three positions in the work."""
         of_warp = self.stages * self.stage_bytes + self.part_bytes + 3 * 48 + 4
         return round_up(self.warps * of_warp + 8 + 1, 16)
 

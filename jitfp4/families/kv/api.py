@@ -315,7 +315,7 @@ def nvfp4_kv_dequantize_paged(
 
 
 def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
-    """The inverse of ``given``, or of the encode scale for the largest magnitude: float32 [1] on the CPU."""
+    """1 / the encode scale that was given or, without one, that of the largest magnitude: float32 [1], on the CPU."""
     name = f"{side}_global_sf"
     if given is None:
         amax = max(abs(float(x)) for x in torch.aminmax(cache)) if cache.numel() else 0.0

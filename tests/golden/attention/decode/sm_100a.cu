@@ -511,9 +511,9 @@ constexpr int kMostTokens = 1 << 24;  // of a request
 struct Request {
   int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
-  int first_tile, tiles;  // the tiles that at least one query row sees
+  int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
-  int table;  // offset of its page numbers in the page table
+  int table;  // where its page numbers begin
 
   __device__ __forceinline__ void load(const Operands& p, int b) {
     const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
@@ -675,8 +675,8 @@ __device__ __forceinline__ bool find_share(
 }
 
 // ---- attention/pages -------------------------------------------------------
-// The copies of tiles from pages to the ring of stages of a warp. They run ahead of the products, into next segments.
-// A stage has kTile rows of K, then of V; then their block scales; then a bit for each token that has no page.
+// Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
+// A stage: K, then V, kTile rows each; their block scales; a bit for each token that has no page.
 constexpr int kChunks     = kRowBytes / 16;  // of a row
 constexpr int kPassRows   = kWarp / kChunks;  // rows of a pass: those that a warp copies at a time
 constexpr int kPasses     = kTile / kPassRows;
@@ -741,7 +741,7 @@ class Producer {
     seek();
   }
 
-  // Starts the copies of the next tile, if there is one. Every call commits one group, which may be empty.
+  // Starts the copies of the next tile, if there is one. Every call makes one group.
   __device__ __forceinline__ void issue(int stage) {
     if (token_ < end_) {
       bool there[kLookups], all = token_ + kTile <= tokens_;
@@ -817,7 +817,7 @@ class Producer {
   // With kAll every token of the tile has a page. Else tokens without one are not read, and become 0.
   template <bool kAll>
   __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
-    const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that the request has from here on
+    const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
     uint32 absent = 0;
     if constexpr (!kAll) absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
     if (lane == 0) st_absent(scales_to_ + stage + kAbsentAt - kScalesAt, absent);
@@ -873,8 +873,8 @@ class Producer {
   const Operands& p_;
   Segment& segment_;
   const uint32 inverse_;
-  int rows_to_, scales_to_;  // addresses in the first stage that this lane copies to
-  int token_, end_, tokens_;  // first token of this warp's next tile, end of the segment, end of the request
+  int rows_to_, scales_to_;  // where this lane copies to in the first stage
+  int token_, end_, tokens_;  // where this warp's next tile begins, the segment's and the request's ends
   int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
   const int32* table_;
   const uint8 *k_, *v_, *k_scales_, *v_scales_;
@@ -1657,8 +1657,8 @@ __device__ __forceinline__ void combine(
 struct Shared {
   alignas(16) uint8 ring[kWarps][kStages][kStageBytes];
   Part   parts[kWarps];
-  Segment now[kWarps], ahead[kWarps];  // of each warp: the segment of its products, and that of its copies
-  Segment done[kWarps];  // of each settler: the segment whose parts it has still to add up
+  Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
+  Segment done[kWarps];  // whose parts wait to be added up
   Shares shares;
   bool   last;
 };
@@ -1783,7 +1783,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
 #pragma unroll 1
     for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
       ptx::copy_async_wait_for<kStages - 2>();
-      __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
+      __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
       ahead.issue(stage == 0 ? kStages - 1 : stage - 1);
       attend(p, now, inner, lane, s.ring[warp][stage], start, queries, scales, state);
       stage = stage == kStages - 1 ? 0 : stage + 1;

@@ -511,9 +511,9 @@ constexpr int kMostTokens = 1 << 24;  // of a request
 struct Request {
   int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
-  int first_tile, tiles;  // the tiles that at least one query row sees
+  int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
-  int table;  // offset of its page numbers in the page table
+  int table;  // where its page numbers begin
 
   __device__ __forceinline__ void load(const Operands& p, int b) {
     const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
