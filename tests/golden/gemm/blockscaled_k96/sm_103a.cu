@@ -461,6 +461,29 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
+// has the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/ring ---------------------------------------------------------
+// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
 // wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
@@ -662,13 +685,6 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, in
 constexpr int kTileM = 128 * kCtas;
 constexpr int kBand  = 8;  // so many tiles with the same right rows follow each other
 
-template <int kSize> struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
-  }
-};
-
 // The barriers of a ring: one arrival fills a slot, `frees` of them empty it.
 template <int kSize>
 __device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empty)[kSize], uint32 frees) {
@@ -776,12 +792,6 @@ template <int kAllowed> __device__ __forceinline__ void tma_store_wait() {
 }
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
 __device__ __forceinline__ void st_32(void* p, const uint32 (&v)[8]) {
   asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};"
                ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(v[4]), "r"(v[5]), "r"(v[6]), "r"(v[7])

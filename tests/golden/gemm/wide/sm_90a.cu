@@ -409,6 +409,15 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }
 }  // namespace ptx
 
+// ---- partials/ring ---------------------------------------------------------
+// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
 namespace ptx {
@@ -502,6 +511,20 @@ __device__ __forceinline__ uint32 thread_index() {
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
+// has the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
 // ---- gemm/products ---------------------------------------------------------
 // The matrix product of warpgroups, and the copies around it.
 namespace ptx {
@@ -554,17 +577,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32
 }
 // Until the stores of this thread have read their source.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
-}
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
   uint16 v;
@@ -712,13 +724,6 @@ static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums
               "room for sums");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
-
-template <int kSize> struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
-  }
-};
 
 // ---- work ------------------------------------------------------------------
 struct Work { uint32 tile, begin, end; };  // steps of its columns
