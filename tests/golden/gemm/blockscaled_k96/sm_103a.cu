@@ -2,8 +2,8 @@
 // spec: {"ctas":2,"format":"nvfp4","out_dtype":"bf16","scale_stages":8,"stages":7,"swap_ab":false,"tile_n":128,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the products of 96 columns of sm_103a. The
-// left operand is the one of which a CTA takes 128 rows: a, or with kSwapAb b. Then what is computed is the transpose
-// of out, and the warps that write it transpose it back.
+// left operand of the products, of which a CTA takes 128 rows, is a, or b with kSwapAb. Then the products are the
+// transpose of out, and the warps that write them transpose them back.
 //
 // A step is 768 columns: three slices of 256, each with a barrier of its own, and eight products, two of which begin in
 // one slice and end in the next. One warp copies slices, kStages of them in flight; another one scales, in a ring of
@@ -679,13 +679,13 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, in
 }  // namespace ptx
 
 // ---- gemm/tiles ------------------------------------------------------------
-// The left operand's rows are the rows of the sums: rows of a, or with kSwapAb of b. A tile is kTileM rows of the left
-// by kTileN rows of the right operand. Clusters take tiles in turn; the CTAs of a cluster share the left rows of a
-// tile.
+// The rows of the left operand are the rows of the sums: the left operand is a, or b with kSwapAb. A tile is kTileM
+// rows of the left operand by kTileN rows of the right one. Clusters take tiles in turn, and the CTAs of a cluster
+// divide the left rows of a tile.
 constexpr int kTileM = 128 * kCtas;
-constexpr int kBand  = 8;  // so many tiles with the same right rows follow each other
+constexpr int kBand  = 8;  // tiles with the same right rows that follow each other
 
-// The barriers of a ring: one arrival fills a slot, `frees` of them empty it.
+// The barriers of a ring: one arrival completes `full`, and `frees` arrivals complete `empty`.
 template <int kSize>
 __device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empty)[kSize], uint32 frees) {
   for (int s = 0; s < kSize; ++s) {
@@ -701,7 +701,7 @@ struct Tiles {
       : left(ceil_div(kSwapAb ? n : m, kTileM)), right(ceil_div(kSwapAb ? m : n, kTileN)),
         first(ptx::cluster_id()), step(ptx::clusters()) {}
   __device__ __forceinline__ uint32 count() const { return left * right; }
-  // The first row of the left operand, for this CTA, and of the right one.
+  // The first row of the left operand for this CTA, and the first row of the right operand.
   __device__ __forceinline__ uint2 place(uint32 tile) const {
     const uint32 band = tile / (kBand * right), inside = tile % (kBand * right);
     const uint32 high = min(uint32(kBand), left - band * kBand);
@@ -719,7 +719,7 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone announces them.
+// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone expects them.
 __device__ __forceinline__ void load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   if constexpr (kCtas == 1) ptx::tma_load(to, map, col, row, b);
   if constexpr (kCtas == 2) ptx::tma_load_for_pair(to, map, col, row, b);
