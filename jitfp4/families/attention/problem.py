@@ -162,7 +162,7 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results, and for each warp three positions in the work; and two barriers."""
+        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp; two barriers."""
         of_warp = self.ring_bytes + self.part_bytes + 3 * 48 + 4
         return round_up(self.warps * of_warp + 16 + 8 + 1, _LINE)
 
