@@ -47,7 +47,6 @@ TABLE: Table[Any] = Table(
             (Tactic(12, 2, 1, head_warps=4), {}),
             (Tactic(12, 2, 1, head_warps=2), {}),
             (Tactic(12, 2, 1), {}),
-            (Tactic(4, 3, 2), {}),
             (Tactic(4, 3, 1), {}),
             wide=False,
         ),
