@@ -269,6 +269,12 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
 // wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
@@ -301,8 +307,20 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }
 }  // namespace ptx
 
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
 // ---- warpgroup -------------------------------------------------------------
-// Warpgroups: the order of their matrix products, their registers, their barriers.
+// Warpgroups: the order of their matrix products, their registers.
 namespace ptx {
 // Before the first product, and whenever registers of one were written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -328,10 +346,6 @@ __device__ __forceinline__ uint32 thread_index() {
   return i;
 }
 
-// Counts at barrier i of the CTA, for a number of threads, whole warps, without waiting.
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
 // Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
@@ -390,10 +404,6 @@ __device__ __forceinline__ void wgmma_outputs(float (&d)[64], const uint32 (&a)[
         , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// Waits for a number of threads, whole warps, at barrier i of the CTA.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
 }  // namespace ptx
 
 // Keeps the compiler from reading sums before the wait in front of this.
@@ -403,10 +413,6 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 }
 
 // ---- spec ------------------------------------------------------------------
-template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
-template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
-
 constexpr int kCacheBits = 4;  // of an element of K and V
 using Query = bf16;
 using Out   = bf16;
@@ -503,7 +509,7 @@ struct Operands {
 constexpr int kMostTokens = 1 << 24;  // of a request
 
 struct Request {
-  int tokens;  // in the cache, as far as the page table goes
+  int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
   int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
@@ -643,10 +649,32 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- attention/copies ------------------------------------------------------
-// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+// ---- partials/prefetch_line ------------------------------------------------
 namespace ptx {
-// Zeros where not `present`: then nothing is read.
+// Brings the line of 128 bytes that has *p to L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
 template <int kBytes, bool kPresent>
 __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
@@ -654,7 +682,7 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   if constexpr (kBytes == 16 && kPresent) {
     copy_async(to, from);
   } else if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    copy_async_or_zero(to, from, bytes);
   } else if constexpr (kPresent) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   } else {
@@ -662,10 +690,6 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
                  ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
   }
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until no more than the latest kGroups groups of this thread are under way.
-template <int kGroups>
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
 
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
@@ -702,7 +726,7 @@ static_assert(kLoads * kGroup * kWarps == kTile, "every warp takes as many token
 constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
 
 namespace ptx {
-// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
   asm("{\n"
       "  .reg .b8 b0, b1, b2, b3;\n"
@@ -716,7 +740,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
@@ -727,7 +751,7 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks
+// The scales of two blocks, by software times 2^7
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
@@ -821,7 +845,7 @@ class Tiles {
       if (row >= item_.request.q_len * p_.group) break;
       const Query* q = p_.q + int64(item_.request.q_begin + row / p_.group) * p_.q_token_stride +
                        (item_.head * p_.group + row % p_.group) * p_.q_head_stride;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i % kLines * (128 / sizeof(Query))));
+      ptx::prefetch_line(q + i % kLines * (128 / sizeof(Query)));
     }
   }
 
