@@ -168,7 +168,7 @@ class Spec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
-        of_warp = self.ring_bytes + self.part_bytes + 3 * 64 + 4
+        of_warp = self.ring_bytes + self.part_bytes + 3 * 52 + 4
         return round_up(self.warps * of_warp + 8 + 1, _LINE)
 
     @property
