@@ -91,11 +91,11 @@ class Pool:
         self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
         self._next = 0
 
-    def pages(self, case: Case) -> Pages:
+    def pages(self, case: Case, head_dim: int = HEAD_DIM) -> Pages:
         """For a call, pages of its own, as long as there are any."""
         columns = -(-case.context // case.page)
         order = (case.kv_heads, case.page) if case.kv_layout == "HND" else (case.page, case.kv_heads)
-        row = HEAD_DIM // 2 if case.cache == "nvfp4" else CACHES[case.cache]
+        row = head_dim // 2 if case.cache == "nvfp4" else head_dim * CACHES[case.cache] // HEAD_DIM
         pages = len(self._data) // (2 * case.kv_heads * case.page * row)
         dtype = {"nvfp4": torch.uint8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}[case.cache]
 
@@ -106,7 +106,7 @@ class Pool:
         key, value = (side.view(dtype) for side in sides(self._data, row))
         scales = None
         if case.cache == "nvfp4":
-            k_scales, v_scales = sides(self._scales, HEAD_DIM // 16)
+            k_scales, v_scales = sides(self._scales, head_dim // 16)
             scales = (k_scales, v_scales)
         numbers = (torch.arange(case.batch * columns, device="cuda") + self._next) % pages
         self._next = (self._next + case.batch * columns) % pages

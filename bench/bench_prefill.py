@@ -8,6 +8,7 @@ are recorded rows, in results/h200/prefill_peers.csv with their names and date.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ import jitfp4
 from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
 from bench.harness import write_results
 from bench.stamp import stamp
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.tuning import GRAPH_BYTES, Call, time_us
 
 CELLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768))
@@ -27,19 +30,22 @@ HEADS = (64, 8)
 LAYOUTS = (("HND", 64), ("NHD", 16))
 POOL_BYTES = 1 << 30
 PEERS = Path(__file__).parent / "results/h200/prefill_peers.csv"
+MMA_SYNC = PrefillTactic(8, 16, 64, 1)  # what 128 rows get where there is no wgmma
 
 
 class Cell(NamedTuple):
-    """``case`` without new tokens, which are the last ``q_len`` of its context."""
+    """The last ``q_len`` tokens of ``case``'s context are new. ``forced``: not the tactic of the table."""
 
     case: Case
     q_len: int
+    head_dim: int = HEAD_DIM
+    forced: PrefillTactic | None = None
 
     @property
     def tflop(self) -> float:
         """Of one call."""
         seen = self.q_len * (self.case.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
-        return 4e-12 * HEAD_DIM * self.case.heads * self.case.batch * seen
+        return 4e-12 * self.head_dim * self.case.heads * self.case.batch * seen
 
 
 def cells() -> Iterator[Cell]:
@@ -49,11 +55,20 @@ def cells() -> Iterator[Cell]:
                 yield Cell(Case(cache, *HEADS, layout, page, batch, context), q_len)
 
 
+def other_cells() -> Iterator[Cell]:
+    """Without peers: other head dimensions, and the kernel of mma.sync."""
+    batch, q_len, context = CELLS[0]
+    for cache in ("nvfp4", "bf16"):
+        case = Case(cache, *HEADS, *LAYOUTS[0], batch, context)
+        yield from (Cell(case, q_len, head_dim) for head_dim in (64, 256))
+        yield Cell(case, q_len, forced=MMA_SYNC)
+
+
 def call(cell: Cell, pool: Pool) -> Call:
     """One call of prefill."""
     case = cell.case
-    cache, scales, numbers = pool.pages(case)
-    query = torch.randn(case.batch * cell.q_len, case.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    cache, scales, numbers = pool.pages(case, cell.head_dim)
+    query = torch.randn(case.batch * cell.q_len, case.heads, cell.head_dim, dtype=torch.bfloat16, device="cuda")
     lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device="cuda")
     ends = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
     q_ends, kv_ends = ends * cell.q_len, ends * case.context
@@ -66,7 +81,7 @@ def call(cell: Cell, pool: Pool) -> Call:
         lengths,
         cell.q_len,
         case.context,
-        HEAD_DIM**-0.5,
+        cell.head_dim**-0.5,
         0.5,
         case.batch,
         q_ends,
@@ -90,8 +105,15 @@ def peers() -> dict[tuple[int, int, int], dict[str, float]]:
 
 
 def measure(cell: Cell, pool: Pool, best: dict[str, float]) -> dict[str, Any]:
-    us = time_us(lambda: call(cell, pool), GRAPH_BYTES)
-    row: dict[str, Any] = cell.case._asdict() | {"q_len": cell.q_len, "us": us, "tflops": 1e6 * cell.tflop / us}
+    with ATTENTION.forced(cell.forced) if cell.forced else contextlib.nullcontext():
+        us = time_us(lambda: call(cell, pool), GRAPH_BYTES)
+    row: dict[str, Any] = cell.case._asdict() | {
+        "q_len": cell.q_len,
+        "head_dim": cell.head_dim,
+        "kernel": "mma.sync" if cell.forced else "",
+        "us": us,
+        "tflops": 1e6 * cell.tflop / us,
+    }
     for name in ("cudnn", "bf16", "fp8", "nvfp4"):
         row[f"{name}_us"] = best.get(name)
         row[f"over_{name}"] = best[name] / us if name in best else None
@@ -105,6 +127,9 @@ def main() -> None:
     known, pool, rows = peers(), Pool(POOL_BYTES), []
     for cell in cells():
         rows.append(measure(cell, pool, known.get((cell.case.batch, cell.q_len, cell.case.context), {})))
+        print(rows[-1])
+    for cell in other_cells():
+        rows.append(measure(cell, pool, {}))
         print(rows[-1])
     write_results(arguments.out / "prefill", rows, stamp())
 

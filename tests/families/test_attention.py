@@ -8,7 +8,7 @@ import torch
 from jitfp4 import sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.operation import ATTENTION, KERNEL
-from jitfp4.families.attention.problem import COUNTER_BYTES, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.problem import COUNTER_BYTES, HEAD_DIMS, Cache, Pages, Problem, Tactic
 from jitfp4.formats import DType
 from tests.support.attention import NAN_BYTE, Case
 from tests.support.sample import SIM_ARCHS
@@ -91,6 +91,25 @@ def test_kernels_of_any_size_share_a_workspace() -> None:
         with sim.device("sm_90a"), ATTENTION.forced(tactic):
             case.check(case.run(), _BOUND)
         assert not case.workspace[:COUNTER_BYTES].any()
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_parts_of_many_ctas_are_added_up(head_dim: int) -> None:
+    """Ten of each item, more than are read at a time, and of fewer dimensions than a warp reads at once, or more."""
+    case = Case(lengths=(300,), kv_heads=1, head_dim=head_dim)
+    with sim.device("sm_90a", races=True), ATTENTION.forced(Tactic(1, 2, 1)):
+        case.check(case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+def test_warps_add_up_items_while_others_go_on() -> None:
+    """A CTA of four warps takes several whole items, some of them shorter than it has warps."""
+    case = Case(lengths=(130, 40, 5, 0, 100) * 30, kv_heads=4, page=16)
+    with sim.device("sm_90a", races=True), ATTENTION.forced(Tactic(4, 3, 1)):
+        case.check(case.run(), _BOUND)
 
 
 @pytest.mark.gpu

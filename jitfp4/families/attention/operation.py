@@ -86,7 +86,8 @@ def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     workspace = arguments.workspace_buffer
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
-    return _bind(arguments) | {"workspace": workspace}
+    bound = _bind(arguments)
+    return bound | {"workspace": workspace, "group_inverse": ceil_div(1 << 30, bound["group"])}
 
 
 def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
@@ -262,6 +263,7 @@ KERNEL = Kernel(
         *_INPUTS,
         Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
         *_SIZES,
+        I64("group_inverse", "2^30 / group, rounded up", member="int"),
     ),
     tactics=TACTICS,
     rejects=rejects,

@@ -28,6 +28,7 @@ COUNTER_BYTES = 1 << 16  # of counters at the start of a workspace, shared by ke
 ROW_BLOCK = 64
 
 _WARP = 32
+_LINE = 128  # bytes
 _WIDE_WARPS = 8  # of an SM
 _MOST_CTAS = _WARP**2
 
@@ -150,9 +151,14 @@ class Spec(KernelSpec):
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a tile: K and V, their scales, which tokens have no page."""
+        """Shared memory of a tile: K and V, their scales."""
         scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
-        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales) + 16
+        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of a warp's tiles and of which tokens have no page, in whole lines."""
+        return round_up(self.stages * (self.stage_bytes + 4), _LINE)
 
     @property
     def part_bytes(self) -> int:
@@ -161,9 +167,9 @@ class Spec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results, and for each warp three positions in the work."""
-        of_warp = self.stages * self.stage_bytes + self.part_bytes + 3 * 48 + 4
-        return round_up(self.warps * of_warp + 8 + 1, 16)
+        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
+        of_warp = self.ring_bytes + self.part_bytes + 3 * 52 + 4
+        return round_up(self.warps * of_warp + 8 + 1, _LINE)
 
     @property
     def counter_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """Which tactic a problem gets, and the problems that meet every row.
 
-Twelve warps with three tiles in flight each keep an SM's memory busy. Short requests end often: several CTAs then fill
-each other's pauses. Little work is over sooner with fewer parts to add up, and fewer tiles in flight. Where the rows of
-a head do not follow each other, warps take the heads of one token: the scales of four are a sector. Of short requests,
-warps for eight heads did better, and so did three groups of four.
+Twelve warps keep an SM's memory busy: with a ring of three tiles each, or of two where there is less to do. Short
+requests end often: two CTAs then fill each other's pauses. Little work is over sooner with fewer parts to add up, and
+fewer tiles in flight. Where the rows of a head do not follow each other, warps take the heads of one token: the scales
+of four are a sector. Two tiles leave room for L1 to keep it until the last of them has come.
 
 From 128 query rows on sm_90a takes its warpgroup products. Two warpgroups expand NVFP4 for two teams of 64 rows; for
 other caches one is enough, and of long prompts it serves three teams. Few rows are better cut into 128 than into 192,
@@ -26,7 +26,7 @@ from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
 
 _FEW_UNITS = 32  # for each SM
-_MANY_UNITS = 128
+_SOME_UNITS = 256
 _SHORT = 128  # tiles of a request
 _FEW_BLOCKS = 4096  # of query rows
 
@@ -40,15 +40,13 @@ TABLE: Table[Any] = Table(
         ),
         *rows(
             (Tactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),  # measured where rows are packed, assumed elsewhere
-            (Tactic(4, 3, 3), {"packed": True, "tiles": _SHORT}),
+            (Tactic(6, 3, 2), {"packed": True, "tiles": _SHORT}),
+            (Tactic(12, 2, 1), {"packed": True, "units_per_sm": _SOME_UNITS}),
             (Tactic(12, 3, 1), {"packed": True}),
-            (Tactic(12, 3, 1), {"units_per_sm": _MANY_UNITS}),
-            (Tactic(8, 3, 1, head_warps=8), {"tiles": _SHORT}),
-            (Tactic(12, 3, 1, head_warps=4), {"tiles": _SHORT}),
-            (Tactic(8, 3, 1, head_warps=4), {}),
-            (Tactic(12, 3, 1, head_warps=2), {}),
-            (Tactic(12, 3, 1), {}),
-            (Tactic(4, 3, 2), {}),
+            (Tactic(8, 2, 1), {"units_per_sm": _SOME_UNITS}),
+            (Tactic(12, 2, 1, head_warps=4), {}),
+            (Tactic(12, 2, 1, head_warps=2), {}),
+            (Tactic(12, 2, 1), {}),
             (Tactic(4, 3, 1), {}),
             wide=False,
         ),
@@ -99,7 +97,7 @@ WGMMA_TACTICS = tuple(
 def problems(arch: Arch) -> Iterator[Problem]:
     """bf16 queries: each order of heads and scales, few, short and many requests; the odd sizes; many query tokens."""
     pages = (Pages.HALVES, Pages.WHOLE)
-    loads = ((32, _FEW_UNITS), (_SHORT, 4 * _MANY_UNITS), (4096, 4 * _MANY_UNITS))
+    loads = ((32, _FEW_UNITS), (_SHORT, 2 * _SOME_UNITS), (4096, 2 * _SOME_UNITS))
     for page in pages:
         for packed, interleaved in ((True, False), (True, True), (False, False)):
             for tiles, units in loads:
@@ -109,8 +107,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, page, *loads[2], head_dim=256)
     for heads in (1, 2, 4):
         yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
-    yield _problem(arch, Pages.HALVES, *loads[1], packed=False, heads=4)
-    yield _problem(arch, Pages.HALVES, 4096, _MANY_UNITS, packed=False)
+    for packed in (True, False):
+        yield _problem(arch, Pages.HALVES, 4096, _SOME_UNITS, packed=packed)
     yield _problem(arch, Pages.HALVES, *loads[2], two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[2], cache=Cache.E4M3, rows=16)
     yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)

@@ -504,6 +504,7 @@ struct Operands {
   int64 v_scales_head_stride;
   int table_stride;
   int v_table;
+  int group_inverse;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -538,19 +539,21 @@ __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
   return b == 1 ? a : a / b;
 }
+// The query token of a row
+__device__ __forceinline__ int token_of(const Operands& p, int row) {
+  return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^26
+}
 
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
-  int b, item;
+  int b, heads, block;  // heads: kHeadWarps of them; block: of rows
   int tile, count;  // of the request's tiles
   int left;         // units of this CTA behind the segment
 
   // The KV head of the `i`th of the warps that share tokens
-  __device__ __forceinline__ int head(int i) const { return quotient(item, request.row_blocks) * kHeadWarps + i; }
-  __device__ __forceinline__ int first_row() const {
-    return (item - quotient(item, request.row_blocks) * request.row_blocks) * kRows;
-  }
+  __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
+  __device__ __forceinline__ int first_row() const { return block * kRows; }
   __device__ __forceinline__ bool whole() const { return count == request.tiles; }
   // Where this warp's first tile begins. Warps take turns from one segment to the next, as if it were one piece.
   __device__ __forceinline__ int first_token() const {
@@ -561,10 +564,13 @@ struct Segment {
 
   __device__ __forceinline__ bool next(const Operands& p) {
     if (left == 0) return false;
-    if (++item == request.items(p)) {
-      item = 0;
-      do request.load(p, ++b);
-      while (request.row_blocks == 0);
+    if (++block == request.row_blocks) {
+      block = 0;
+      if (++heads == p.kv_heads / kHeadWarps) {
+        heads = 0;
+        do request.load(p, ++b);
+        while (request.q_len == 0);
+      }
     }
     tile  = 0;
     count = min(request.tiles, left);
@@ -604,8 +610,8 @@ struct Shares {
 
 // A share of `size` units or a little more, so that shares end where items of `tiles` do: whole items need no sum over
 // CTAs. Up to kRounding units of memory traffic cost less than such a sum.
+constexpr int kRounding = 32;
 __device__ __forceinline__ int rounded(int size, int tiles) {
-  constexpr int kRounding = 32;
   const int parts = max(1, tiles / size);
   const int next  = size <= tiles ? (tiles + parts - 1) / parts : (size + tiles - 1) / tiles * tiles;
   return next - size <= min(kRounding, size / 16) ? next : size;
@@ -642,9 +648,11 @@ __device__ __forceinline__ bool find_share(
     total += s.units[w];
   }
   share.size  = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
-  Request any;
-  any.load(p, 0);
-  if (total % any.tiles == 0) share.size = rounded(share.size, any.tiles);
+  if (share.size >= kRounding) {
+    Request any;
+    any.load(p, 0);
+    if (total % any.tiles == 0) share.size = rounded(share.size, any.tiles);
+  }
   share.begin = blockIdx.x * share.size;
   if (share.begin >= total) return false;
   int before = upto - units;
@@ -665,8 +673,10 @@ __device__ __forceinline__ bool find_share(
   first.b = s.b;
   first.request.load(p, first.b);
   const int inside = share.begin - s.before, mine = min(share.size, total - share.begin);
-  first.item  = quotient(inside, first.request.tiles);
-  first.tile  = inside - first.item * first.request.tiles;
+  const int item = quotient(inside, first.request.tiles), blocks = first.request.row_blocks;
+  first.heads = quotient(item, blocks);
+  first.block = item - first.heads * blocks;
+  first.tile  = inside - item * first.request.tiles;
   first.count = min(first.request.tiles - first.tile, mine);
   first.left  = mine - first.count;
   if (lane == 0) now = ahead = first;
@@ -676,17 +686,23 @@ __device__ __forceinline__ bool find_share(
 
 // ---- attention/pages -------------------------------------------------------
 // Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
-// A stage: K, then V, kTile rows each; their block scales; a bit for each token that has no page.
+// A stage: K, then V, kTile rows each; their block scales.
 constexpr int kChunks     = kRowBytes / 16;  // of a row
 constexpr int kPassRows   = kWarp / kChunks;  // rows of a pass: those that a warp copies at a time
 constexpr int kPasses     = kTile / kPassRows;
 constexpr int kValuesAt   = kTile * kRowBytes;
 constexpr int kScalesAt   = 2 * kTile * kRowBytes;
 constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
-constexpr int kAbsentAt   = kVScalesAt + kTile * kScaleBytes;
-constexpr int kStageBytes = kAbsentAt + 16;
+constexpr int kStageBytes = kVScalesAt + kTile * kScaleBytes;
+constexpr int kAbsentAt   = kStages * kStageBytes;
 constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
 static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
+static_assert(kStageBytes % 128 == 0, "a line that is copied to two of shared memory costs half as many sectors more");
+
+struct alignas(128) Ring {
+  uint8  stages[kStages][kStageBytes];
+  uint32 absent[kStages];  // a bit for each token that has no page; of stages that have not all
+};
 
 // The offset of a chunk of a row in a tile, in bytes. The chunks of each 128 bytes are permuted, so that reads of K and
 // V have few bank conflicts.
@@ -741,8 +757,10 @@ class Producer {
     seek();
   }
 
-  // Starts the copies of the next tile, if there is one. Every call makes one group.
+  // Starts the copies of the next tile, if there is one, to the stage so many bytes from the first. Every call makes one
+  // group.
   __device__ __forceinline__ void issue(int stage) {
+    partial_ <<= 1;
     if (token_ < end_) {
       bool there[kLookups], all = token_ + kTile <= tokens_;
 #pragma unroll
@@ -752,13 +770,20 @@ class Producer {
         all &= there[i];
       }
       if constexpr (kPages == Pages::kMany) all = __all_sync(~0u, all);
-      if (all) copy<true>(stage * kStageBytes, there);
-      else copy<false>(stage * kStageBytes, there);
+      if (all) {
+        copy<true>(stage, there);
+      } else {
+        partial_ |= 1;
+        copy<false>(stage, there);
+      }
       token_ += kTokenWarps * kTile;
       seek();
     }
     ptx::copy_async_commit();
   }
+
+  // Whether the tile that is used next lacks tokens: then the ring's `absent` tells which of them have no page.
+  __device__ __forceinline__ bool partial() const { return partial_ >> (kStages - 1) & 1; }
 
  private:
   // Goes to the first tile of this warp in the segment. The pointers are to what this lane copies if it is in page 0.
@@ -818,9 +843,10 @@ class Producer {
   template <bool kAll>
   __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
     const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
-    uint32 absent = 0;
-    if constexpr (!kAll) absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
-    if (lane == 0) st_absent(scales_to_ + stage + kAbsentAt - kScalesAt, absent);
+    if constexpr (!kAll) {
+      const uint32 absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
+      if (lane == 0) st_absent(scales_to_ + kAbsentAt - kScalesAt + stage / kStageBytes * 4, absent);
+    }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = i * kPassRows + lane / kChunks;
@@ -873,6 +899,7 @@ class Producer {
   const Operands& p_;
   Segment& segment_;
   const uint32 inverse_;
+  uint32 partial_ = 0;  // a bit for each of the last tiles
   int rows_to_, scales_to_;  // where this lane copies to in the first stage
   int token_, end_, tokens_;  // where this warp's next tile begins, the segment's and the request's ends
   int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
@@ -1248,7 +1275,7 @@ struct RawQueries {
     for (int n = 0; n < kBlocks; ++n) {
       const int  row  = s.first_row() + 8 * n + g;
       const bool used = row < s.request.q_len * p.group;
-      const int  token = quotient(row, p.group);
+      const int  token = token_of(p, row);
       const Query* from = p.q + (s.request.q_begin + token) * p.q_token_stride +
                           (head * p.group + row - token * p.group) * p.q_head_stride;
 #pragma unroll
@@ -1379,7 +1406,7 @@ struct Span {
   int first, end;
 
   __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
-    end   = r.tokens - r.q_len + min(quotient(row, p.group), r.q_len - 1) + 1;
+    end   = r.tokens - r.q_len + min(token_of(p, row), r.q_len - 1) + 1;
     first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
   }
 };
@@ -1481,7 +1508,7 @@ __device__ __forceinline__ void store_out(Out* out, float4 v) {
 __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
   const int block_row = s.first_row() + line % kRows;
   if (block_row >= s.request.q_len * p.group) return;
-  const int   token = quotient(block_row, p.group);
+  const int   token = token_of(p, block_row);
   const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
   const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
   float factor = 1.0f;
@@ -1554,21 +1581,28 @@ struct Round {
   }
 };
 
-// What a CTA works out first: each line's reference and sum, and the factors of its parts.
-struct Merge {
-  float reference[kLines], sum[kLines], factors[kLines][kWarp];
-};
-
-// The parts of a round, no more than a warp has lanes, to the outputs of its item, or to the last of them
-__device__ __forceinline__ void merge(
-    const Operands& p, const Segment& s, const Round& round, bool finishes, Merge& m) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, count = round.count();
-  for (int line = warp; line < kLines; line += kWarps) {
+// The parts of a round, no more than a warp has lanes, to the outputs of its item, or to the last of them. A warp takes
+// whole lines, and reads some parts at a time.
+__device__ __forceinline__ void merge(const Operands& p, const Segment& s, const Round& round, bool finishes) {
+  constexpr int kDims = kHeadDim < 4 * kWarp ? kHeadDim : 4 * kWarp, kAtOnce = 8;
+  const int lane = threadIdx.x % kWarp, count = round.count();
+  const bool used = lane * 4 < kDims;
+#pragma unroll 1
+  for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
+    uint4 parts[kAtOnce];
+    const auto load = [&](int from, int dim) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        parts[i] = {};
+        if (used && from + i < count) parts[i] = ptx::ld<uint4>(round.slot(p, from + i).o(line, dim));
+      }
+    };
     float reference = kNone, sum = 0.0f;
     if (lane < count) {
       const Slot slot = round.slot(p, lane);
       reference = ptx::ld_f32(slot.reference(line)), sum = ptx::ld_f32(slot.sum(line));
     }
+    load(0, lane * 4);
     float top = reference;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
@@ -1576,21 +1610,23 @@ __device__ __forceinline__ void merge(
     sum *= factor;
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    m.factors[line][lane] = factor;
-    if (lane == 0) m.reference[line] = top, m.sum[line] = sum;
-  }
-  __syncthreads();
-  for (int quad = threadIdx.x; quad < kQuads; quad += kThreads) {
-    const int line = quad / (kHeadDim / 4), dim = quad % (kHeadDim / 4) * 4;
-    Quad sum = {m.reference[line], m.sum[line], {0.0f, 0.0f, 0.0f, 0.0f}};
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const uint4 v = ptx::ld<uint4>(round.slot(p, i).o(line, dim));
-      sum.add(m.factors[line][i],
-              {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
+#pragma unroll 1
+    for (int dim = lane * 4; dim - lane * 4 < kHeadDim; dim += kDims) {
+      Quad quad = {top, sum, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 1
+      for (int from = 0; from < count; from += kAtOnce) {
+        if (from > 0 || dim >= kDims) load(from, dim);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const uint4 v = parts[i];
+          quad.add(__shfl_sync(~0u, factor, from + i),
+                   {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
+        }
+      }
+      if (!used) continue;
+      if (finishes) finish(p, s, quad, line, dim);
+      else round.slot(p, count - 1).put(quad, line, dim);
     }
-    if (finishes) finish(p, s, sum, line, dim);
-    else round.slot(p, count - 1).put(sum, line, dim);
   }
 }
 
@@ -1606,7 +1642,7 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& la
 }
 
 // Whole items are added up by a few warps, the settlers, each after its next tile: meanwhile, others need not wait.
-constexpr int kSettlers = kWarps / 3, kFirstSettler = kWarps - kSettlers;
+constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 
 __device__ __forceinline__ void settle(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
@@ -1622,15 +1658,15 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
 // The parts of a segment's warps to the outputs of its item, or to the workspace.
 __device__ __forceinline__ void combine(
     const Operands& p, const Segment& s, int item_begin, int share, Part (&parts)[kWarps], bool& last) {
-  const int first = quotient(item_begin, share), end = (item_begin + s.request.tiles - 1) / share, cta = blockIdx.x;
+  const int cta = blockIdx.x;
   for (int i = threadIdx.x; i < kQuads; i += kThreads) {
     const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
     const Quad quad = sum_of_warps(parts, line, dim);
     if (s.whole()) finish(p, s, quad, line, dim);
-    else Slot(p, cta, cta == first).put(quad, line, dim);
+    else Slot(p, cta, s.tile == 0).put(quad, line, dim);
   }
   if (s.whole()) return;
-  static_assert(sizeof(Merge) <= sizeof(Part) * kWarps, "in place of the parts");
+  const int first = quotient(item_begin, share), end = (item_begin + s.request.tiles - 1) / share;
   const int count = end - first + 1;
   int group = 1;
   if (count * kLines > kMostLines) {
@@ -1647,7 +1683,7 @@ __device__ __forceinline__ void combine(
 #pragma unroll 1
   while (comes_last(counter, round.count() - 1, last)) {
     const bool finishes = round.begin == first && round.last == end;
-    merge(p, s, round, finishes, reinterpret_cast<Merge&>(parts));
+    merge(p, s, round, finishes);
     if (finishes) break;
     round   = {first, first, group, end};
     counter = counters + first;
@@ -1655,7 +1691,7 @@ __device__ __forceinline__ void combine(
 }
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
-  alignas(16) uint8 ring[kWarps][kStages][kStageBytes];
+  Ring   rings[kWarps];
   Part   parts[kWarps];
   Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
   Segment done[kWarps];  // whose parts wait to be added up
@@ -1663,22 +1699,22 @@ struct Shared {
   bool   last;
 };
 
-static_assert(sizeof(Shared) == 109488, "the launch counts on it");
+static_assert(sizeof(Shared) == 110464, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
-                                       const uint8* stage, int start, const Queries& q, const Scales& scales,
-                                       State& state) {
+                                       const Ring& ring, int stage, bool partial, int start, const Queries& q,
+                                       const Scales& scales, State& state) {
+  const uint8* tile = ring.stages[0] + stage;
   Logits x;
 #pragma unroll
-  for (int u = 0; u < kSubs; ++u) scores(stage, 16 * u, lane, q, x[u]);
-  const uint32 absent = *reinterpret_cast<const uint32*>(stage + kAbsentAt);
+  for (int u = 0; u < kSubs; ++u) scores(tile, 16 * u, lane, q, x[u]);
   uint32 present = ~0u;
-  if (absent != 0 || !inner.has(start)) present = mask(p, s, start, absent, x);
+  if (partial || !inner.has(start)) present = mask(p, s, start, partial ? ring.absent[stage / kStageBytes] : 0, x);
   state.keep_above(x, scales);
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) {
-    Values v(stage, 16 * u, lane);
+    Values v(tile, 16 * u, lane);
     v.keep(present >> 16 * u);
     uint32 weights[kBlocks][2];
 #pragma unroll
@@ -1740,10 +1776,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     int64 v_scales_token_stride,
     int64 v_scales_head_stride,
     int64 table_stride,                     // elements
-    int64 v_table                           // elements from a request's K pages to its V pages
+    int64 v_table,                          // elements from a request's K pages to its V pages
+    int64 group_inverse                     // 2^30 / group, rounded up
 
 ) {
-  extern __shared__ __align__(16) uint8 dynamic[];
+  extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
       workspace, out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len), int(total_q),
@@ -1751,7 +1788,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
       int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table)};
+      int(v_table), int(group_inverse)};
   const int warp = threadIdx.x / kWarp;
 
   if constexpr (kHasPdl) {
@@ -1763,14 +1800,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
   if (!find_share(p, s.shares, share, now, s.ahead[warp])) return;
   if constexpr (kHasPdl) ptx::griddep_launch();
 
-  Producer ahead(p, s.ahead[warp], ptx::shared_address(s.ring[warp]));
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) ahead.issue(i);
-  const Lane lane;
-  const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
   RawQueries raw;
   raw.load(p, now);
-  int stage = 0, begin = share.begin;
+  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]));
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) ahead.issue(i * kStageBytes);
+  const Lane lane;
+  const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
+  constexpr int kLast = (kStages - 1) * kStageBytes;
+  const Ring& ring = *reinterpret_cast<const Ring*>(dynamic + keep(warp * int(sizeof(Ring))));
+  int stage = 0, begin = share.begin;  // stage: bytes from the first
   bool more, unsettled = false;
   do {
     Queries queries;
@@ -1784,9 +1823,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
       ptx::copy_async_wait_for<kStages - 2>();
       __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
-      ahead.issue(stage == 0 ? kStages - 1 : stage - 1);
-      attend(p, now, inner, lane, s.ring[warp][stage], start, queries, scales, state);
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      ahead.issue(stage == 0 ? kLast : stage - kStageBytes);
+      attend(p, now, inner, lane, ring, stage, ahead.partial(), start, queries, scales, state);
+      stage = stage == kLast ? 0 : stage + kStageBytes;
       if (kSettlers > 0 && unsettled && warp >= kFirstSettler) {
         settle(p, s.done[warp], s.parts);
         unsettled = false;
