@@ -1,14 +1,16 @@
 # ruff: noqa: F401 - the names below are re-exported through __getattr__
 """FP4 kernels for LLM inference, generated and compiled at first use, kept in a verified cache.
 
-Importing this package touches no GPU, no file and no environment variable; torch and the kernel families are imported
-when the first public name is used.
+Importing this package touches no GPU, no file and no environment variable, and imports no torch. The kernel families
+are imported with torch, before or after which this package may be imported, or when the first public name is used.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from jitfp4.registration import register_with_torch
 
 if TYPE_CHECKING:
     from jitfp4 import sim
@@ -149,16 +151,21 @@ __all__ = ["sim", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sim":
-        return importlib.import_module("jitfp4.sim")
     if name == "__version__":
         return importlib.import_module("jitfp4.version").version()
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'jitfp4' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    if name == "sim":
+        value: Any = importlib.import_module("jitfp4.sim")
+    else:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    register_with_torch()  # a module that itself imported torch kept the families from being imported with it
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_with_torch()

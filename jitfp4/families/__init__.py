@@ -1,6 +1,6 @@
 """One module per kernel family. Importing this package registers all of them.
 
-A program that torch.export saved names their operators: a process that only loads it imports ``jitfp4.families`` first.
+A program that torch.export saved names their operators. jitfp4.registration has them registered when torch is imported.
 """
 
 from jitfp4.families import attention as attention

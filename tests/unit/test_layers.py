@@ -29,7 +29,7 @@ FLOORS = (
     ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden", "tuning"),
-    ("cli", "flashinfer", "__init__", "__main__"),
+    ("cli", "flashinfer", "registration", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
 ROOMS = {
