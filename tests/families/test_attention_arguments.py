@@ -159,8 +159,14 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
             case.query, kv_cache, k_scale=2.0, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf, return_lse=True
         )
         expected = case.run()
+        other = torch.full_like(workspace, 0x7F)
+        wrapper.reset_workspace_buffer(other, torch.empty(8 << 20, dtype=torch.uint8))
+        workspace.fill_(0x7F)
+        again = wrapper.run(case.query, kv_cache, k_scale=2.0, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
+    assert torch.equal(again, expected[0])
+    assert not (other == 0x7F).all() and (workspace == 0x7F).all()
 
 
 def test_the_wrapper_refuses() -> None:

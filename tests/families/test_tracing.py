@@ -26,6 +26,7 @@ CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
 SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
 COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
+PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -62,6 +63,7 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
     ),
+    "mm_bf16_fp4": (lambda a: jitfp4.mm_bf16_fp4(a, PREPARED), (A,)),
     "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
 }
 

@@ -265,6 +265,9 @@ def _attention_calls() -> Calls:
     def forward(arguments: Arguments) -> Arguments:
         return {name: arguments[name] for name in ("self", "q", "paged_kv_cache", "kv_cache_sf")}
 
+    def reset(wrapper: Any) -> Arguments:
+        return {"self": wrapper, "float_workspace_buffer": _codes(_WORKSPACE), "int_workspace_buffer": _codes(8)}
+
     name, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
     return {
         "trtllm_batch_context_with_kv_cache": context,
@@ -280,6 +283,7 @@ def _attention_calls() -> Calls:
         f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
         f"{prefill}.run": run_prefill,
         f"{prefill}.forward": lambda: forward(run_prefill()),
+        f"{prefill}.reset_workspace_buffer": lambda: reset(make_prefill()),
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
             **decode(),
@@ -305,6 +309,7 @@ def _attention_calls() -> Calls:
         f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
         f"{name}.run": run,
         f"{name}.forward": lambda: forward(run()),
+        f"{name}.reset_workspace_buffer": lambda: reset(make_wrapper()),
     }
 
 

@@ -45,11 +45,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", good_calls())
 def test_every_bad_value_of_every_argument(name: str, device: str, whole: bool) -> None:
-    """Under the simulator, which is slow, one in six of the values that are refused, by digest; all with ``--all``."""
+    """Under the simulator, which is slow, two and one in six of the values that are refused, by digest; all with ``--all``."""
     counts: Counter[str] = Counter()
     wrong = []
     for bad in bad_calls(name, device):
-        if sim.active_device() is not None and not whole and (is_allowed(bad) or zlib.crc32(str(bad).encode()) % 6):
+        skipped = is_allowed(bad) or (counts["clear"] > 1 and zlib.crc32(str(bad).encode()) % 6)
+        if sim.active_device() is not None and not whole and skipped:
             continue
         found = verdict(bad)
         counts[found.split()[0]] += 1

@@ -178,6 +178,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         sinks: torch.Tensor | None = None,
         kv_cache_sf: checks.Pair | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend with the queries of a planned batch.
 
@@ -189,6 +191,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
             window_left: None means the value of plan().
             skip_softmax_threshold_scale_factor: None.
+            use_fp16_softmax, uses_spcompress: None or False.
         Returns:
             out, or ``(out, lse)`` with return_lse; the same bits as trtllm_batch_context_with_kv_cache() returns if
             max_q_len is max_token_per_sequence, or the number of all tokens where that is None.
@@ -196,6 +199,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+        checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
+        checks.unused("uses_spcompress", uses_spcompress or None, None)
         q_len = self._planned().q_len
         return self._attend(
             Run(

@@ -12,6 +12,7 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, factor
 from jitfp4.families.attention.problem import CACHES, COUNTER_BYTES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
+from jitfp4.public import checked
 from jitfp4.tensors import CODE_DTYPES, check_dtype
 
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
@@ -76,11 +77,7 @@ class PagedWrapper:
         """``buffers``, for use in CUDA graphs, are by parameter name in the order of the lists of plan()."""
         checks.check_layout(kv_layout)
         checks.check_backend(backend, BACKENDS)
-        try:
-            self._workspace = checks.check_workspace(workspace, workspace)
-        except ArgumentError as error:
-            raise renamed(error, _NAMES) from None
-        self._workspace[:COUNTER_BYTES].zero_()
+        self._workspace = _cleared(workspace, workspace)
         self._kv_layout, self._v_scale_layout = kv_layout, "interleaved4" if backend == "trtllm-gen" else "linear"
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None
@@ -166,6 +163,19 @@ class PagedWrapper:
         scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
         self._plan = replace(plan, window_left=window_left, sm_scale=scale, causal=causal)
 
+    @checked
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Use another workspace from the next run() on. Captured runs keep the one that they were captured with.
+
+        Args:
+            float_workspace_buffer: as for the constructor, on the same device.
+            int_workspace_buffer: not used, because plan() needs no workspace.
+        Raises:
+            ArgumentError, ArgumentTypeError.
+        """
+        del int_workspace_buffer
+        self._workspace = _cleared(float_workspace_buffer, self._workspace)
+
     def end_forward(self) -> None:
         """Nothing: FlashInfer's older engines call it after forward()."""
 
@@ -213,6 +223,16 @@ class PagedWrapper:
         except ArgumentError as error:
             raise renamed(error, _NAMES) from None
         return (result[0], result[1]) if run.return_lse else result[0]
+
+
+def _cleared(workspace: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``workspace``, which is on the device of ``beside``, with its counters set to zero."""
+    try:
+        found = checks.check_workspace(workspace, beside)
+    except ArgumentError as error:
+        raise renamed(error, _NAMES) from None
+    found[:COUNTER_BYTES].zero_()
+    return found
 
 
 _NAMES = {
