@@ -140,6 +140,9 @@ def test_the_wrapper_refuses() -> None:
         with pytest.raises(jitfp4.ArgumentError, match=name):
             jitfp4.BatchPrefillWithPagedKVCacheWrapper(workspace, **{name: value})
     wrapper.plan(*_lists(case), *sizes, **kinds)
+    for name in ("use_fp16_softmax", "uses_spcompress"):
+        with pytest.raises(jitfp4.ArgumentError, match=name):
+            wrapper.run(case.query, case.kv_cache, kv_cache_sf=case.kv_cache_sf, **{name: True})
     with pytest.raises(jitfp4.ArgumentError, match="q"):
         wrapper.run(case.query[..., :64], case.kv_cache, kv_cache_sf=case.kv_cache_sf)
 
