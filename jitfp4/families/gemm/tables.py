@@ -1,4 +1,4 @@
-"""Which tactic a product gets, and the problems that meet every row."""
+"""The tactics for products with an FP4 weight, and the problems that reach every row."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ _LOADS = {  # of sm_90a
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Few, some and many rows of the weight, for every number of rows of x that differs."""
+    """Few, some and many rows of the weight, for every number of rows of x that has rows of its own."""
     loads = (0.25, 0.75, 1.25, 4.0)
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
         n = round(load * arch.num_sms) * TILE_ROWS

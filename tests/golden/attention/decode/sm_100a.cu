@@ -580,7 +580,7 @@ struct Segment {
   }
 };
 
-// Replaces a warp's segment, which is in shared memory to save registers, by the next one. Returns whether there is one.
+// Replaces a warp's segment, which is in shared memory to save registers, by the next one; false where there is none.
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
@@ -1460,9 +1460,9 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 
 // ---- attention/combine -----------------------------------------------------
 // Adds up parts of a softmax, each of which has its own reference. Parts of warps are added in shared memory. Parts of
-// CTAs that share an item are in the workspace, and the last CTA to arrive adds them in the order of the tokens. If many
-// CTAs share an item, the parts of each group of CTAs are added first, then the sums of the groups: one CTA would take
-// long to read all parts.
+// CTAs that share an item are in the workspace, and the last CTA to arrive adds them in the order of the tokens. If
+// many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the groups: one CTA would
+// take long to read all parts.
 constexpr int kPitch = kHeadDim + 4;  // floats of a row in shared memory; rows start in different banks
 constexpr int kLines = kHeadWarps * kRows;  // lines of a CTA: the query rows of all its heads
 constexpr int kQuads = kLines * kHeadDim / 4;
@@ -1481,9 +1481,9 @@ struct Quad {
   }
 };
 
-// The workspace has counters, as many as the largest kernel needs, then the parts. Counters are zero between launches. A
-// CTA has two counters, one for the item that begins in it and one for the group that ends with it, and two parts, one
-// of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
+// The workspace has counters, as many as the largest kernel needs, then the parts. Counters are zero between launches.
+// A CTA has two counters, one for the item that begins in it and one for the group that ends with it, and two parts,
+// one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
 constexpr int kCounterBytes = 65536;
 struct Slot {
   float* p;
@@ -1645,8 +1645,8 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& la
   return last;
 }
 
-// Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other warps
-// need not wait for that.
+// Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
+// warps need not wait for that.
 constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 

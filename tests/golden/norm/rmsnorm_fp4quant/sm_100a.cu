@@ -436,9 +436,9 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 
 // ---- partials/row_sum ------------------------------------------------------
 // The sum of a row of units, with the same bits for any number of threads that share the row. Unit j belongs to lane
-// j % 32 and turn j / 32. A lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same
-// way. A thread may hold 2^n consecutive turns, or all of them, and a CTA 2^n warps with consecutive turns: the bits of
-// the sum do not depend on n.
+// j % 32 and turn j / 32. A lane adds its turns as a binary tree, neighbours first, then the lanes are added in the
+// same way. A thread may hold 2^n consecutive turns, or all of them, and a CTA 2^n warps with consecutive turns: the
+// bits of the sum do not depend on n.
 constexpr int kMaxCtas = 8;  // of a cluster
 
 template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
@@ -487,8 +487,8 @@ template <int kWarps, bool kClustered> struct RowSum {
 };
 
 // ---- partials/ue8m0 --------------------------------------------------------
-// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v becomes
-// byte 0.
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v
+// becomes byte 0.
 __device__ __forceinline__ uint8 encode_ue8m0(float v) {
   const uint32 bits = __float_as_uint(v);
   return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);

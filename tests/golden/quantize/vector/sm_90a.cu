@@ -296,8 +296,8 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
 }
 
 // ---- partials/ue8m0 --------------------------------------------------------
-// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v becomes
-// byte 0.
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v
+// becomes byte 0.
 __device__ __forceinline__ uint8 encode_ue8m0(float v) {
   const uint32 bits = __float_as_uint(v);
   return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
