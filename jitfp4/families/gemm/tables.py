@@ -8,6 +8,7 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
+from jitfp4.families.gemm.stream import StreamTactic
 from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import BlockFormat
@@ -163,6 +164,32 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
 _early = (NarrowTactic(tile_m, *cut, early=True) for tile_m, cuts in _EARLY_CUTS.items() for cut in cuts)
 TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched, *_early)))
+
+# rows of x, blocks and warps of a group, groups, CTAs of an SM, splits
+_STREAM_CUTS = (
+    (8, 4, 1, 16, 1, (1, 2, 4)),
+    (8, 4, 1, 20, 1, (1, 2)),
+    (8, 4, 2, 8, 1, (1, 2, 4)),
+    (8, 2, 1, 24, 1, (1, 2)),
+    (8, 2, 1, 8, 2, (1, 2)),
+    (8, 2, 1, 12, 2, (1, 2)),
+    (8, 1, 1, 8, 2, (1,)),
+    (8, 1, 1, 14, 2, (1,)),
+    (16, 4, 1, 16, 1, (1, 2, 4)),
+    (16, 4, 2, 8, 1, (1, 2, 4)),
+    (16, 4, 4, 4, 1, (1, 2, 4)),
+    (16, 2, 2, 10, 1, (1, 2)),
+    (16, 2, 1, 8, 2, (1, 2)),
+    (16, 2, 2, 5, 2, (1, 2)),
+    (16, 1, 1, 8, 2, (1,)),
+    (16, 1, 2, 6, 2, (1, 2)),
+    (32, 4, 2, 6, 1, (1, 2)),
+    (32, 3, 2, 6, 1, (1, 2)),
+    (32, 2, 2, 8, 1, (1, 2)),
+    (32, 2, 4, 4, 1, (1, 2)),
+    (32, 2, 1, 8, 1, (1, 2)),
+)
+STREAM_TACTICS = tuple(StreamTactic(*cut, split) for *cut, splits in _STREAM_CUTS for split in splits)
 
 # rows of x, groups, depth, splits
 _WIDE_CUTS = (
