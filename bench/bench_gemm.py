@@ -1,10 +1,10 @@
 """Products of bf16 activations and NVFP4 weights: time, bandwidth, cuBLAS in bf16 in the same run, recorded peers.
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
-``--part search`` measures every tactic that can run a case and reads the weight once: ``gemm_search.csv``, what the
-tables were read from, with ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``. Each has one replay, and those that
-are nearly the fastest five more, in turn. ``--part choose`` prints what both files say, for each row of the tables the
-tactics that lose least, anywhere.
+``--part search`` measures every tactic of the kernels for few rows that can run a case and reads the weight once:
+``gemm_search.csv`` and ``gemm_stream_search.csv``, what the tables were read from, with ``gemm_wide_search.csv`` of
+``bench.bench_gemm_wide``. Each tactic has one replay, and those that are nearly the fastest five more, in turn.
+``--part choose`` prints what the files say, for each row of the tables the tactics that lose least, anywhere.
 
 A case is a graph of calls on as many copies of the weight as no L2 holds together, in turn for a millisecond at
 least, activations warm, the median of 7 replays; calls follow each other by programmatic dependent launch, as layers
@@ -35,8 +35,9 @@ from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
-from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
+from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW, STREAM
 from jitfp4.families.gemm.problem import NarrowTactic, Problem
+from jitfp4.families.gemm.stream import StreamTactic
 from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import NVFP4, DType
@@ -59,7 +60,7 @@ LAYERS = (
     (2112, 7168),
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
+SEARCHED_ROWS = (1, 8, 16, 24, 32)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7
@@ -85,6 +86,8 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned 
   if (seen == 0x12345678u) *out = seen;
 }
 """
+
+KINDS = {"gemm_search": NarrowTactic, "gemm_stream_search": StreamTactic, "gemm_wide_search": WideTactic}
 
 Call = Callable[[], object]
 
@@ -229,10 +232,11 @@ def search(
 
 
 def is_searched(problem: Problem, tactic: Any) -> bool:
-    """Not the narrow tactics that read the weight more than once, or make clusters of more CTAs than fill the GPU."""
-    if not isinstance(tactic, NarrowTactic):
+    """Not what reads the weight more than once for few rows, or makes clusters of more CTAs than fill the GPU."""
+    if isinstance(tactic, WideTactic):
         return True
-    return tactic.tile_m >= problem.m and (tactic.split == 1 or tactic.split * problem.n <= _MOST_SHARED_ROWS)
+    crowded = isinstance(tactic, NarrowTactic) and tactic.split > 1 and tactic.split * problem.n > _MOST_SHARED_ROWS
+    return bool(tactic.tile_m >= problem.m and not crowded)
 
 
 def times_of(a: torch.Tensor, weights: Sequence[Fp4Weight], tactics: Sequence[Any]) -> Iterator[tuple[Any, float]]:
@@ -248,13 +252,14 @@ def times_of(a: torch.Tensor, weights: Sequence[Fp4Weight], tactics: Sequence[An
 
 def choose(folder: Path, arch: Arch) -> Iterator[str]:
     """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
-    measured: dict[tuple[int, int, int], dict[NarrowTactic | WideTactic, float]] = {}
-    for name, kind in (("gemm_search", NarrowTactic), ("gemm_wide_search", WideTactic)):
-        with (folder / f"{name}.csv").open() as file:
+    measured: dict[tuple[int, int, int], dict[object, float]] = {}
+    for path in sorted(folder.glob("gemm_*search.csv")):
+        kind = KINDS[path.stem]
+        with path.open() as file:
             for row in csv.DictReader(file):
                 tactic = tactic_of(kind, row)
                 measured.setdefault((int(row["m"]), int(row["n"]), int(row["k"])), {})[tactic] = float(row["us"])
-    buckets: dict[tuple[int, float], list[dict[NarrowTactic | WideTactic, float]]] = {}
+    buckets: dict[tuple[int, float], list[dict[object, float]]] = {}
     for (m, n, _), times in sorted(measured.items()):
         load = -(-n // TILE_ROWS) / arch.num_sms
         bucket = max(8, m), next(limit for limit in LOADS if load <= limit)
@@ -288,7 +293,8 @@ def main() -> None:
         return
     arch = target_of(torch.empty(1, device="cuda")).arch
     if options.part == "search":
-        write_results(options.out / "gemm_search", list(search(NARROW, SEARCHED_ROWS, arch, options.seconds)), stamp())
+        for name, kernel in (("gemm_search", NARROW), ("gemm_stream_search", STREAM)):
+            write_results(options.out / name, list(search(kernel, SEARCHED_ROWS, arch, options.seconds)), stamp())
         return
     rows = list(measure(arch))
     write_results(options.out / "gemm", rows, stamp())

@@ -24,14 +24,18 @@ _RESERVE = 1024  # bytes of shared memory that a CTA takes besides
 
 @dataclass(frozen=True, slots=True)
 class StreamTactic:
-    """How the kernel is cut: fields of its Spec, and over how many CTAs of a cluster the columns are split."""
+    """How the kernel is cut: fields of its Spec, over how many CTAs of a cluster the columns are split, and how many
+    CTAs a launch has for each SM.
+    """
 
     tile_m: int
     warp_blocks: int
     row_warps: int
     groups: int
     ctas: int = 1
+    unrolled: bool = False
     split: int = 1
+    fill: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class StreamSpec(KernelSpec):
     """A CTA takes ``tile_m`` rows of x at a time and, of the weight, 16 * ``warp_blocks`` * ``row_warps`` rows or less.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn, and one warp that loads.
-    There is room for ``ctas`` on an SM; a launch has one for each, so that of two the other can be the next launch's.
+    There is room for ``ctas`` on an SM. With ``unrolled``, both halves of a chunk are one piece of code.
     """
 
     dtype: DType
@@ -50,6 +54,7 @@ class StreamSpec(KernelSpec):
     row_warps: int
     groups: int
     ctas: int
+    unrolled: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (("tile_m", STREAM_TILE_MS), ("warp_blocks", (1, 2, 3, 4)), ("row_warps", (1, 2, 4))):
@@ -89,7 +94,7 @@ class StreamSpec(KernelSpec):
 def specialise(problem: Problem, tactic: StreamTactic) -> StreamSpec:
     """The kernel that a tactic makes for a problem."""
     cut = asdict(tactic)
-    del cut["split"]
+    del cut["split"], cut["fill"]
     return StreamSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
 
 
@@ -99,14 +104,19 @@ def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
         return f"it needs TMA and {_SHARED_BYTES} bytes of shared memory"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    if not 0 < tactic.fill <= tactic.ctas:
+        return f"{tactic.fill} CTAs do not fit on an SM that has room for {tactic.ctas}"
     if tactic.tile_m > STREAM_TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
         return "half of its rows of x would be empty"
     return None
 
 
 def geometry(problem: Problem, tactic: StreamTactic, arch: Arch) -> Geometry:
-    """A CTA on each SM, in clusters that share the columns; along z, ``tile_m`` rows of x at a time."""
+    """Clusters of CTAs that share the columns, on all SMs; along z, ``tile_m`` rows of x at a time.
+
+    Where an SM has room for more CTAs than a launch fills it with, the next launch loads its weight there meanwhile.
+    """
     spec = specialise(problem, tactic)
-    clusters = min(ceil_div(problem.n, _BLOCK_ROWS), arch.num_sms // tactic.split)
+    clusters = min(ceil_div(problem.n, _BLOCK_ROWS), arch.num_sms * tactic.fill // tactic.split)
     grid = (tactic.split, clusters, ceil_div(problem.m, spec.tile_m))
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

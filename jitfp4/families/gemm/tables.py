@@ -165,31 +165,41 @@ _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in 
 _early = (NarrowTactic(tile_m, *cut, early=True) for tile_m, cuts in _EARLY_CUTS.items() for cut in cuts)
 TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched, *_early)))
 
-# rows of x, blocks and warps of a group, groups, CTAs of an SM, splits
-_STREAM_CUTS = (
-    (8, 4, 1, 16, 1, (1, 2, 4)),
-    (8, 4, 1, 20, 1, (1, 2)),
-    (8, 4, 2, 8, 1, (1, 2, 4)),
-    (8, 2, 1, 24, 1, (1, 2)),
-    (8, 2, 1, 8, 2, (1, 2)),
-    (8, 2, 1, 12, 2, (1, 2)),
-    (8, 1, 1, 8, 2, (1,)),
-    (8, 1, 1, 14, 2, (1,)),
-    (16, 4, 1, 16, 1, (1, 2, 4)),
-    (16, 4, 2, 8, 1, (1, 2, 4)),
-    (16, 4, 4, 4, 1, (1, 2, 4)),
-    (16, 2, 2, 10, 1, (1, 2)),
-    (16, 2, 1, 8, 2, (1, 2)),
-    (16, 2, 2, 5, 2, (1, 2)),
-    (16, 1, 1, 8, 2, (1,)),
-    (16, 1, 2, 6, 2, (1, 2)),
-    (32, 4, 2, 6, 1, (1, 2)),
-    (32, 3, 2, 6, 1, (1, 2)),
-    (32, 2, 2, 8, 1, (1, 2)),
-    (32, 2, 4, 4, 1, (1, 2)),
-    (32, 2, 1, 8, 1, (1, 2)),
+_STREAM_CUTS = (  # rows of x, blocks and warps of a group, groups, CTAs of an SM, unrolled; splits, fills
+    ((8, 4, 1, 16, 1, False), (1, 2, 4), (1,)),
+    ((8, 4, 1, 16, 1, True), (1,), (1,)),
+    ((8, 4, 1, 20, 1, False), (1, 2), (1,)),
+    ((8, 4, 2, 8, 1, False), (1, 2, 4), (1,)),
+    ((8, 4, 4, 4, 1, False), (1, 2), (1,)),
+    ((8, 2, 1, 24, 1, False), (1, 2), (1,)),
+    ((8, 4, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((8, 4, 1, 8, 2, True), (1,), (1, 2)),
+    ((8, 2, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((8, 2, 1, 12, 2, False), (1, 2), (1, 2)),
+    ((8, 1, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((8, 1, 1, 14, 2, False), (1, 2), (1, 2)),
+    ((16, 4, 1, 16, 1, False), (1, 2, 4), (1,)),
+    ((16, 4, 2, 8, 1, False), (1, 2, 4), (1,)),
+    ((16, 4, 2, 8, 1, True), (1,), (1,)),
+    ((16, 4, 4, 4, 1, False), (1, 2, 4), (1,)),
+    ((16, 2, 2, 10, 1, False), (1, 2), (1,)),
+    ((16, 4, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((16, 4, 2, 4, 2, False), (1, 2), (1, 2)),
+    ((16, 2, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((16, 2, 2, 5, 2, False), (1, 2), (1, 2)),
+    ((16, 1, 1, 8, 2, False), (1, 2), (1, 2)),
+    ((16, 1, 2, 6, 2, False), (1, 2), (1, 2)),
+    ((32, 3, 2, 6, 1, False), (1, 2), (1,)),
+    ((32, 2, 2, 8, 1, False), (1, 2), (1,)),
+    ((32, 2, 4, 4, 1, False), (1, 2), (1,)),
+    ((32, 2, 1, 8, 1, False), (1, 2), (1,)),
 )
-STREAM_TACTICS = tuple(StreamTactic(*cut, split) for *cut, splits in _STREAM_CUTS for split in splits)
+STREAM_TACTICS = tuple(
+    StreamTactic(*cut, split=split, fill=fill)
+    for cut, splits, fills in _STREAM_CUTS
+    for split in splits
+    for fill in fills
+)
 
 # rows of x, groups, depth, splits
 _WIDE_CUTS = (
@@ -204,13 +214,15 @@ _WIDE_CUTS = (
     (128, 1, 2, (1, 2, 3, 4)),
     (128, 2, 1, (1, 2, 3, 4)),
     (128, 3, 1, (1, 2, 3, 4)),
-    (256, 1, 2, (1, 2)),
+    (192, 1, 2, (1, 2, 3)),
+    (192, 2, 1, (1, 2)),
+    (256, 1, 2, (1, 2, 3, 4)),
     (256, 2, 1, (1, 2)),
 )
 _whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (192, 2), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
 _chosen = (row.tactic for row in HOPPER.rows if isinstance(row.tactic, WideTactic))
