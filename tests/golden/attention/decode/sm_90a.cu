@@ -363,10 +363,26 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- attention/copies ------------------------------------------------------
-// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
 namespace ptx {
-// Zeros where not `present`: then nothing is read.
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
 template <int kBytes, bool kPresent>
 __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
@@ -374,7 +390,7 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   if constexpr (kBytes == 16 && kPresent) {
     copy_async(to, from);
   } else if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    copy_async_or_zero(to, from, bytes);
   } else if constexpr (kPresent) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   } else {
@@ -382,10 +398,6 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
                  ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
   }
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until no more than the latest kGroups groups of this thread are under way.
-template <int kGroups>
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
 
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
@@ -436,6 +448,12 @@ constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits 
 constexpr int   kQueryWords = kHeadDim / 32;
 
 struct Queries { uint32 words[kBlocks][kSteps][2]; };
+
+// ---- partials/prefetch_line ------------------------------------------------
+namespace ptx {
+// Brings the line of 128 bytes that has *p to L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
 
 // ---- attention/work --------------------------------------------------------
 // The work of a call in units of kTile tokens for kHeadWarps KV heads and one block of kRows query rows, in the order
@@ -566,9 +584,7 @@ __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
 // Brings line i of some bytes to L2.
 __device__ __forceinline__ void prefetch_line(const void* from, int64 bytes, int i) {
   constexpr int kLine = 128;
-  if (int64(i) * kLine < bytes) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8*>(from) + int64(i) * kLine));
-  }
+  if (int64(i) * kLine < bytes) ptx::prefetch_line(static_cast<const uint8*>(from) + int64(i) * kLine);
 }
 
 // What every CTA begins with is on its way to L2 while the kernel before ends. Nothing is read, which it may yet write.
@@ -739,7 +755,7 @@ class Producer {
       token_ += kTokenWarps * kTile;
       seek();
     }
-    ptx::copy_commit();
+    ptx::copy_async_commit();
   }
 
  private:
@@ -1394,6 +1410,18 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int 
   return ~absent & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
 }
 
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
 // ---- attention/combine -----------------------------------------------------
 // Parts of a softmax, each against a reference of its own, become one: those of the warps in shared memory, those of
 // the CTAs that share an item in the workspace, where the last one to arrive adds them up in the order of the tokens.
@@ -1576,16 +1604,6 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& la
 constexpr int kSettlers = kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 
-namespace ptx {
-// Count a warp among the threads that barrier i of the CTA waits for; it goes on, or waits with the others.
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-}  // namespace ptx
-
 __device__ __forceinline__ void settle(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
   ptx::barrier_sync(kUnsettled, kThreads);
   for (int i = threadIdx.x - kFirstSettler * kWarp; i < kQuads; i += kSettlers * kWarp) {
@@ -1759,7 +1777,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     const int end = now.end_token();
 #pragma unroll 1
     for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
-      ptx::copy_wait<kStages - 2>();
+      ptx::copy_async_wait_for<kStages - 2>();
       __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
       ahead.issue(stage == 0 ? kStages - 1 : stage - 1);
       attend(p, now, inner, lane, s.ring[warp][stage], start, queries, scales, state);

@@ -363,10 +363,26 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- attention/copies ------------------------------------------------------
-// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
 namespace ptx {
-// Zeros where not `present`: then nothing is read.
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
 template <int kBytes, bool kPresent>
 __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
@@ -374,7 +390,7 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   if constexpr (kBytes == 16 && kPresent) {
     copy_async(to, from);
   } else if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    copy_async_or_zero(to, from, bytes);
   } else if constexpr (kPresent) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   } else {
@@ -382,10 +398,6 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
                  ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
   }
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until no more than the latest kGroups groups of this thread are under way.
-template <int kGroups>
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
 
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {

@@ -301,8 +301,20 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }
 }  // namespace ptx
 
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
 // ---- warpgroup -------------------------------------------------------------
-// Warpgroups: the order of their matrix products, their registers, their barriers.
+// Warpgroups: the order of their matrix products, their registers.
 namespace ptx {
 // Before the first product, and whenever registers of one were written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -328,10 +340,6 @@ __device__ __forceinline__ uint32 thread_index() {
   return i;
 }
 
-// Counts at barrier i of the CTA, for a number of threads, whole warps, without waiting.
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
 // Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
@@ -389,10 +397,6 @@ __device__ __forceinline__ void wgmma_outputs(float (&d)[64], const uint32 (&a)[
         , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
         , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-// Waits for a number of threads, whole warps, at barrier i of the CTA.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
 }
 }  // namespace ptx
 
@@ -643,10 +647,32 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- attention/copies ------------------------------------------------------
-// Copies of kBytes into shared memory that run beside the thread, in groups that are waited for in order.
+// ---- partials/prefetch_line ------------------------------------------------
 namespace ptx {
-// Zeros where not `present`: then nothing is read.
+// Brings the line of 128 bytes that has *p to L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
 template <int kBytes, bool kPresent>
 __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
@@ -654,7 +680,7 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   if constexpr (kBytes == 16 && kPresent) {
     copy_async(to, from);
   } else if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    copy_async_or_zero(to, from, bytes);
   } else if constexpr (kPresent) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   } else {
@@ -662,10 +688,6 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
                  ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
   }
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until no more than the latest kGroups groups of this thread are under way.
-template <int kGroups>
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory"); }
 
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
@@ -821,7 +843,7 @@ class Tiles {
       if (row >= item_.request.q_len * p_.group) break;
       const Query* q = p_.q + int64(item_.request.q_begin + row / p_.group) * p_.q_token_stride +
                        (item_.head * p_.group + row % p_.group) * p_.q_head_stride;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(q + i % kLines * (128 / sizeof(Query))));
+      ptx::prefetch_line(q + i % kLines * (128 / sizeof(Query)));
     }
   }
 
