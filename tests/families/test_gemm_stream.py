@@ -55,7 +55,7 @@ def test_cuts_formats_and_dtypes_without_a_race(
     [
         (StreamTactic(8, 1, 1, 9, 2), 72, 5120),  # of which slots are no multiple
         (StreamTactic(8, 4, 4, 4), 72, 3072),
-        (StreamTactic(8, 1, 1, 2, split=2), 2160, 160),  # three blocks for some, in as many passes
+        (StreamTactic(8, 1, 1, 2), 2160, 160),  # two blocks for some, in as many passes
     ],
     ids=str,
 )
@@ -91,6 +91,7 @@ def test_every_tactic_makes_a_kernel_that_fits() -> None:
 def test_why_a_tactic_is_rejected() -> None:
     assert "TMA" in str(rejects(problem(8, 64, 1024), StreamTactic(8, 4, 1, 4), Arch.of("sm_120a")))
     assert "chunk" in str(rejects(problem(8, 64, 128), StreamTactic(8, 4, 1, 4, split=2), SM_90A))
+    assert "at a time" in str(rejects(problem(8, 8192, 1024), StreamTactic(8, 4, 1, 4, split=2), SM_90A))
     assert "room" in str(rejects(problem(8, 64, 1024), StreamTactic(8, 4, 1, 4, fill=2), SM_90A))
     assert "empty" in str(rejects(problem(8, 64, 1024), StreamTactic(16, 4, 1, 4), SM_90A))
 

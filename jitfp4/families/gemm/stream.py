@@ -98,12 +98,22 @@ def specialise(problem: Problem, tactic: StreamTactic) -> StreamSpec:
     return StreamSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
 
 
+def _blocks(problem: Problem) -> int:
+    return ceil_div(problem.n, _BLOCK_ROWS)
+
+
+def _clusters(problem: Problem, tactic: StreamTactic, arch: Arch) -> int:
+    return min(_blocks(problem), arch.num_sms * tactic.fill // tactic.split)
+
+
 def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     if not arch.has_tma or arch.shared_bytes < _SHARED_BYTES:
         return f"it needs TMA and {_SHARED_BYTES} bytes of shared memory"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    if tactic.split > 1 and _blocks(problem) > _clusters(problem, tactic, arch) * tactic.warp_blocks * tactic.row_warps:
+        return "a cluster of several CTAs takes all its rows at a time"
     if not 0 < tactic.fill <= tactic.ctas:
         return f"{tactic.fill} CTAs do not fit on an SM that has room for {tactic.ctas}"
     if tactic.tile_m > STREAM_TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
@@ -117,6 +127,5 @@ def geometry(problem: Problem, tactic: StreamTactic, arch: Arch) -> Geometry:
     Where an SM has room for more CTAs than a launch fills it with, the next launch loads its weight there meanwhile.
     """
     spec = specialise(problem, tactic)
-    clusters = min(ceil_div(problem.n, _BLOCK_ROWS), arch.num_sms * tactic.fill // tactic.split)
-    grid = (tactic.split, clusters, ceil_div(problem.m, spec.tile_m))
+    grid = (tactic.split, _clusters(problem, tactic, arch), ceil_div(problem.m, spec.tile_m))
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
