@@ -60,7 +60,7 @@ LAYERS = (
     (2112, 7168),
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-SEARCHED_ROWS = (1, 8, 16, 24, 32)
+SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7

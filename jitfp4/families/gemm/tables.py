@@ -19,20 +19,25 @@ _MOST_NARROW = 16  # rows of x
 TABLE = Table(
     (
         *rows(
-            (NarrowTactic(8, 4, 1, 16, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 2, 1, 16, 3, 1), {"tiles_per_sm": 0.5}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(8, 4, 1, 4, 2, 3, split=3), {"tiles_per_sm": 1.5}),
             (NarrowTactic(8, 4, 1, 4, 2, 4), {}),
             m=8,
         ),
         *rows(
+            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.5, "k": 4096}),
             (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 0.9}),
+            (NarrowTactic(16, 4, 2, 8, 2, 1, split=2), {"tiles_per_sm": 1.0}),
             (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 1.5}),
-            (NarrowTactic(16, 4, 2, 4, 2, 2), {}),
+            (NarrowTactic(16, 4, 2, 4, 2, 2), {"tiles_per_sm": 5.0}),
+            (NarrowTactic(16, 4, 1, 4, 2, 3), {}),
             m=16,
         ),
         *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
             (NarrowTactic(32, 4, 2, 4, 3, 1), {"tiles_per_sm": 1.5}),
@@ -51,19 +56,11 @@ TABLE = Table(
 
 # Up to 16 rows of x, and of rows that ask for the same, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Rows for small weights and for 32 rows of x were read from h200/gemm_variants.csv. Two layers of its twelve gained by
-# `early`: 2112 x 7168 and, with 16 rows of x, 4096 x 4096.
-_SMALL = (
-    Row(NarrowTactic(8, 1, 1, 8, 6, 2, early=True), {"m": 8, "tiles_per_sm": 0.25}),
-    Row(NarrowTactic(8, 4, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5, "k": 4096}),
-    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.25}),
-    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.5, "k": 4096}),
-)
 HOPPER: Table[Any] = Table(
     (
-        *_SMALL,
         *reversed(_narrow.values()),
         *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 0.9}),
             (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
@@ -158,12 +155,10 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (1, 4, 2, 2, 2),
     ),
 }
-_EARLY_CUTS = {8: ((1, 1, 8, 6, 2), (2, 1, 8, 4, 2)), 16: ((1, 1, 8, 4, 2), (2, 1, 8, 2, 2))}
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
-_early = (NarrowTactic(tile_m, *cut, early=True) for tile_m, cuts in _EARLY_CUTS.items() for cut in cuts)
-TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched, *_early)))
+TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
 
 _STREAM_CUTS = (  # rows of x, blocks and warps of a group, groups, CTAs of an SM, unrolled; splits, fills
     ((8, 4, 1, 16, 1, False), (1, 2, 4), (1,)),
@@ -231,7 +226,7 @@ WIDE_TACTICS: tuple[WideTactic, ...] = tuple(dict.fromkeys((*_chosen, *_whole, *
 
 _LOADS = {  # of sm_90a
     8: (0.5,),
-    16: (0.5,),
+    16: (0.5, 0.95, 6.0),
     32: (1.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
     128: (0.5, 1.0, 1.3, 2.0),
