@@ -1,10 +1,10 @@
 """Products of bf16 activations and NVFP4 weights: time, bandwidth, cuBLAS in bf16 in the same run, recorded peers.
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
-``--part search`` measures every tactic of the kernels for few rows that can run a case and reads the weight once:
-``gemm_search.csv`` and ``gemm_stream_search.csv``, what the tables were read from, with ``gemm_wide_search.csv`` of
-``bench.bench_gemm_wide``. Each tactic has one replay, and those that are nearly the fastest five more, in turn.
-``--part choose`` prints what the files say, for each row of the tables the tactics that lose least, anywhere.
+``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once:
+``gemm_search.csv``, what the tables were read from, with ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``. Each
+tactic has one replay, and those that are nearly the fastest five more, in turn. ``--part choose`` prints what both
+files say, for each row of the tables the tactics that lose least, anywhere.
 
 A case is a graph of calls on as many copies of the weight as no L2 holds together, in turn for a millisecond at
 least, activations warm, the median of 7 replays; calls follow each other by programmatic dependent launch, as layers
@@ -35,9 +35,8 @@ from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
-from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW, STREAM
+from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem
-from jitfp4.families.gemm.stream import StreamTactic
 from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import NVFP4, DType
@@ -87,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned 
 }
 """
 
-KINDS = {"gemm_search": NarrowTactic, "gemm_stream_search": StreamTactic, "gemm_wide_search": WideTactic}
+KINDS = {"gemm_search": NarrowTactic, "gemm_wide_search": WideTactic}
 
 Call = Callable[[], object]
 
@@ -293,8 +292,8 @@ def main() -> None:
         return
     arch = target_of(torch.empty(1, device="cuda")).arch
     if options.part == "search":
-        for name, kernel in (("gemm_search", NARROW), ("gemm_stream_search", STREAM)):
-            write_results(options.out / name, list(search(kernel, SEARCHED_ROWS, arch, options.seconds)), stamp())
+        found = search(NARROW, SEARCHED_ROWS, arch, options.seconds)
+        write_results(options.out / "gemm_search", list(found), stamp())
         return
     rows = list(measure(arch))
     write_results(options.out / "gemm", rows, stamp())

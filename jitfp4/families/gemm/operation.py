@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitfp4.families.gemm import stream, wide
+from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.problem import DTYPES, NarrowSpec, Problem, geometry, rejects, specialise
-from jitfp4.families.gemm.tables import HOPPER, STREAM_TACTICS, TABLE, TACTICS, WIDE_TACTICS, problems
+from jitfp4.families.gemm.tables import HOPPER, TABLE, TACTICS, WIDE_TACTICS, problems
 from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, Fp4Weight
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.kernel import Kernel, Plan
@@ -44,13 +44,6 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "x_stride": arguments.a.stride(0),
         "out_stride": arguments.out.stride(0),
     }
-
-
-def _bind_stream(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    x = TileMap(arguments.a.view(torch.uint16), (plan.spec.tile_m, TILE_COLS // 2), swizzle=128)
-    values = _bind(arguments, plan) | {"x": x}
-    del values["x_stride"]  # the map has it
-    return values
 
 
 def _bind_wide(arguments: Arguments, plan: Plan) -> dict[str, Any]:
@@ -113,20 +106,6 @@ NARROW = Kernel(
     bind=_bind,
 )
 
-STREAM = Kernel(
-    name="gemm/stream",
-    spec=stream.StreamSpec,
-    params=(
-        TensorMapParam("x", "[m, k], boxes [kTileM, 64]"),
-        *(param for param in NARROW.params if param.name not in ("x", "x_stride")),
-    ),
-    tactics=STREAM_TACTICS,
-    rejects=stream.rejects,
-    specialise=stream.specialise,
-    geometry=stream.geometry,
-    bind=_bind_stream,
-)
-
 WIDE = Kernel(
     name="gemm/wide",
     spec=wide.WideSpec,
@@ -152,7 +131,7 @@ WIDE = Kernel(
 MM_BF16_FP4 = Operation(
     Arguments,
     name="mm_bf16_fp4",
-    kernels=(NARROW, STREAM, WIDE),
+    kernels=(NARROW, WIDE),
     problem=_problem,
     problems=problems,
     tables=(TABLE, HOPPER),

@@ -8,7 +8,6 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
-from jitfp4.families.gemm.stream import StreamTactic
 from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import BlockFormat
@@ -44,6 +43,7 @@ TABLE = Table(
             (NarrowTactic(32, 4, 2, 2, 3, 2), {}),
             m=32,
         ),
+        # the file has no case of 64 rows of x
         Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=4), {"tiles_per_sm": 0.5}),
         Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=2), {"tiles_per_sm": 1.0}),
         Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
@@ -56,6 +56,7 @@ TABLE = Table(
 
 # Up to 16 rows of x, and of rows that ask for the same, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
+# Rows of gemm/wide were read from h200/gemm_variants.csv too, rows of gemm/narrow from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
@@ -160,42 +161,6 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
 TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
 
-_STREAM_CUTS = (  # rows of x, blocks and warps of a group, groups, CTAs of an SM, unrolled; splits, fills
-    ((8, 4, 1, 16, 1, False), (1, 2, 4), (1,)),
-    ((8, 4, 1, 16, 1, True), (1,), (1,)),
-    ((8, 4, 1, 20, 1, False), (1, 2), (1,)),
-    ((8, 4, 2, 8, 1, False), (1, 2, 4), (1,)),
-    ((8, 4, 4, 4, 1, False), (1, 2), (1,)),
-    ((8, 2, 1, 24, 1, False), (1, 2), (1,)),
-    ((8, 4, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((8, 4, 1, 8, 2, True), (1,), (1, 2)),
-    ((8, 2, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((8, 2, 1, 12, 2, False), (1, 2), (1, 2)),
-    ((8, 1, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((8, 1, 1, 14, 2, False), (1, 2), (1, 2)),
-    ((16, 4, 1, 16, 1, False), (1, 2, 4), (1,)),
-    ((16, 4, 2, 8, 1, False), (1, 2, 4), (1,)),
-    ((16, 4, 2, 8, 1, True), (1,), (1,)),
-    ((16, 4, 4, 4, 1, False), (1, 2, 4), (1,)),
-    ((16, 2, 2, 10, 1, False), (1, 2), (1,)),
-    ((16, 4, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((16, 4, 2, 4, 2, False), (1, 2), (1, 2)),
-    ((16, 2, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((16, 2, 2, 5, 2, False), (1, 2), (1, 2)),
-    ((16, 1, 1, 8, 2, False), (1, 2), (1, 2)),
-    ((16, 1, 2, 6, 2, False), (1, 2), (1, 2)),
-    ((32, 3, 2, 6, 1, False), (1, 2), (1,)),
-    ((32, 2, 2, 8, 1, False), (1, 2), (1,)),
-    ((32, 2, 4, 4, 1, False), (1, 2), (1,)),
-    ((32, 2, 1, 8, 1, False), (1, 2), (1,)),
-)
-STREAM_TACTICS = tuple(
-    StreamTactic(*cut, split=split, fill=fill)
-    for cut, splits, fills in _STREAM_CUTS
-    for split in splits
-    for fill in fills
-)
-
 # rows of x, groups, depth, splits
 _WIDE_CUTS = (
     (32, 1, 2, (1, 2)),
@@ -209,15 +174,13 @@ _WIDE_CUTS = (
     (128, 1, 2, (1, 2, 3, 4)),
     (128, 2, 1, (1, 2, 3, 4)),
     (128, 3, 1, (1, 2, 3, 4)),
-    (192, 1, 2, (1, 2, 3)),
-    (192, 2, 1, (1, 2)),
-    (256, 1, 2, (1, 2, 3, 4)),
+    (256, 1, 2, (1, 2)),
     (256, 2, 1, (1, 2)),
 )
 _whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (192, 2), (256, 2))
+    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
 _chosen = (row.tactic for row in HOPPER.rows if isinstance(row.tactic, WideTactic))
@@ -238,7 +201,7 @@ _LOADS = {  # of sm_90a
 
 def problems(arch: Arch) -> Iterator[Problem]:
     """Few, some and many rows of the weight, for every number of rows of x that differs."""
-    loads = (0.25, 0.75, 1.25, 4.0)
+    loads = (0.25, 0.4, 0.75, 1.25, 4.0)
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)

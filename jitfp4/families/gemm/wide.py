@@ -12,7 +12,7 @@ from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-WIDE_TILE_MS = (32, 64, 128, 192, 256)
+WIDE_TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = 232448  # of a CTA
 _MOST_SLOTS = 24
