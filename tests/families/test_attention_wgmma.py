@@ -89,6 +89,38 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
             "missing": ((0, 0, 3, -1),),
         },
     ),
+    # Items whose second half is beyond the queries, and requests with fewer tokens than a tile.
+    "pairs": (
+        WgmmaTactic(stages=3, turns=True, ctas=2),
+        {
+            "lengths": (300, 33, 0, 20, 160),
+            "q_lens": (130, 9, 3, 0, 9),
+            "group": 3,
+            "page": 12,
+            "with_sinks": True,
+            "window_left": 90,
+            "missing": ((0, 0, 8, -1), (4, 0, 9, -1)),
+        },
+    ),
+    "pairs_three_teams": (
+        WgmmaTactic(teams=3, tile=64, stages=4, turns=True, ctas=2),
+        _ONE
+        | {
+            "lengths": (420,),
+            "q_lens": (100,),
+            "v_scale_layout": "interleaved4",
+            "shared": False,
+            "missing": ((0, 0, 1, -1), (0, 1, 3, 2**30)),
+        },
+    ),
+    "pairs_two_producers": (
+        WgmmaTactic(producers=2, stages=3, turns=True, ctas=2),
+        SCATTERED | {"lengths": (250,), "q_lens": (130,)},
+    ),
+    "pairs_e4m3": (
+        WgmmaTactic(teams=3, tile=64, stages=3, turns=True, ctas=2),
+        _ONE | {"cache": torch.float8_e4m3fn, "lengths": (300, 5), "q_lens": (60, 3), "missing": ((0, 0, 3, -1),)},
+    ),
     "scattered": (WgmmaTactic(turns=True), SCATTERED | {"lengths": (250,), "q_lens": (130,), "group": 1}),
 }
 # As those of the kernel on mma.sync: weights are 16-bit floats and outputs rounded.

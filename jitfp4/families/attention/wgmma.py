@@ -36,6 +36,7 @@ _WORK_REGISTERS = 44  # of a producer, beside what is on its way
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
+_LEAST_TOKENS = 16  # of a warp: two lanes share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class WgmmaTactic:
     tile: int = 128
     stages: int = 2
     turns: bool = False
+    ctas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,8 @@ class WgmmaSpec(KernelSpec):
     """A CTA takes 64 * ``teams`` query rows of one KV head and tiles of ``tile`` tokens.
 
     ``producers`` warpgroups expand K and V, ``stages`` tiles of each ahead. With ``turns``, the teams start their
-    products one after the other. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages
-    of their own.
+    products one after the other. Two ``ctas`` are a cluster and take neighbouring rows: one expands K for both, the
+    other V. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages of their own.
     """
 
     cache: Cache
@@ -69,9 +71,11 @@ class WgmmaSpec(KernelSpec):
     tile: int
     stages: int
     turns: bool
+    ctas: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4))):
+        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
+        for name, allowed in fields:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
 
@@ -85,11 +89,16 @@ class WgmmaSpec(KernelSpec):
         return _WARPGROUP * (self.teams + self.producers)
 
     @property
+    def tile_warps(self) -> int:
+        """That expand a tile of K or V."""
+        return 8 if self.producers * self.ctas == 4 else 4
+
+    @property
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
-        units = self.tile * self.head_dim * self.cache.bits // (128 * _WARPGROUP)  # of 16 bytes, of one side
+        units = self.tile * self.head_dim * self.cache.bits // (128 * 32 * self.tile_warps)  # of 16 bytes, of one side
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers == 1 else 1), 8)
+        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers * self.ctas == 1 else 1), 8)
 
     @property
     def consumer_registers(self) -> int:
@@ -108,7 +117,7 @@ class WgmmaSpec(KernelSpec):
         """Shared memory that a CTA uses."""
         queries = self.teams * _TEAM_ROWS * self.head_dim * 2
         tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
-        return round_up(queries + tiles + self.stages * self.tile // 8, 1024)
+        return round_up(queries + tiles + self.stages * self.tile_warps * 4, 1024)
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
@@ -124,6 +133,10 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic)
+    if spec.ctas > 1 and spec.cache.bits == 16:
+        return "16-bit floats are copied: there is no expansion to share"
+    if spec.tile // spec.tile_warps < _LEAST_TOKENS:
+        return f"{spec.tile_warps} warps would have fewer than {_LEAST_TOKENS} tokens of a tile"
     if spec.sums + _SPARE_REGISTERS > spec.consumer_registers:
         return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
     if spec.shared_bytes > _SHARED_BYTES:
@@ -134,6 +147,10 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
 def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
     """CTAs that stay, one on each SM, and take the work in turn."""
     spec = specialise(problem, tactic)
+    clusters = min(arch.num_sms // spec.ctas, problem.blocks)
     return Geometry(
-        grid=(min(arch.num_sms, problem.blocks), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes
+        grid=(clusters * spec.ctas, 1, 1),
+        block=(spec.threads, 1, 1),
+        cluster=(spec.ctas, 1, 1),
+        shared_bytes=spec.shared_bytes,
     )
