@@ -36,7 +36,6 @@ _WORK_REGISTERS = 44  # of a producer, beside what is on its way
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
-_LEAST_TOKENS = 16  # of a warp: two lanes share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,19 @@ class WgmmaSpec(KernelSpec):
     @property
     def tile_warps(self) -> int:
         """That expand a tile of K or V."""
-        return 8 if self.producers * self.ctas == 4 else 4
+        return 4 if self.cache.bits == 16 else self.tile // 32
+
+    @property
+    def sides(self) -> int:
+        """Of K and V, those that a producer warp expands."""
+        return 2 if self.producers * 4 == self.tile_warps and self.ctas == 1 else 1
 
     @property
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
-        units = self.tile * self.head_dim * self.cache.bits // (128 * 32 * self.tile_warps)  # of 16 bytes, of one side
+        units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers * self.ctas == 1 else 1), 8)
+        return round_up(_WORK_REGISTERS + units * unit * self.sides, 8)
 
     @property
     def consumer_registers(self) -> int:
@@ -135,8 +139,6 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     spec = specialise(problem, tactic)
     if spec.ctas > 1 and spec.cache.bits == 16:
         return "16-bit floats are copied: there is no expansion to share"
-    if spec.tile // spec.tile_warps < _LEAST_TOKENS:
-        return f"{spec.tile_warps} warps would have fewer than {_LEAST_TOKENS} tokens of a tile"
     if spec.sums + _SPARE_REGISTERS > spec.consumer_registers:
         return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
     if spec.shared_bytes > _SHARED_BYTES:
