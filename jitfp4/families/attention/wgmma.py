@@ -4,17 +4,18 @@ What a tile of t tokens and r query rows costs an SM at d = 128. The tensor core
 multiplications and additions, 2048 a cycle), 1536 for 192 x 64. Beside that run, four instructions a cycle, as the
 machine code counts them for 192 x 64:
 
-- the expansion of NVFP4 by four producer warps, 430 instructions each: 3.4 for an element of K or V (1.9 make float16
-  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers);
+- the expansion of NVFP4 by four producer warps, 350 instructions each: 2.7 for an element of K or V (1.9 make float16
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers). Of two CTAs that share
+  it, each expands one of K and V: two warps with 376 instructions each, which start the copies to the other as well;
 - the softmax, 226 instructions in each of twelve consumer warps: 7.1 for a score (1 each for exponent, power of two and
   sum, 0.5 each for the maximum and to round it, the rest are descriptors and barriers), and 256 cycles of the unit for
   powers of two.
 
-That is 72 % of the issue slots at the full rate of the tensor cores. An H200 reaches 0.5 to 0.6 of that rate: a warp
+That is 67 % of the issue slots at the full rate of the tensor cores, 56 % where CTAs share the expansion. An H200 reaches 0.5 to 0.6 of that rate: a warp
 issues an instruction every five to ten cycles, as accumulators pass through the register file beside it, and teams wait
 a fifth of the time for their turn, which another team keeps until its products are queued. What a lane works out for
-each row that it expands (page, address, scales) weighs so much that one or two lanes take a row, although their loads
-coalesce less.
+each row that it expands (page, address, scales) weighs so much that one lane takes a row, although its loads coalesce
+less.
 """
 
 from __future__ import annotations
