@@ -2,13 +2,13 @@
 
 entry.py     entry.json and the checks on bytes; touches no file
 tree.py      folders by descriptors: open, make, measure, remove; follows no link
-index.py     which files a set of entries has; its digest is what a deployment pins
-layer.py     one root as a reader sees it: what may be believed, and in which order that is found out
-lock.py      locks with a bounded wait that says what it waits for
-publish.py   stage, sync, rename; quarantine; sweep
-survey.py    which entries a root has, when they were used, what cannot be looked into
-evict.py     limits, least recently used first
-outcome.py   what a look-up or a build gives, and counters
+index.py     which files a set of entries has; the digest of the index is what a deployment pins
+layer.py     one root for reading: the checks of a load, in their order
+lock.py      locks with a bounded wait; the log says who holds the lock
+publish.py   write an entry, quarantine a bad one, sweep what killed processes left
+survey.py    which entries a root has, when they were used, and which folders cannot be read
+evict.py     remove the least recently used entries when a limit is exceeded
+outcome.py   results of a look-up or a build, and counters
 installed.py layers that were installed as Python packages
 store.py     Cache: find a kernel in the layers or build it once
 catalog.py   Catalog: list, verify, prune, clear

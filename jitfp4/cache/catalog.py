@@ -1,4 +1,4 @@
-"""The user's root as its owner sees it: list, verify, prune, clear. What `jitfp4 cache` commands are made of."""
+"""Looking after the user's root: list, verify, prune, clear. The `jitfp4 cache` commands call this."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The verdict on one entry and the reason in words. Without ``use`` it is on a folder on the way to entries."""
+    """The verdict on one entry, and the reason. Where ``use`` is None the verdict is on a folder that holds entries."""
 
     use: Use | None
     path: Path
@@ -52,7 +52,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What a root takes on disk. ``disk_bytes`` counts blocks and ``inodes`` counts folders too."""
+    """The disk use of a root. ``disk_bytes`` counts blocks, and ``inodes`` counts folders too."""
 
     entries: int
     disk_bytes: int
@@ -63,8 +63,8 @@ class Size:
 class Catalog:
     """A cache root, usually the user's. A root that does not exist is an empty one.
 
-    ``own`` and ``pin`` are those of Layer: verify() takes for untrusted what a load would. ``findings`` are the folders
-    that the last walk over the root could not look into: what is behind them was left out.
+    ``own`` and ``pin`` are those of Layer, so that verify() trusts what a load would trust. ``findings`` are the
+    folders that the last walk over the root could not read: entries in them were left out.
     """
 
     def __init__(self, root: Path, *, own: bool = True, pin: str | None = None) -> None:
@@ -91,7 +91,7 @@ class Catalog:
         return [entry for entry in self.entries() if entry.use.digest.startswith(prefix)]
 
     def read(self, use: Use) -> tuple[Manifest, Recipe, EntryFiles]:
-        """Everything about one entry, all of it checked. Raises CacheCorruptError, CacheUntrustedError or OSError."""
+        """One entry, checked completely. Raises CacheCorruptError, CacheUntrustedError or OSError."""
         files = self.layer.read_files(use.digest, use.toolchain)
         manifest = files.check(use.digest, use.toolchain)
         return manifest, manifest.check_source(files.source), files
@@ -105,12 +105,12 @@ class Catalog:
     def verify(
         self, prefix: str = "", *, recompile: Callable[[Recipe, Manifest], bytes | None] | None = None
     ) -> Iterator[Checked]:
-        """Check entries completely, the recipe recomputed from kernel.cu included. Changes nothing.
+        """Check entries completely, and recompute each recipe from kernel.cu. Changes nothing.
 
         Args:
             prefix: only recipes whose digest starts with it.
-            recompile: builds a recipe anew; its bytes must equal the stored cubin. None from it means that this
-                machine cannot (another toolchain), which is no fault.
+            recompile: compiles a recipe again; the result must equal the stored cubin. It returns None where this
+                machine cannot compile it (another toolchain), which is no fault of the entry.
         """
         uses = self._walk(prefix)
         yield from self.findings
@@ -121,9 +121,10 @@ class Catalog:
                     yield Checked(use=use, path=self._path(use), verdict=verdict, reason=reason)
 
     def prune(self, limits: Limits, *, dry_run: bool = False) -> list[Use]:
-        """Remove entries until ``limits`` hold, and what killed processes left. Returns what went, or would go.
+        """Remove entries until ``limits`` hold, and files that killed processes left. Returns the removed entries.
 
-        Nothing is made for that, so it works on a full disk. Raises CacheUntrustedError or OSError for such a root.
+        With ``dry_run`` it removes nothing and returns the entries that it would remove. It creates no file, so it
+        works on a full disk. Raises CacheUntrustedError or OSError when the root cannot be trusted or opened.
         """
         if not os.path.lexists(self.layer.path):
             return []
@@ -133,9 +134,10 @@ class Catalog:
         return gone
 
     def clear(self, *, dry_run: bool = False) -> list[Use]:
-        """Remove every entry, the quarantine, indexes, and what killed processes left. Locks and running builds stay.
+        """Remove every entry, the quarantine, indexes, and files that killed processes left. Returns like prune().
 
-        A link or a file where a folder of entries belongs goes too; what it names stays. Raises like prune().
+        Lock files and running builds stay. A link or a file in the place of a folder of entries is removed; the target
+        of the link stays. Raises like prune().
         """
         if not os.path.lexists(self.layer.path):
             return []
@@ -196,12 +198,12 @@ def _finding(root: Path, item: Obstacle) -> Checked:
 
 
 def _may_hold(item: Obstacle, prefix: str) -> bool:
-    """An entry whose digest starts with ``prefix`` may be behind this obstacle."""
+    """Whether the folder that cannot be read may hold entries whose digest starts with ``prefix``."""
     return item.digest_prefix.startswith(prefix) or prefix.startswith(item.digest_prefix)
 
 
 def _discard_link(root: int, path: Path) -> None:
-    """Remove a link or a file that is in the place of a folder."""
+    """Remove ``path`` if it is a link or a file. A folder stays."""
     with suppress(OSError, CacheUntrustedError), ExitStack() as stack:
         folder = stack.enter_context(open_below(root, str(path.parent))) if path.parent.name else root
         if not stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -1,6 +1,6 @@
-"""One entry of the cache as bytes: what entry.json says, and whether three files are what it says.
+"""One entry of the cache as bytes: the contents of entry.json, and the checks of the three files against it.
 
-Touches no file. Every check works on the bytes that the caller goes on to use, so nothing can change in between.
+Touches no file. Every check reads the bytes that the caller uses afterwards, so nothing can change in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jitfp4.keys import SCHEMA, Recipe
 CUBIN, SOURCE, MANIFEST = "kernel.cubin", "kernel.cu", "entry.json"
 FILES = (CUBIN, SOURCE, MANIFEST)
 MAX_BYTES = {CUBIN: 256 << 20, SOURCE: 16 << 20, MANIFEST: 1 << 20}
-"""Largest size of each file that is read at all."""
+"""The largest size at which each file is read."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TOOLCHAIN = re.compile(r"[a-z0-9][a-z0-9_+-]*(\.[a-z0-9_+-]+)*")
@@ -33,8 +33,9 @@ _SEAL_BYTES = len(_SEAL % ("0" * 64))
 class Built:
     """What a build callback returns.
 
-    ``symbol`` is the ``extern "C"`` kernel in ``cubin``. ``provenance`` says who made it from what (templates and their
-    SHA-256, spec, compile milliseconds, time, jitfp4 version); it is JSON, is stored, and is no part of the key.
+    ``symbol`` is the ``extern "C"`` kernel in ``cubin``. ``provenance`` is a JSON object that says how the kernel was
+    made (templates and their SHA-256, spec, compile milliseconds, time, jitfp4 version). It is stored, but is no part
+    of the key.
     """
 
     cubin: bytes
@@ -126,16 +127,16 @@ class Manifest:
         return manifest
 
     def check_place(self, digest: str, toolchain: str) -> None:
-        """The entry lies where it belongs: this catches swapped and copied entries. Raises CacheCorruptError."""
+        """Check that the entry lies in its own folder: finds swapped and copied entries. Raises CacheCorruptError."""
         if self.digest != digest:
             raise CacheCorruptError(f"{MANIFEST}: made for recipe {self.digest}, found under {digest}")
         if self.toolchain != toolchain:
             raise CacheCorruptError(f"{MANIFEST}: made by {self.toolchain}, found under {toolchain}")
 
     def check_asked(self, recipe: Recipe) -> None:
-        """The preimage that is written here is the one that was asked for, its source aside. Raises CacheCorruptError.
+        """Check that this manifest is of ``recipe``; the source is not compared. Raises CacheCorruptError.
 
-        The digest alone would not do: the ELF header is compared with the ``arch`` that is written here.
+        Comparing digests would not be enough: check_cubin() relies on the ``arch`` of this manifest.
         """
         written = self.recipe
         if (
@@ -146,7 +147,7 @@ class Manifest:
             raise CacheCorruptError(f"{MANIFEST}: its family, arch and options are not those of recipe {self.digest}")
 
     def check_cubin(self, cubin: bytes) -> None:
-        """These are the published bytes, for this architecture, with this kernel inside. Raises CacheCorruptError."""
+        """Check the size, SHA-256, architecture and kernel of ``cubin``. Raises CacheCorruptError."""
         if len(cubin) != self.cubin_bytes or hashlib.sha256(cubin).hexdigest() != self.cubin_sha256:
             raise CacheCorruptError(f"{CUBIN}: SHA-256 or size is not the published one")
         check_elf(cubin, self.arch, self.symbol)
@@ -168,7 +169,7 @@ class EntryFiles:
     manifest: bytes
 
     def check(self, digest: str, toolchain: str) -> Manifest:
-        """Every check there is, the recomputed recipe included. Raises CacheCorruptError."""
+        """Check everything, also that the recipe can be recomputed from the files. Raises CacheCorruptError."""
         manifest = Manifest.decode(self.manifest)
         manifest.check_place(digest, toolchain)
         manifest.check_source(self.source)
@@ -176,16 +177,16 @@ class EntryFiles:
         return manifest
 
     def by_name(self) -> dict[str, bytes]:
-        """File name to contents; the manifest last, because it is the one that is written last."""
+        """File name to contents, in the order of writing: the manifest last."""
         return {CUBIN: self.cubin, SOURCE: self.source, MANIFEST: self.manifest}
 
 
 def check_elf(cubin: bytes, arch: str, symbol: str) -> None:
-    """``cubin`` is device code for ``arch`` and has a section ``.text.<symbol>``. Raises CacheCorruptError.
+    """Check that ``cubin`` is device code for ``arch`` with a section ``.text.<symbol>``. Raises CacheCorruptError.
 
     ELF ABI version 7 keeps the SM number in bits 0-7 of e_flags, version 8 in bits 8-23. NVRTC 12.9 marks arch-specific
-    targets (``a``) in bit 11 of version 7 and bit 3 of version 8; NVRTC 13.5 never sets that bit. So a set bit needs
-    an ``a``, a clear bit says nothing, and the suffix is bound by the recipe, which hashes the name.
+    targets (``a``) in bit 11 of version 7 and bit 3 of version 8; NVRTC 13.5 never sets that bit. So a set bit
+    requires an ``a``, and a clear bit says nothing. The recipe hashes the name with its suffix in any case.
     """
     if len(cubin) < 64 or cubin[:5] != b"\x7fELF\x02":
         raise CacheCorruptError(f"{CUBIN}: not a 64-bit ELF file")
@@ -203,13 +204,13 @@ def check_elf(cubin: bytes, arch: str, symbol: str) -> None:
 
 
 def is_digest(name: str) -> bool:
-    """``name`` is 64 lower-case hex digits."""
+    """Whether ``name`` is 64 lower-case hex digits."""
     return _DIGEST.fullmatch(name) is not None
 
 
 @functools.lru_cache(64)
 def is_toolchain(name: str) -> bool:
-    """``name`` may be a toolchain folder: at most 100 of ``a-z 0-9 _ + -`` and single inner dots."""
+    """Whether ``name`` may name a toolchain folder: at most 100 of ``a-z 0-9 _ + -`` and single inner dots."""
     return len(name) <= 100 and _TOOLCHAIN.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""The index of a set of entries: which files it has, and their SHA-256. Its own digest fixes all of them."""
+"""The index of a set of entries: their files with sizes and SHA-256. The digest of the index fixes them all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Listed:
         )
 
     def check(self, files: EntryFiles) -> None:
-        """``files`` are the listed ones, and a valid entry. Raises BundleError or CacheCorruptError."""
+        """Check that ``files`` are the listed ones and a valid entry. Raises BundleError or CacheCorruptError."""
         if Listed.of(files) != self:
             raise BundleError(f"{self.recipe}/{self.toolchain}: not the files that the index lists")
         files.check(self.recipe, self.toolchain)
@@ -59,7 +59,7 @@ class Index:
 
     @classmethod
     def of(cls, entries: Iterable[Listed], tactics: tuple[int, str] | None = None) -> Index:
-        """The index of ``entries`` in whatever order they come."""
+        """The index of ``entries``, which may come in any order."""
         by_place = {(entry.recipe, entry.toolchain): entry for entry in entries}
         return cls(tuple(by_place[place] for place in sorted(by_place)), tactics)
 
@@ -80,10 +80,10 @@ class Index:
 
     @classmethod
     def decode(cls, data: bytes, digest: str | None = None) -> Index:
-        """Parse an index; with ``digest``, only after it was found to hash to that. Raises BundleError.
+        """Parse an index. With ``digest``, ``data`` must hash to it, which is checked first. Raises BundleError.
 
-        It must be just what encode() writes. That is matched entry by entry, not parsed as JSON: a text of the largest
-        size could make a JSON parser fill the memory.
+        ``data`` must be exactly what encode() writes. It is matched entry by entry and not parsed as JSON, where a text
+        of the largest size could fill the memory.
         """
         found = hashlib.sha256(data).hexdigest()
         if digest is not None and digest != found:
@@ -108,7 +108,7 @@ class Index:
 
     @property
     def total_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(size for entry in self.entries for size, _ in entry.files.values())
 
     @functools.cached_property
@@ -151,7 +151,7 @@ def _check_size(name: str, size: int, sha256: str) -> tuple[int, str]:
 
 
 def _unescaped(text: str) -> str:
-    """The string between JSON's quotes, if they are what encode() would put around it."""
+    """The string that ``text`` stands for between JSON's quotes. Raises BundleError unless encode() writes it so."""
     try:
         value = json.loads(f'"{text}"')
     except ValueError as error:

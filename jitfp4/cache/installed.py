@@ -1,7 +1,7 @@
 """Kernels that were installed as Python packages: folders of the namespace package ``jitfp4_kernels``.
 
-Each is a cache root that holds one bundle and nothing else, whose digest stands in the package's metadata. wheel.py
-writes them.
+Each folder is a cache root that holds one bundle and nothing else. The digest of the bundle stands in the package's
+metadata. jitfp4/wheel.py writes such packages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _log = logging.getLogger("jitfp4.cache")
 
 
 def installed_layers(pin: str | None) -> Iterator[Layer]:
-    """The installed packages of kernels, by name. ``pin`` is the bundle of JITFP4_BUNDLE_SHA256, which comes first.
+    """The installed packages of kernels as layers, in the order of their names.
 
-    A package without a readable digest is left out with a warning.
+    ``pin``, the digest of JITFP4_BUNDLE_SHA256, replaces the packages' own digests unless it is None. A package without
+    a readable digest is left out with a warning.
     """
     found = importlib.util.find_spec(PACKAGE)
     folders = [Path(place) for place in found.submodule_search_locations or ()] if found else []

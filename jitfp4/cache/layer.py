@@ -1,6 +1,6 @@
-"""One cache root as a reader sees it: which folders and files may be believed, and the checks of a load in their order.
+"""Reading one cache root: which folders and files are trusted, and the checks of a load in their order.
 
-Writes nothing, except the use stamp of an entry in the user's own root.
+Writes nothing, except the time of the last use of an entry in the user's own root.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ INDEXES = "bundles"
 """Folder of bundle indexes, each named by its own SHA-256. See bundle.py."""
 
 STAMP_SECONDS = 3600
-"""A use is stamped when the last stamp is at least this old, so that a hot entry costs one write an hour."""
+"""How old the recorded time of the last use must be to be renewed. So a busy entry costs one write an hour."""
 
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not blocking: a FIFO must not hang the reader
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: a FIFO must not hang the reader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def entry_path(digest: str, toolchain: str) -> str:
 
 
 def _again_if_stale(read: Callable[P, T]) -> Callable[P, T]:
-    """Read once more on ESTALE: a network file system's view of a file that was just replaced."""
+    """Read again after ESTALE, which a network file system reports for a file that was just replaced."""
 
     @functools.wraps(read)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -60,9 +60,10 @@ def _again_if_stale(read: Callable[P, T]) -> Callable[P, T]:
 class Layer:
     """A cache root.
 
-    ``own`` marks the user's root: its files must have exactly one link. ``stamps`` says that uses are recorded.
-    ``pin`` is the SHA-256 of a bundle index in the root: nothing is believed but what that index lists. A layer must
-    have the listed ``entry.json``, whoever owns it; the user's root the listed cubin, which it may have built itself.
+    ``own`` marks the user's root: its files must have exactly one hard link. ``stamps`` says that the time of each use
+    is recorded. ``pin`` is the SHA-256 of a bundle index in the root: only entries that this index lists are used. In a
+    read-only layer ``entry.json`` must be the listed one, and owners do not matter; in the user's root the cubin must
+    be the listed one, which this user may have built.
     """
 
     path: Path
@@ -96,7 +97,7 @@ class Layer:
         return manifest, cubin
 
     def read_manifest(self, digest: str, toolchain: str) -> bytes:
-        """entry.json as it is, from trusted folders. Raises like load()."""
+        """entry.json from trusted folders; its contents are not checked. Raises like load()."""
         return self._read_each(digest, toolchain, (MANIFEST,))[0]
 
     def read_files(self, digest: str, toolchain: str) -> EntryFiles:
@@ -105,7 +106,7 @@ class Layer:
         return EntryFiles(manifest=manifest, source=source, cubin=cubin)
 
     def toolchains(self, digest: str) -> list[str]:
-        """Names of the toolchain folders of a recipe; none when there is no recipe folder."""
+        """Names of the toolchain folders of a recipe, an empty list where the recipe has no folder."""
         with (
             suppress(OSError, CacheUntrustedError),
             open_folder(self.path) as root,
@@ -115,7 +116,7 @@ class Layer:
         return []
 
     def check_pin(self) -> None:
-        """Nothing is pinned, or this root holds the pinned index. Else CacheUntrustedError: none of it is believed."""
+        """Check that this root holds the pinned index, if one is pinned. Raises CacheUntrustedError."""
         if self.pin is None:
             return
         try:
@@ -125,7 +126,7 @@ class Layer:
             raise CacheUntrustedError(f"{self.path}: does not hold {missing}") from None
 
     def is_pinned(self) -> bool:
-        """Something is pinned, and this root holds its index."""
+        """Whether a bundle is pinned, and this root holds its index."""
         try:
             self.check_pin()
         except (OSError, CacheUntrustedError):
@@ -133,11 +134,11 @@ class Layer:
         return self.pin is not None
 
     def check_new(self, manifest: Manifest) -> None:
-        """A new entry with this manifest would be believed here. Raises CacheUntrustedError."""
+        """Check that a new entry with this manifest could be loaded from here. Raises CacheUntrustedError."""
         self._check_listed(manifest, self._find_listed(manifest.digest, manifest.toolchain))
 
     def believes(self, digest: str, toolchain: str) -> bool:
-        """An entry of this name may be used: nothing is pinned, or the pinned index lists it."""
+        """Whether this entry may be used: nothing is pinned, or the pinned index lists it."""
         return self.pin is None or (self.is_pinned() and self._find_listed(digest, toolchain) is not None)
 
     @_again_if_stale
@@ -155,7 +156,7 @@ class Layer:
         return contents
 
     def _open_entry(self, digest: str, toolchain: str, pinned: str | None) -> int:
-        """A descriptor of the entry's folder. All files are opened below it, so they belong to one generation."""
+        """A descriptor of the entry's folder. All files are opened below it, so they were published together."""
         root = folder_descriptor(self.path)
         try:
             if pinned is None:
@@ -178,9 +179,9 @@ class Layer:
         return folder
 
     def _read(self, folder: int, name: str, pinned: str | None, size: int | None = None) -> bytes:
-        """One file, if it is regular, trusted and of an acceptable size, which is known before a byte is read.
+        """One file. Before it is read, it must be regular, trusted, and of an acceptable size.
 
-        With ``pinned``, the SHA-256 of entry.json, neither owner nor mode counts: the contents are known.
+        With ``pinned``, the SHA-256 that entry.json must have, owner and mode do not matter: the hash is checked.
         """
         try:
             fd = os.open(name, _FILE, dir_fd=folder)
@@ -194,13 +195,13 @@ class Layer:
                 raise CacheUntrustedError(f"{name}: not a regular file")
             if pinned is None:
                 check_trusted(status, name)
-                if self.own and status.st_nlink > 1:  # 0: evicted since it was opened, and whole
+                if self.own and status.st_nlink > 1:  # 0: it was evicted after it was opened, and is complete
                     raise CacheUntrustedError(f"{name}: has {status.st_nlink} hard links")
             if status.st_size > MAX_BYTES[name] or (size is not None and status.st_size != size):
                 raise CacheCorruptError(f"{name}: {status.st_size} bytes, not the published size")
             data = read_all(fd, status.st_size)
             if name == MANIFEST and self.stamps and abs(time.time() - status.st_mtime) >= STAMP_SECONDS:
-                with suppress(OSError):  # on a read-only mount uses go unrecorded
+                with suppress(OSError):  # a read-only mount: the use is not recorded
                     os.utime(fd)
         finally:
             os.close(fd)
@@ -209,7 +210,7 @@ class Layer:
         return data
 
     def _missing(self, error: FileNotFoundError, folder: int, digest: str, toolchain: str) -> Exception:
-        """A file that is not in an entry's folder: damage, unless the folder has left its place meanwhile."""
+        """The error for a file that is missing in an entry: damage, unless the entry was evicted meanwhile."""
         with suppress(OSError):
             now = (self.path / entry_path(digest, toolchain)).lstat()
             if os.path.samestat(now, os.fstat(folder)):
@@ -217,9 +218,10 @@ class Layer:
         return error
 
     def _listed(self, digest: str, toolchain: str) -> tuple[Listed | None, str | None]:
-        """What the pinned index says of an entry, and the SHA-256 that its entry.json must have; nothing without a pin.
+        """What the pinned index lists for an entry, and the SHA-256 that its entry.json must have, if any.
 
-        Raises CacheUntrustedError when there is such an entry and the index does not vouch for it.
+        Both are None where nothing is pinned. Raises CacheUntrustedError when this root has such an entry but no valid
+        pinned index.
         """
         if self.pin is None:
             return None, None
@@ -227,7 +229,7 @@ class Layer:
             self.check_pin()
             listed = self._find_listed(digest, toolchain)
         except CacheUntrustedError:
-            (self.path / entry_path(digest, toolchain)).lstat()  # what is not there need not be refused
+            (self.path / entry_path(digest, toolchain)).lstat()  # FileNotFoundError where there is no such entry
             raise
         return listed, None if self.own or listed is None else listed.files[MANIFEST][1]
 
@@ -235,7 +237,7 @@ class Layer:
         return pinned_entries(self.path, self.pin).get(f"{digest}/{toolchain}") if self.pin else None
 
     def _check_listed(self, manifest: Manifest, listed: Listed | None) -> None:
-        """The cubin is the one that the pinned index lists. Raises CacheUntrustedError."""
+        """Check that the cubin is the one that the pinned index lists. Raises CacheUntrustedError."""
         if self.pin is None:
             return
         if listed is None:
@@ -246,9 +248,10 @@ class Layer:
 
 @functools.cache
 def pinned_entries(root: Path, pin: str) -> Mapping[str, Listed]:
-    """``recipe/toolchain`` to what is listed, from ``bundles/<pin>.json`` below ``root``.
+    """The entries that ``bundles/<pin>.json`` below ``root`` lists, by ``recipe/toolchain``.
 
-    The index may belong to anybody: it is believed because it hashes to ``pin``. Raises FileNotFoundError without one.
+    The file may belong to anybody, because it must hash to ``pin``. Raises FileNotFoundError where there is none, and
+    CacheUntrustedError where it is another.
     """
     path = root / INDEXES / f"{pin}.json"
     fd = os.open(path, _FILE)
@@ -266,7 +269,7 @@ def pinned_entries(root: Path, pin: str) -> Mapping[str, Listed]:
 
 
 def read_all(fd: int, size: int) -> bytes:
-    """The first ``size`` bytes of a file, fewer when it ends before."""
+    """The first ``size`` bytes of a file; fewer when the file is shorter."""
     data = os.read(fd, size)
     while len(data) < size and (more := os.read(fd, size - len(data))):
         data += more

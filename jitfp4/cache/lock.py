@@ -1,11 +1,11 @@
-"""Locks that make N processes build a kernel once. Nothing is correct because of them; they save work.
+"""Locks that make N processes build a kernel once. They only save work: results are right without them.
 
-filelock's native lock on an open descriptor: flock(2), which the kernel drops when its holder dies, so no lock can be
-left behind. It also excludes the threads of one process, because every holder opens the file anew. A forked child gives
-up its copies of the descriptors: else it would keep a lock whose holder has died, and nobody could tell.
+The lock is flock(2) on an open descriptor, by filelock. The operating system releases it when the holder dies, so no
+lock can be left behind. It also works between the threads of one process, because every holder opens the file anew. A
+forked child closes its copies of the descriptors: otherwise it would keep the lock of a parent that has died.
 
-A lock file is never removed: a waiter that holds the removed inode and a newcomer would both believe they own the lock.
-Recipes share a fixed number of files instead, so two unrelated recipes sometimes wait for each other.
+A lock file is never removed: else a waiter with the removed file and a newcomer with a new one could both hold "the"
+lock. Recipes share a fixed number of lock files instead, so two unrelated recipes sometimes wait for each other.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from contextlib import contextmanager, suppress
 
 LOCKS = "locks"
 TROUBLE = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO, errno.EACCES, errno.EINVAL, errno.EBADF})
-"""What flock or a file system says when it does not do locks."""
+"""Errors with which flock fails on file systems that have no locks."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.01
-_REPORT_SECONDS = (1.0, 10.0)  # after the first wait, then between two reports
+_REPORT_SECONDS = (1.0, 10.0)  # before the first report of a wait, and between two reports
 _HOLDER_BYTES = 256
 
 _log = logging.getLogger("jitfp4.cache")
 
 
 class Lock(enum.Enum):
-    """What became of an attempt to take a lock."""
+    """The outcome of an attempt to take a lock."""
 
     HELD = enum.auto()
     NOT_NEEDED = enum.auto()
@@ -40,12 +40,12 @@ class Lock(enum.Enum):
 
 
 def stripe(digest: str) -> str:
-    """Lock file of a recipe: 4096 of them, 20 recipes built at once share one with a chance of 5 %."""
+    """The lock file of a recipe. There are 4096; of 20 recipes built at once, two share one with a chance of 5 %."""
     return f"{LOCKS}/{digest[:3]}"
 
 
 class Held:
-    """An open file or folder that a lock may be on. ``fd`` is -1 after it was closed, and in a forked child."""
+    """An open file or folder that can be locked. ``fd`` is -1 once it is closed, and in a forked child."""
 
     __slots__ = ("fd",)
 
@@ -53,19 +53,19 @@ class Held:
         self.fd = fd
 
     def close(self) -> None:
-        """Once; errors of a close are of no use to anybody."""
+        """Close the descriptor. Errors of close(2) are ignored."""
         fd, self.fd = self.fd, -1
         with suppress(OSError):
             os.close(fd)
 
 
 _held: set[Held] = set()
-_forking = threading.RLock()  # a fork waits for a file that is just being opened, so that no child has an unknown copy
+_forking = threading.RLock()  # a fork waits while a file is being opened, so that the child knows all its copies
 
 
 @contextmanager
 def held(opened: Callable[[], int]) -> Iterator[Held]:
-    """The descriptor that ``opened()`` returns, closed at the end, and in any child that is forked meanwhile."""
+    """The descriptor that ``opened()`` returns; closed at the end, and in every child that is forked before."""
     with _forking:
         file = Held(opened())
         _held.add(file)
@@ -91,9 +91,9 @@ os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, a
 def locked(root: int, path: str, what: str, timeout: float, done: Callable[[], bool] | None = None) -> Iterator[Lock]:
     """Hold the lock file ``path`` below the folder ``root``, waiting at most ``timeout`` seconds.
 
-    While it waits it logs who holds the lock and what for; ``what`` is that text for others. The wait is over, without
-    the lock, when ``done()`` says so: 63 waiters that need nothing but the result do not queue for the lock. Raises
-    OSError when the lock file cannot be opened or locked; it never raises after the body has started.
+    While it waits, it logs who holds the lock, and for what; ``what`` is what other waiters log about this holder. The
+    wait ends without the lock as soon as ``done()`` is true: waiters that only need the result do not queue for the
+    lock. Raises OSError when the lock file cannot be opened or locked, and never after the body has started.
     """
     with open_lock(root, path) as file:
         outcome = _wait(file.fd, path, what, timeout, done)
@@ -105,38 +105,38 @@ def locked(root: int, path: str, what: str, timeout: float, done: Callable[[], b
             yield Lock.HELD
         finally:
             with suppress(OSError):
-                os.ftruncate(file.fd, 0)  # an empty file takes no block
+                os.ftruncate(file.fd, 0)  # an empty file takes no disk block
             unlock(file.fd)
 
 
 @contextmanager
 def open_lock(root: int, path: str) -> Iterator[Held]:
-    """A lock file, open but not locked, created when missing. Raises OSError when it is anything but a regular file."""
+    """A lock file, opened but not locked, created when missing. Raises OSError when it is not a regular file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with held(lambda: os.open(path, flags, 0o600, dir_fd=root)) as file:
         mode = os.fstat(file.fd).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
         if stat.S_IMODE(mode) != 0o600:
-            with suppress(OSError):  # another's, or a file system without modes
-                os.fchmod(file.fd, 0o600)  # whatever the umask: the next one opens it too
+            with suppress(OSError):  # the file of another user, or a file system without modes
+                os.fchmod(file.fd, 0o600)  # whatever the umask: other processes must be able to open it
         yield file
 
 
 def try_lock(fd: int) -> bool:
-    """Take an exclusive flock now, or say that somebody else has it. Raises OSError when locks do not work here."""
+    """Take an exclusive flock, without waiting. False when another holds it. Raises OSError when locks do not work."""
     try:
-        from filelock import lock_descriptor, unlock_descriptor  # 30 ms that a process that only hits does not pay
-    except ImportError as error:  # no descriptor is left to read the module
+        from filelock import lock_descriptor, unlock_descriptor  # 30 ms, which a process that only hits saves
+    except ImportError as error:  # the process has no free descriptor to read the module with
         raise OSError(errno.ENOLCK, str(error)) from None
     if lock_descriptor(fd, blocking=False):
         return True
-    unlock_descriptor(fd)  # filelock takes EACCES for contention; where flock is forbidden this raises it, else nothing
+    unlock_descriptor(fd)  # filelock takes EACCES for a held lock; where flock is forbidden, this raises EACCES
     return False
 
 
 def unlock(fd: int) -> None:
-    """Let the next one in. Nothing happens in a child that was forked, which has no part in the lock."""
+    """Release the lock. Does nothing in a forked child, which does not hold it."""
     from filelock import unlock_descriptor
 
     if fd >= 0:
@@ -163,7 +163,7 @@ def _wait(fd: int, path: str, what: str, timeout: float, done: Callable[[], bool
 
 
 def _sign(fd: int, what: str) -> None:
-    """Leave a name for those who wait. A full disk must not cost the lock."""
+    """Write the holder into the lock file, for the log of waiters. On a full disk the holder goes unnamed."""
     with suppress(OSError):
         os.pwrite(fd, f"pid {os.getpid()} on {os.uname().nodename}, {what}".encode()[:_HOLDER_BYTES], 0)
 

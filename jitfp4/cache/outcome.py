@@ -1,4 +1,4 @@
-"""What the cache answers: a kernel, why there is none, and counters."""
+"""Results of the cache: a kernel, or why there is none; and counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jitfp4.cache.layer import entry_path
 
 
 class Miss(enum.StrEnum):
-    """Why a lookup found nothing to use; the later members hide the earlier ones when layers disagree."""
+    """Why a look-up found nothing to use. Where several layers have a reason, the last of these is reported."""
 
     OFF = "off"
     ABSENT = "absent"
@@ -23,7 +23,7 @@ class Miss(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missed:
-    """A lookup without a result. ``detail`` names what was found and refused, layer by layer."""
+    """A look-up without a result. ``detail`` lists what was found but refused, layer by layer."""
 
     reason: Miss
     detail: str = ""
@@ -31,9 +31,10 @@ class Missed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A kernel to hand to the driver: exactly these bytes were verified, or came from build().
+    """A kernel for the driver: exactly these bytes were verified, or came from build().
 
-    ``toolchain`` built it. ``missed`` is None for a hit, else why it had to be built; ``build_ms`` is what that took.
+    ``toolchain`` is the one that built it. ``missed`` is None for a hit, else why the kernel had to be built, in
+    ``build_ms`` milliseconds.
     """
 
     cubin: bytes
@@ -46,14 +47,17 @@ class Loaded:
 
     @property
     def path(self) -> Path | None:
-        """The entry's folder; None when the kernel was built and is only in memory."""
+        """The entry's folder; None for a kernel that was built and not stored."""
         return self.root / entry_path(self.digest, self.toolchain) if self.root and self.toolchain else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """Counters of one Cache since it was made. ``misses`` is by Miss value, ``store_errors`` by cause; ``joins`` are
-    misses that another process's build answered, ``lock_timeouts`` those for which the wait was too long."""
+    """Counters of one Cache since it was made.
+
+    ``misses`` counts by Miss value, ``store_errors`` by cause. ``joins`` counts misses that were answered by the build
+    of another process, ``lock_timeouts`` those that waited for another process for too long.
+    """
 
     hits: int
     misses: Mapping[str, int]

@@ -1,4 +1,7 @@
-"""Writing: stage a folder, make it durable, rename it into place; quarantine; sweep what killed processes left."""
+"""Writing: stage an entry, sync it to disk, rename it into place; quarantine, evict, sweep.
+
+A *staging folder* is a folder in ``tmp/``, locked by its owner. Sweeping removes those whose owner was killed.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ from jitfp4.errors import CacheUntrustedError
 
 TMP, BAD = "tmp", "bad"
 KEPT_BAD = 16
-"""Quarantined entries that are kept as evidence, the newest ones."""
+"""How many quarantined entries are kept for inspection: the newest ones."""
 
-_ATTEMPTS = 8  # a sweeper or an eviction may take a folder away between two steps
+_ATTEMPTS = 8  # another process may remove a folder between two steps
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def open_root(path: Path, *, world_readable: bool = False) -> Iterator[int]:
 
     Raises:
         CacheUntrustedError: somebody else could have written it.
-        CacheError: it is to be ``world_readable`` and is there, for its user only.
+        CacheError: ``world_readable``, and it exists already with a mode for its user only.
         OSError: it cannot be made or opened.
     """
     mode = _folder_mode(world_readable)
@@ -57,10 +60,10 @@ def open_root(path: Path, *, world_readable: bool = False) -> Iterator[int]:
 
 
 def publish(root: int, digest: str, toolchain: str, files: Mapping[str, bytes], *, world_readable: bool) -> bool:
-    """Put one entry in place, durably. False when another process was first: its entry stays.
+    """Put one entry in place, durably. False when another process was first: then its entry stays.
 
-    Order: files written, files synced, staging folder synced, renamed, parents synced. So an entry that is visible is
-    whole, also after a power cut.
+    Files are written and synced, the staging folder is synced and renamed, its new parents are synced. So a visible
+    entry is complete, also after a power cut.
     """
     target = entry_path(digest, toolchain)
     if exists(root, target):
@@ -70,13 +73,13 @@ def publish(root: int, digest: str, toolchain: str, files: Mapping[str, bytes], 
         os.fsync(stage)
         changed = _move_in(root, f"{TMP}/{name}", target, _folder_mode(world_readable))
         for folder in changed:
-            with suppress(FileNotFoundError):  # evicted again already
+            with suppress(FileNotFoundError):  # already evicted
                 _sync_folder(root, folder)
     return bool(changed)
 
 
 def check_entry_shared(root: int, digest: str, toolchain: str) -> None:
-    """Every user can read this entry, which somebody published earlier. Raises CacheError or OSError."""
+    """Check that every user can read this entry, which was published earlier. Raises CacheError or OSError."""
     entry = entry_path(digest, toolchain)
     recipe = entry.rpartition("/")[0]
     for path in (recipe.rpartition("/")[0], recipe, entry, *(f"{entry}/{name}" for name in FILES)):
@@ -86,7 +89,7 @@ def check_entry_shared(root: int, digest: str, toolchain: str) -> None:
 def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
     """Rename into place, below parents that an eviction may remove while they are empty.
 
-    Returns the folders that got a new name in them, the deepest first; none when the place is taken.
+    Returns the folders that got a new member, the deepest first; an empty list when the place is taken.
     """
     recipe = target.rpartition("/")[0]
     fan = recipe.rpartition("/")[0]
@@ -107,7 +110,7 @@ def _move_in(root: int, staged: str, target: str, mode: int) -> list[str]:
 
 
 def write_file(root: int, path: str, data: bytes, *, world_readable: bool) -> None:
-    """Put a single file in place, durably, replacing one of that name."""
+    """Put a single file in place, durably. A file of the same name is replaced."""
     folder, _, leaf = path.rpartition("/")
     ensure_folder(root, folder, _folder_mode(world_readable))
     with _staging(root, _folder_mode(world_readable)) as (_, stage):
@@ -117,9 +120,10 @@ def write_file(root: int, path: str, data: bytes, *, world_readable: bool) -> No
 
 
 def quarantine(root: int, digest: str, toolchain: str) -> str | None:
-    """Move a bad entry to ``bad/`` and return its new path. Only for a holder of the recipe's lock.
+    """Move a bad entry to ``bad/`` and return its new path. The caller holds the recipe's lock.
 
-    What moves is the highest level that is not a trusted folder: a planted link above the entry goes, not its target.
+    Of the folders above the entry, the highest one that is a link or not trusted is moved instead. The target of a
+    link stays.
     """
     fan, rest = digest[:2], digest[2:]
     entry = entry_path(digest, toolchain)
@@ -144,14 +148,14 @@ def quarantine(root: int, digest: str, toolchain: str) -> str | None:
 
 
 def sweep(root: int) -> int:
-    """Remove what processes that died left in ``tmp/``, and say how much. What is locked, or cannot be, stays."""
+    """Remove staging folders of processes that died; returns how many. A folder that cannot be locked stays."""
     swept = 0
     with suppress(OSError, CacheUntrustedError), open_below(root, TMP) as tmp:
         for name in names(tmp):
             try:
                 with held(partial(folder_descriptor, name, at=tmp)) as folder:
                     swept += try_lock(folder.fd) and remove_tree(tmp, name)
-            except CacheUntrustedError:  # no folder: nobody stages that
+            except CacheUntrustedError:  # a file or a link: no process stages in one
                 swept += remove_tree(tmp, name)
             except OSError:
                 continue
@@ -159,9 +163,9 @@ def sweep(root: int) -> int:
 
 
 def evict(root: int, path: str) -> bool:
-    """Remove an entry for good, and the folders above it that this leaves empty. False when it is not there or stays.
+    """Remove an entry, and the folders above it that become empty. False when it does not exist or cannot be removed.
 
-    It leaves its place in one step, so a reader sees all of it or nothing.
+    One rename takes it out of its place, so a reader sees all of it or nothing.
     """
     version, fan, recipe, toolchain = path.split("/")
     try:
@@ -177,10 +181,10 @@ def evict(root: int, path: str) -> bool:
 
 
 def discard(root: int, folder: int, name: str) -> bool:
-    """Move what has this name in ``folder`` to ``tmp/`` and delete it there. False when there is none, or it stays.
+    """Move ``name`` in ``folder`` to ``tmp/`` and delete it there. False when it does not exist or cannot be removed.
 
-    That takes no inode and hardly ever a block, so it works on a full disk. Without a ``tmp/`` that can be used, or a
-    block for the new name, it is deleted where it is.
+    The move takes no inode and hardly ever a disk block, so it works on a full disk. Without a usable ``tmp/``, or
+    without a block for the new name, it is deleted in its place.
     """
     try:
         with open_below(root, TMP) as tmp:
@@ -196,7 +200,7 @@ def discard(root: int, folder: int, name: str) -> bool:
 
 @contextmanager
 def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
-    """Name and descriptor of a fresh folder in ``tmp/``, locked so that no sweeper takes it, removed if it is left."""
+    """Name and descriptor of a new staging folder, which is locked against sweeping and removed unless it was moved."""
     for _ in range(_ATTEMPTS):
         name = fresh_name()
         path = f"{TMP}/{name}"
@@ -206,7 +210,7 @@ def _staging(root: int, mode: int) -> Iterator[tuple[str, int]]:
                 set_mode(path, mode, at=root)
                 stage = stack.enter_context(held(partial(folder_descriptor, path, at=root)))
             except FileNotFoundError:
-                continue  # a sweeper was faster
+                continue  # another process has swept it already
             if not _own_staging(stage.fd):
                 continue
             try:
@@ -223,13 +227,13 @@ def _own_staging(stage: int) -> bool:
     try:
         return try_lock(stage) and os.fstat(stage).st_nlink > 0
     except OSError as error:
-        if error.errno in TROUBLE:  # no locks here: a sweeper cannot lock it either, and leaves it alone
+        if error.errno in TROUBLE:  # no locks here: nobody can lock it to sweep it
             return True
         raise
 
 
 def _write_files(folder: int, files: Mapping[str, bytes], mode: int) -> None:
-    """Write all, then sync all: the first sync commits most of what the others would wait for."""
+    """Write all files, then sync all: the first sync does most of the work of the others."""
     fds = []
     try:
         for name, data in files.items():

@@ -1,7 +1,7 @@
-"""The cache as the engine sees it: find a kernel in the layers, or build it once and publish it.
+"""The cache as the engine uses it: find a kernel in the layers, or build it once and publish it.
 
-A trouble of the store never fails a call whose build succeeded: it is counted, and logged once per cause. ``strict``
-turns it into an exception. What build() raises passes through unchanged, and nothing is published then.
+A failure of the cache (no space, no permission) never fails a call whose build succeeded: it is counted, and logged
+once per cause. ``strict`` turns it into an exception. Exceptions of build() pass through, and nothing is published.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jitfp4.config import Config
 from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError, CacheError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
-_PASS_SHARE = 32  # a process looks after the limits each time it has published this fraction of max_bytes
+_PASS_SHARE = 32  # a process checks the limits each time it has published max_bytes / _PASS_SHARE
 
 _BAD = frozenset({Miss.UNREADABLE, Miss.UNTRUSTED, Miss.CORRUPT})
 
@@ -57,29 +57,29 @@ class Cache:
         self._all = ((self.user,) if self.user else ()) + self.layers
         self._counters: Counter[tuple[str, str]] = Counter()
         self._mutex = threading.Lock()
-        self._unpruned: int | None = None  # bytes published since the last pruning pass; None before the first
+        self._unpruned: int | None = None  # bytes published since the last pass of eviction; None before the first
 
     def get_or_build(self, recipe: Recipe, toolchain: str | None, build: Callable[[], Built]) -> Loaded:
-        """The kernel of ``recipe``: verified from a layer, else built, once among all processes, and published.
+        """The kernel of ``recipe``: from a layer, verified, or built once among all processes, and published.
 
         Args:
-            toolchain: name of the compiler build, such as ``nvrtc-12.9.86-3f2a91c07d5e``; None when there is none:
-                then any toolchain's entry will do, and ``build`` has to raise.
+            toolchain: name of the compiler build, such as ``nvrtc-12.9.86-3f2a91c07d5e``; None without a compiler:
+                then the entry of any toolchain is taken, and ``build`` has to raise.
             build: called at most once, after every layer missed.
         Raises:
-            CacheError: only with JITFP4_STRICT, when the store failed or held a bad entry.
+            CacheError: only with JITFP4_STRICT, when the cache failed or held a bad entry.
         """
         found = self.lookup(recipe, toolchain)
         if isinstance(found, Loaded):
             return found
         if toolchain is None or self.config.offline or self.config.cache_mode != "rw":
             return self._build(recipe, toolchain, build, found)[0]
-        if self.user and not self.user.believes(recipe.digest, toolchain):  # nobody could load it: it stays in memory
+        if self.user and not self.user.believes(recipe.digest, toolchain):  # then nobody could load it
             return self._build(recipe, toolchain, build, found)[0]
         return self._build_once(recipe, toolchain, build, found)
 
     def lookup(self, recipe: Recipe, toolchain: str | None) -> Loaded | Missed:
-        """Search the layers in order, verify what is found, and count the outcome. Builds and repairs nothing."""
+        """Search the layers in order, verify what is found, and count the result. Builds and repairs nothing."""
         found = self._search(recipe, toolchain)
         if isinstance(found, Loaded):
             self._count("hits")
@@ -113,10 +113,10 @@ class Cache:
         )
 
     def adopt(self, files: EntryFiles) -> bool:
-        """Publish a foreign entry into the user's root after every check. False when a good one was there already.
+        """Publish an entry from elsewhere in the user's root, after every check. False when it has a good one already.
 
-        The checks find damage, and files that do not belong together. Whether the cubin is what a compiler made of
-        kernel.cu they cannot find: for that the caller needs a digest that it can trust, see bundle.py.
+        The checks find damage, and files that do not belong together. They cannot find out whether a compiler made the
+        cubin from kernel.cu: for that the caller needs a digest that it can trust, see bundle.py.
 
         Raises:
             CacheCorruptError: the files are not what their manifest says.
@@ -141,7 +141,7 @@ class Cache:
                 return publish(root, *place, files.by_name(), world_readable=shared)
 
     def check_bundle(self, index: Index) -> None:
-        """The bundle of ``index`` may be brought into the user's root. Raises BundleError."""
+        """Check that the pin and the size limit allow to import the bundle of ``index``. Raises BundleError."""
         pin, most = self.config.bundle_sha256, self.config.cache_max_bytes
         if pin is not None and pin != index.digest:
             raise BundleError(f"its digest is {index.digest}; JITFP4_BUNDLE_SHA256 pins {pin}")
@@ -149,7 +149,7 @@ class Cache:
             raise BundleError(f"unpacks to {index.total_bytes} bytes; JITFP4_CACHE_MAX_BYTES is {most}")
 
     def holds(self, digest: str, toolchain: str) -> bool:
-        """The user's root has this entry, and all of it is right."""
+        """Whether the user's root has this entry, complete and undamaged."""
         try:
             Layer(path=self._own_root(), own=True).read_files(digest, toolchain).check(digest, toolchain)
         except (OSError, CacheError):
@@ -163,11 +163,11 @@ class Cache:
             write_file(root, path, index.encode(), world_readable=shared)
 
     def read(self, digest: str, toolchain: str) -> EntryFiles:
-        """The three files of an entry, all checked, from the first layer that has it.
+        """The three files of an entry, checked, from the first layer that has it.
 
         Raises:
             FileNotFoundError: no layer has it.
-            CacheCorruptError, CacheUntrustedError, OSError: the first one that has it is bad.
+            CacheCorruptError, CacheUntrustedError, OSError: the first layer that has it has a bad one.
         """
         for layer in self._all:
             with suppress(FileNotFoundError):
@@ -209,7 +209,7 @@ class Cache:
         return Missed(reason=Miss.ABSENT)
 
     def _candidates(self, digest: str, toolchain: str | None) -> Iterator[tuple[Layer, str]]:
-        """Where to look, in order. Lazy: a hit in the first place lists no folder."""
+        """Layers and toolchains in the order of the search. Lazy: a hit in the first one lists no folder."""
         if toolchain is not None:
             for layer in self._all:
                 yield layer, toolchain
@@ -234,7 +234,7 @@ class Cache:
                 cubin=cubin, symbol=manifest.symbol, toolchain=toolchain, digest=recipe.digest, root=layer.path
             )
         path = layer.path / entry_path(recipe.digest, toolchain)
-        about_root = cause.startswith(f"{layer.path}:")  # the same trouble for every entry
+        about_root = cause.startswith(f"{layer.path}:")  # the same failure for every entry
         detail = f"{reason.value} entry: " + (cause if about_root else f"{path}: {cause}")
         if self.config.strict:
             kind = {Miss.CORRUPT: CacheCorruptError, Miss.UNTRUSTED: CacheUntrustedError}.get(reason, CacheError)
@@ -252,7 +252,7 @@ class Cache:
                 root = stack.enter_context(open_root(self._own_root(), world_readable=self.world_readable))
             if root is None or user is None:
                 return self._build(recipe, toolchain, build, missed)[0]
-            absent = missed.reason in (Miss.ABSENT, Miss.TOOLCHAIN)  # then what appears was published meanwhile
+            absent = missed.reason in (Miss.ABSENT, Miss.TOOLCHAIN)  # then an entry that appears is a new one
             done = partial(exists, root, entry) if absent else None
             with self._tolerated("lock"):
                 what = f"{recipe.family} for {recipe.arch} ({recipe.digest[:12]})"
@@ -315,17 +315,17 @@ class Cache:
         return True
 
     def _quarantine(self, root: int, digest: str, toolchain: str) -> None:
-        """Only for a holder of the recipe's lock."""
+        """Move a bad entry aside, and count it. The caller holds the recipe's lock."""
         moved = quarantine(root, digest, toolchain)
         if moved is not None:
             self._count("quarantines")
             _log.warning("%s: moved aside to %s", self._own_root() / entry_path(digest, toolchain), moved)
 
-    # ---- trouble ------------------------------------------------------------
+    # ---- failures -----------------------------------------------------------
 
     @contextmanager
     def _tolerated(self, step: str) -> Iterator[None]:
-        """Turn a failure of the store into a counter and one warning per cause; strict mode raises it instead."""
+        """Count a failure of the cache, and warn once per cause; strict mode raises it instead."""
         try:
             yield
         except (OSError, CacheError) as error:
@@ -337,7 +337,7 @@ class Cache:
         if self.config.strict:
             raise error if isinstance(error, CacheError) else CacheError(f"kernel cache, {step}: {error}") from error
         if self._count("store_errors", cause) == 1:
-            _log.warning("kernel cache, %s: %s; kernels are kept in memory where it does not work", step, error)
+            _log.warning("kernel cache, %s: %s; kernels that cannot be stored stay in memory", step, error)
 
     def _count(self, kind: str, name: str = "", amount: int = 1) -> int:
         with self._mutex:

@@ -1,4 +1,4 @@
-"""What is in a root: its entries, when they were used, what they take, and what cannot be looked into."""
+"""A walk over a root: its entries, their last use and size, and the folders that cannot be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jitfp4.errors import CacheUntrustedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """One entry as the eviction sees it. ``disk_bytes`` counts blocks; ``last_used`` is in seconds since 1970."""
+    """The last use and the size of one entry. ``disk_bytes`` counts blocks; ``last_used`` is in seconds since 1970."""
 
     digest: str
     toolchain: str
@@ -26,7 +26,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """Where a folder of entries belongs and is none, or cannot be read or trusted.
+    """A folder on the way to entries that cannot be read or trusted, or something else in its place.
 
     ``path`` is relative to the root; empty for the root itself.
     """
@@ -36,20 +36,20 @@ class Obstacle:
 
     @property
     def digest_prefix(self) -> str:
-        """How the digests of the entries behind it start."""
+        """The first digits of the digests of the entries in it."""
         return "".join(self.path.split("/")[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The entry folders of a root, least recently used first, and what is in the way of others."""
+    """The entries of a root, least recently used first, and the folders that could not be walked."""
 
     uses: list[Use] = field(default_factory=list)
     obstacles: list[Obstacle] = field(default_factory=list)
 
 
 def survey(layer: Layer) -> Survey:
-    """Walk a root, following no link. A root that does not exist is empty; a stamp in the future counts as now."""
+    """Walk a root, following no link. A root that does not exist is empty; a last use in the future counts as now."""
     found = Survey()
     for item in _look(layer.path, None, (), trusted=not layer.is_pinned()):
         if isinstance(item, Use):
@@ -61,7 +61,7 @@ def survey(layer: Layer) -> Survey:
 
 
 def _look(path: str | Path, at: int | None, place: tuple[str, ...], *, trusted: bool) -> Iterator[Use | Obstacle]:
-    """The folder ``path`` in the folder ``at``; ``place`` is its path below the root, name by name."""
+    """Walk the folder ``path`` in the folder ``at``. ``place`` is its path below the root, name by name."""
     try:
         with open_folder(path, at=at) as folder:
             if trusted:
@@ -72,13 +72,13 @@ def _look(path: str | Path, at: int | None, place: tuple[str, ...], *, trusted: 
                 elif _leads_on(place, name):
                     yield from _look(name, folder, (*place, name), trusted=trusted)
     except FileNotFoundError:
-        return  # there never was one, or it was evicted meanwhile
+        return  # it does not exist, or was evicted meanwhile
     except (OSError, CacheUntrustedError) as error:
         yield Obstacle(path="/".join(place), error=error)
 
 
 def _leads_on(place: tuple[str, ...], name: str) -> bool:
-    """``name`` in ``place`` is part of the way to an entry."""
+    """Whether the folder ``name`` in ``place`` can hold entries."""
     match place:
         case ():
             return name == VERSION

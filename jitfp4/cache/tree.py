@@ -1,7 +1,7 @@
 """Folders of a cache root, reached by descriptors: opened, made, measured, removed. No link below a root is followed.
 
-Whatever lies below a root may be a planted link, and a name may be swapped between a check and a use. So each step down
-opens one name below an open folder, and what was opened is what is checked, listed and emptied.
+Anything below a root may be a planted link, and a name may be swapped between a check and a use. So each step opens one
+name below an open folder, and the checks and the work use the descriptor that was opened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def check_trusted(status: os.stat_result, what: str) -> None:
-    """Nobody but this user or root could have written it. Raises CacheUntrustedError."""
+    """Check that only this user and root can have written it. Raises CacheUntrustedError."""
     if status.st_uid != 0 and status.st_uid != os.geteuid():
         raise CacheUntrustedError(f"{what}: belongs to uid {status.st_uid}, not to uid {os.geteuid()} or root")
     if status.st_mode & 0o022:
@@ -28,13 +28,13 @@ def check_trusted(status: os.stat_result, what: str) -> None:
 
 
 def check_folder(status: os.stat_result, what: str) -> None:
-    """``status``, of a path whose last link was not followed, is a folder's. Raises CacheUntrustedError."""
+    """Check that ``status``, of lstat(2), is that of a folder. Raises CacheUntrustedError."""
     if not stat.S_ISDIR(status.st_mode):
         raise CacheUntrustedError(f"{what}: a symbolic link or a file where a folder belongs")
 
 
 def check_shared(status: os.stat_result, what: str) -> None:
-    """Every user can read it. Raises CacheError."""
+    """Check that every user can read it. Raises CacheError."""
     wanted = 0o055 if stat.S_ISDIR(status.st_mode) else 0o044
     if status.st_mode & wanted != wanted:
         mode = stat.S_IMODE(status.st_mode)
@@ -66,7 +66,7 @@ def open_folder(path: str | Path, *, at: int | None = None) -> Iterator[int]:
 
 @contextmanager
 def open_trusted(path: str | Path) -> Iterator[int]:
-    """A descriptor of a folder that nobody else could have written. Raises CacheUntrustedError or OSError."""
+    """A descriptor of a folder that no other user can have written. Raises CacheUntrustedError or OSError."""
     with open_folder(path) as folder:
         check_trusted(os.fstat(folder), str(path))
         yield folder
@@ -74,7 +74,10 @@ def open_trusted(path: str | Path) -> Iterator[int]:
 
 @contextmanager
 def open_below(root: int, path: str, *, trusted: bool = True) -> Iterator[int]:
-    """A descriptor of a folder below ``root``, each level of it real and ``trusted``. Raises like open_trusted()."""
+    """A descriptor of a folder below ``root``. Links are refused, and unless ``trusted`` is False, each level checked.
+
+    Raises like open_trusted().
+    """
     with ExitStack() as stack:
         folder, levels = root, path.split("/")
         for depth, name in enumerate(levels, 1):
@@ -85,12 +88,12 @@ def open_below(root: int, path: str, *, trusted: bool = True) -> Iterator[int]:
 
 
 def names(folder: int) -> list[str]:
-    """What is in an open folder, in order."""
+    """The names in an open folder, sorted."""
     return sorted(os.listdir(folder))
 
 
 def exists(folder: int, path: str) -> bool:
-    """Something has this name below ``folder``."""
+    """Whether ``path`` exists below ``folder``; a link counts, whatever its target."""
     try:
         os.stat(path, dir_fd=folder, follow_symlinks=False)
     except OSError:
@@ -102,12 +105,12 @@ def exists(folder: int, path: str) -> bool:
 
 
 def fresh_name() -> str:
-    """A name that nobody uses: of this process, and random."""
+    """A name that no other process uses: the process id and random digits."""
     return f"{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def make_folders(path: Path, mode: int) -> None:
-    """Make a folder and those of its parents that are missing, all of them with ``mode``, whatever the umask."""
+    """Make a folder and its missing parents, all with ``mode``, whatever the umask."""
     missing = itertools.takewhile(lambda folder: not os.path.lexists(folder), (path, *path.parents))
     for folder in reversed(list(missing)):
         with suppress(FileExistsError):
@@ -116,7 +119,7 @@ def make_folders(path: Path, mode: int) -> None:
 
 
 def ensure_folder(root: int, path: str, mode: int) -> bool:
-    """Make one folder, or check that the one that is there is real, trusted, and shared if ``mode`` says so.
+    """Make one folder. One that exists must be no link, trusted, and readable by others where ``mode`` is.
 
     True when it is new. Raises CacheUntrustedError, CacheError or OSError.
     """
@@ -134,7 +137,7 @@ def ensure_folder(root: int, path: str, mode: int) -> bool:
 
 
 def set_mode(path: str | Path, mode: int, *, at: int | None = None) -> None:
-    """The mode of a new folder, whatever the umask. A link that has taken its place is refused, not followed."""
+    """Set the mode of a new folder, whatever the umask. A link in its place is refused, not followed."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
     try:
         status = os.fstat(fd)
@@ -148,9 +151,9 @@ def set_mode(path: str | Path, mode: int, *, at: int | None = None) -> None:
 
 
 def disk_bytes(path: str | Path, *, at: int | None = None) -> tuple[int, int]:
-    """Bytes of blocks and number of inodes of ``path`` and all below it.
+    """Bytes of disk blocks and number of inodes of ``path`` and all below it.
 
-    A link counts as itself. What vanishes meanwhile, or cannot be read, counts as nothing.
+    Links are counted, not followed. Files that vanish meanwhile or cannot be read are not counted.
     """
     try:
         status = os.stat(path, dir_fd=at, follow_symlinks=False)
@@ -171,7 +174,7 @@ def disk_bytes(path: str | Path, *, at: int | None = None) -> tuple[int, int]:
 
 
 def _contents(top: int, path: str, seen: os.stat_result) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in the folder ``path`` below ``top``, if it still is the one that was ``seen``."""
+    """Names in the folder ``path`` below ``top`` and their status; nothing if it is no longer the one of ``seen``."""
     with suppress(OSError, CacheUntrustedError), open_folder(path, at=top) as folder:
         if os.path.samestat(os.fstat(folder), seen):
             for name in names(folder):
@@ -183,10 +186,10 @@ def _contents(top: int, path: str, seen: os.stat_result) -> Iterator[tuple[str, 
 
 
 def remove_tree(folder: int, name: str) -> bool:
-    """Delete what has this name in ``folder``: a file, a link (itself), or a folder of any depth. True when it is gone.
+    """Delete ``name`` in ``folder``: a file, a link (not its target), or a folder of any depth. True when it is gone.
 
-    A folder inside is moved up beside it, so that three descriptors do. Another file system is not entered. Errors
-    leave the rest for the next time.
+    Inner folders are first moved up into ``folder``, so that three descriptors are enough at any depth. Other file
+    systems are not entered. After an error the rest stays for the next attempt.
     """
     waiting, device = [name], os.fstat(folder).st_dev
     while waiting:
@@ -202,7 +205,7 @@ def remove_tree(folder: int, name: str) -> bool:
 
 
 def _delete_or_lift(inside: int, child: str, folder: int) -> str | None:
-    """Delete a file or an empty folder; the new name in ``folder`` of one that is not empty."""
+    """Delete a file or an empty folder. Move any other folder up into ``folder`` and return its new name."""
     if _unlink(inside, child):
         return None
     with suppress(OSError):

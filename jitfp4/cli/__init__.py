@@ -1,8 +1,8 @@
 """The command line: ``jitfp4``, and ``python -m jitfp4``.
 
-Data goes to stdout, messages to stderr, and every command takes ``--json``. An error that jitfp4 raises on purpose is a
-message and exit status 2. Commands import what they need when they run: ``jitfp4 cache dir`` loads neither torch nor
-NVRTC.
+Data goes to stdout, messages to stderr, and every command takes ``--json``. An error of jitfp4 or of the file system
+becomes a message and exit status 2. Commands import what they need when they run: ``jitfp4 cache dir`` loads neither
+torch nor NVRTC.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _Commands(TyperGroup):
     """Turns the package's errors, and those of the file system, into a message and exit status 2."""
 
     def invoke(self, ctx: Any) -> Any:
-        if sys.stdout is None:  # closed: the work is done all the same, and no file of ours takes its number
+        if sys.stdout is None:  # closed: work all the same, and let no other file get the descriptor of stdout
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - open until the end
         try:
             try:
                 return super().invoke(ctx)
             finally:
-                sys.stdout.flush()  # what cannot be written is an error here, and not at the interpreter's end
+                sys.stdout.flush()  # so that a failed write is reported here, and not when the interpreter ends
         except BrokenPipeError:
             raise
         except (Jitfp4Error, OSError) as error:
@@ -60,7 +60,7 @@ def _drop_what_cannot_be_written() -> None:
 app = typer.Typer(
     name="jitfp4",
     cls=_Commands,
-    help="FP4 GPU kernels: prebuild them, look at their source, look after their cache.",
+    help="FP4 GPU kernels: prebuild them, show their source, manage their cache.",
     no_args_is_help=True,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -78,7 +78,7 @@ def _put_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     _: Annotated[
-        bool, typer.Option("--version", callback=_put_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_put_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

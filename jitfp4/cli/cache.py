@@ -1,4 +1,4 @@
-"""``jitfp4 cache``: where the kernel cache is, what is in it, whether it is sound, and how to make it smaller."""
+"""``jitfp4 cache``: where the kernel cache is, what is in it, whether it is damaged, and how to make it smaller."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from jitfp4.config import Config
 from jitfp4.errors import CacheError, OfflineError, ToolchainError
 from jitfp4.keys import Recipe
 
-app = typer.Typer(name="cache", help="Look at the kernel cache, verify it, make it smaller.", no_args_is_help=True)
+app = typer.Typer(name="cache", help="List the kernel cache, verify it, make it smaller.", no_args_is_help=True)
 
 UNKNOWN_KEY = 16
 """Exit status bit of ``verify``, beside those of Verdict: a KEY named no entry."""
 
 _SHORT_DIGEST = 12
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; list what would go.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing; list what would be removed.")]
 
 
 class Order(enum.StrEnum):
-    """What ``ls --sort`` goes by."""
+    """The orders of ``ls --sort``."""
 
     USED = "used"
     SIZE = "size"
@@ -53,7 +53,7 @@ class Order(enum.StrEnum):
 
 @app.command("dir", epilog=examples("cd $(jitfp4 cache dir)"))
 def show_dir(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """Print the cache's folder. It need not exist yet."""
+    """Print the path of the cache. The folder need not exist."""
     config = configure(cache_dir)
     root = _root(config)
     if as_json:
@@ -65,9 +65,9 @@ def show_dir(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 
 @app.command("size", epilog=examples("jitfp4 cache size --json"))
 def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """Print how many kernels the cache holds and what it takes on disk.
+    """Print how many kernels the cache holds, and its size on disk.
 
-    Exit status: 0, 2 or 4 (or 6) when a folder of it is not to be trusted or cannot be read.
+    Exit status: 0, or added up 2 when a folder of the cache is not trusted, 4 when one cannot be read.
     """
     catalog = Catalog(_root(configure(cache_dir)))
     size = catalog.size()
@@ -83,17 +83,17 @@ def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 def list_entries(
     arch: ArchNames = None,
     family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
-    sort: Annotated[Order, typer.Option(help="Last used first, largest first, or by name.")] = Order.USED,
-    limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="At most so many.")] = None,
-    long: Annotated[bool, typer.Option("--long", "-l", help="With parameters and compiler.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Digests only.")] = False,
+    sort: Annotated[Order, typer.Option(help="Latest use first, largest first, or by name.")] = Order.USED,
+    limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="List at most N kernels.")] = None,
+    long: Annotated[bool, typer.Option("--long", "-l", help="List parameters and compiler too.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="List digests only.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """List the kernels in the cache.
 
-    Damaged entries are listed too, with what is wrong in place of the family. Exit status: 0, 2 or 4 (or 6) when a
-    folder of the cache is not to be trusted or cannot be read, so that kernels may be missing from the list.
+    Damaged entries are listed too, with the damage in place of the family. Exit status: 0, or added up 2 when a folder
+    of the cache is not trusted, 4 when one cannot be read; then kernels may be missing from the list.
     """
     archs = {a.name for a in read_archs(arch)} if arch is not None else None
     families = read_families(family)
@@ -118,7 +118,7 @@ def show(
     key: Annotated[str, typer.Argument(help="The first digits of a recipe's digest, as ls prints them.")],
     source: Annotated[bool, typer.Option("--source", help="Print the generated source.")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="Print the machine code; needs nvdisasm.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Print what the digest was made from.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print what the digest is computed from.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -153,16 +153,18 @@ def show(
 
 @app.command(epilog=examples("jitfp4 cache verify", "jitfp4 cache verify 3f2a91c0 --recompile"))
 def verify(
-    keys: Annotated[list[str] | None, typer.Argument(metavar="KEY", help="Only these; all without one.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY", help="Only kernels whose digest starts with KEY.")
+    ] = None,
     recompile: Annotated[bool, typer.Option("--recompile", help="Also compile again and compare the bytes.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Check every byte of the cache: checksums, keys, owners, architectures. Changes nothing.
 
-    Checksums find damage. Whether a kernel is what a compiler made of its source, only --recompile says, or a digest
-    from a place that you trust: with JITFP4_BUNDLE_SHA256 every kernel that this bundle does not list is untrusted.
-    Exit status, added up: 1 corrupt, 2 untrusted, 4 unreadable, 8 not reproducible, 16 a KEY names no kernel.
+    Checksums find damage. They do not say whether a compiler made a kernel from its source: that takes --recompile, or
+    a digest from a place that you trust. With JITFP4_BUNDLE_SHA256 every kernel that this bundle does not list is
+    untrusted. Exit status, added up: 1 corrupt, 2 untrusted, 4 unreadable, 8 not reproducible, 16 unknown KEY.
     """
     config = configure(cache_dir)
     if recompile and config.offline:
@@ -202,17 +204,21 @@ def verify(
 
 @app.command(epilog=examples("jitfp4 cache prune --max-size 500M --max-age 30d", "jitfp4 cache prune --dry-run"))
 def prune(
-    max_size: Annotated[str | None, typer.Option(metavar="SIZE", help="Such as 500M or 2GiB.")] = None,
+    max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size on disk to keep at most, such as 500M or 2GiB.")
+    ] = None,
     max_entries: Annotated[int | None, typer.Option(min=0, metavar="N", help="Kernels to keep at most.")] = None,
-    max_age: Annotated[str | None, typer.Option(metavar="TIME", help="Since the last use, such as 12h or 30d.")] = None,
+    max_age: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Longest time since the last use, such as 12h or 30d.")
+    ] = None,
     dry_run: DryRun = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove the least recently used kernels until the limits hold.
 
-    Without an option the limits are those of the environment, JITFP4_CACHE_MAX_BYTES and JITFP4_CACHE_MAX_ENTRIES.
-    Exit status: 0, 2 or 4 (or 6) when a folder of the cache is not to be trusted or cannot be read, and stays.
+    Without an option the limits are those of the environment, JITFP4_CACHE_MAX_BYTES and JITFP4_CACHE_MAX_ENTRIES. Exit
+    status: 0, or added up 2 when a folder of the cache is not trusted, 4 when one cannot be read; such folders stay.
     """
     config = configure(cache_dir)
     limits = Limits(
@@ -238,8 +244,8 @@ def clear(
 ) -> None:
     """Remove every kernel, and the quarantine. Asks first.
 
-    Processes that run keep what they have loaded. Exit status: 0, 1 when the answer is no, 2 an error, 2 or 4 (or 6)
-    when a folder of the cache is not to be trusted or cannot be read, and stays.
+    Running processes keep the kernels that they have loaded. Exit status: 0, 1 when the answer is no, 2 an error; or
+    added up 2 when a folder of the cache is not trusted, 4 when one cannot be read; such folders stay.
     """
     config = configure(cache_dir)
     root = _root(config)
@@ -263,7 +269,7 @@ def _root(config: Config) -> Path:
 
 
 def _exit_with_findings(catalog: Catalog) -> None:
-    """Say which folders could not be looked into, and leave with the status of verify."""
+    """Print which folders could not be walked, and exit with the status of verify."""
     for item in catalog.findings:
         say(_line(item))
     if status := functools.reduce(operator.or_, (item.verdict for item in catalog.findings), 0):

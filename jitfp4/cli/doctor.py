@@ -1,4 +1,4 @@
-"""``jitfp4 doctor``: whether this machine can compile, cache and run kernels, and what stands in the way."""
+"""``jitfp4 doctor``: whether this machine can compile, cache and run kernels, and what the problems are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LEAST_FREE_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Finding:
-    """One topic: what is the case, and what is wrong with it."""
+    """One topic: facts and problems."""
 
     topic: str
     facts: dict[str, object] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Finding:
 def doctor(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     """Report on compiler, cache, GPU and driver of this machine. Leaves no file behind.
 
-    Exit status: 0 all is well, 1 something is wrong, 2 an error.
+    Exit status: 0 no problem, 1 problems were found, 2 an error.
     """
     config = configure(cache_dir)
     findings = [
@@ -80,13 +80,13 @@ def _versions() -> Finding:
             finding.facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             finding.facts[package] = None
-            if package != "jitfp4":  # it runs from a checkout then
+            if package != "jitfp4":  # which may run from a checkout
                 finding.problems.append(f"{package} is not installed")
     return finding
 
 
 def _compiler(config: Config) -> Finding:
-    """Offline, nothing is compiled and nothing about the compiler is a problem."""
+    """The compiler. With JITFP4_OFFLINE nothing is compiled, and no compiler is no problem."""
     from jitfp4 import nvrtc
 
     finding = Finding("compiler", {"offline": config.offline, "nvrtc": None})
@@ -150,7 +150,7 @@ def _layer(layer: Layer) -> Finding:
 
 
 def _exists(root: Path, finding: Finding) -> bool | None:
-    """Whether there is anything at ``root``; None, and a problem, when a folder above it cannot be searched."""
+    """Whether ``root`` exists; None, and a problem, when a folder above it cannot be searched."""
     exists: bool | None = None
     try:
         root.lstat()
@@ -181,7 +181,7 @@ def _gpu(config: Config) -> Finding:
 
 
 def _tactics(path: Path) -> Finding:
-    """What calls would make of the file that JITFP4_TACTICS names."""
+    """Whether the file that JITFP4_TACTICS names would be used here."""
     from jitfp4.tactics import read
 
     finding, driver = Finding("tactics", {"path": str(path)}), cuda_driver()
@@ -195,7 +195,7 @@ def _tactics(path: Path) -> Finding:
 
 
 def _unfit_compiler(driver: Driver, archs: set[str]) -> Iterator[str]:
-    """Why what NVRTC makes may not run here: the driver is older, or NVRTC is older than a GPU."""
+    """Why kernels of this NVRTC may not run here: the driver is too old for it, or it is too old for a GPU."""
     from jitfp4 import nvrtc
 
     with suppress(ToolchainError):  # reported under the compiler
@@ -217,7 +217,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _inspect_root(layer: Layer, finding: Finding) -> None:
-    """What a load would make of this root: its owner and mode, or in their place the pinned bundle."""
+    """Whether a load would trust this root: by its owner and mode, or by the pinned bundle."""
     try:
         with open_folder(layer.path) as folder:
             status = os.fstat(folder)

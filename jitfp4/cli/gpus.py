@@ -1,4 +1,4 @@
-"""The CUDA driver and the GPUs of this machine, asked of libcuda itself: loads neither torch nor cuda.core."""
+"""The CUDA driver and the GPUs of this machine, as libcuda reports them. Loads neither torch nor cuda.core."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _read(function: ctypes._NamedFuncPointer, *args: int) -> int:
-    """What ``function`` writes into the int that its first argument points to; 0 when it fails."""
+    """The int that ``function`` writes to where its first argument points; 0 when it fails."""
     value = ctypes.c_int(0)
     function(ctypes.byref(value), *args)
     return value.value

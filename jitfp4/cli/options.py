@@ -1,4 +1,4 @@
-"""Options that several commands take, and how their texts are read."""
+"""Options that several commands take, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CacheDir = Annotated[
 
 
 def _check_archs(text: str | None) -> str | None:
-    """Refuses a wrong name before a command imports torch, which takes seconds."""
+    """Refuse a wrong name before the command imports torch, which takes seconds."""
     if text is not None:
         read_archs(text)
     return text
@@ -50,12 +50,12 @@ def configure(cache_dir: Path | None) -> Config:
 
 
 def examples(*lines: str) -> str:
-    """Command lines for the end of a ``--help`` text."""
+    """The examples at the end of a ``--help`` text."""
     return "\n\n".join(("Examples:", *lines))
 
 
 def split(text: str | None) -> tuple[str, ...]:
-    """The parts of ``a,b``, without repetitions; none for None."""
+    """The parts of ``a,b``, without repetitions; () for None."""
     return tuple(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
 
 
@@ -73,19 +73,19 @@ def read_archs(text: str) -> tuple[Arch, ...]:
 
 
 def read_families(text: str | None) -> tuple[str, ...]:
-    """The families that ``--family`` names, none for None. Raises ArgumentError when it is there and names none."""
+    """The families that ``--family`` names, () for None. Raises ArgumentError when the text names none."""
     if text is not None and not split(text):
         raise ArgumentError("--family", repr(text), "families, or folders of them, separated by commas")
     return split(text)
 
 
 def read_digest(text: str | None, config: Config) -> str | None:
-    """The digest that ``--digest`` or the environment pins. Raises ArgumentError when it is none."""
+    """The digest of ``--digest``, or else of JITFP4_BUNDLE_SHA256. Raises ArgumentError for other text."""
     return read_sha256("--digest", text) if text is not None else config.bundle_sha256
 
 
 def read_plan(path: Path) -> tuple[Task, ...]:
-    """The tasks of a plan file. Raises ArgumentError when it is not one, OSError when it cannot be read."""
+    """The tasks of a plan file. Raises ArgumentError for another file, OSError when it cannot be read."""
     from jitfp4 import warmup
 
     try:
@@ -97,7 +97,7 @@ def read_plan(path: Path) -> tuple[Task, ...]:
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """``I/N``. Raises ArgumentError."""
+    """I and N of ``I/N``. Raises ArgumentError."""
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     if not found:
         raise ArgumentError("--shard", repr(text[:40]), "I/N with 0 <= I < N")

@@ -1,4 +1,4 @@
-"""What commands print: JSON documents and tables on stdout, messages on stderr."""
+"""Printing: JSON documents and tables on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from collections.abc import Iterable, Sequence
 import typer
 
 SCHEMA_VERSION = 1
-"""Version of every ``--json`` document. A member is renamed or removed only together with a new number."""
+"""Version of every ``--json`` document. It changes when a member is renamed or removed."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def say(message: str) -> None:
-    """A message for the person, on stderr."""
+    """A message for the user, on stderr."""
     typer.echo(visible(message, keep="\n\t"), err=True)
 
 
 def put(text: str) -> None:
-    """Data, on stdout, with a line end unless it has one: every byte to a file, and to a terminal what it can show."""
+    """Data, on stdout, with a line end unless it has one. On a terminal, unprintable characters are escaped."""
     shown = visible(text, keep="\n\t") if sys.stdout.isatty() else text
-    typer.echo(shown, nl=not text.endswith("\n"), color=True)  # else typer drops what looks like a colour
+    typer.echo(
+        shown, nl=not text.endswith("\n"), color=True
+    )  # without color=True typer drops text that looks like a colour code
 
 
 def visible(text: str, keep: str = "") -> str:
-    """``text`` with escapes, such as ``\\x1b``, for what is not printable: no entry may drive a terminal."""
+    """``text`` with escapes, such as ``\\x1b``, for unprintable characters but those in ``keep``.
+
+    So no text from a cache entry can control a terminal.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
@@ -39,7 +44,7 @@ def put_json(command: str, **members: object) -> None:
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns on stdout, numbers to the right. Nothing is wrapped or cut off when stdout is no terminal."""
+    """Aligned columns on stdout, numbers to the right. Lines are wrapped only on a terminal."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``jitfp4 render``: the generated sources, and whether the committed golden ones are still what they were."""
+"""``jitfp4 render``: print generated sources, and compare them with the committed golden files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXAMPLES = examples(
 def render(
     family: Annotated[str | None, typer.Argument(metavar="FAMILY", help="A family, or a folder of them.")] = None,
     arch: ArchNames = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write files there, not to stdout.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write files to DIR, not to stdout.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Print differences to the golden files.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Rewrite the golden files.")] = False,
     golden: Annotated[Path, typer.Option(metavar="DIR", help="Where the golden files are.")] = Path("tests/golden"),
@@ -31,8 +31,8 @@ def render(
 ) -> None:
     """Generate CUDA C++ sources; needs neither a compiler nor a GPU.
 
-    Without --arch it generates for the architectures of the golden files. Exit status: 0, with --check 1 when a golden
-    file differs, is missing or is one too many, 2 an error.
+    Without --arch it generates for the architectures of the golden files. Exit status: 0; 1 when --check finds a golden
+    file that differs, is missing or belongs to no kernel; 2 an error.
     """
     if check or update:
         if (check and update) or out is not None or arch is not None:

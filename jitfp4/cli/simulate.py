@@ -21,7 +21,7 @@ EXAMPLES = examples(
 )
 
 FAULT = 1
-"""Exit status when the program is at fault."""
+"""Exit status when the simulator finds an error of the kernel."""
 _TYPES = {
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("float", "int") for bits in (16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -40,30 +40,30 @@ def simulate(
             metavar="[ARG]...",
         ),
     ] = None,
-    grid: Annotated[str, typer.Option(help="CTAs: X[,Y[,Z]].")] = "1",
+    grid: Annotated[str, typer.Option(help="CTAs of the grid: X[,Y[,Z]].")] = "1",
     block: Annotated[str, typer.Option(help="Threads of a CTA: X[,Y[,Z]].")] = "32",
     cluster: Annotated[str, typer.Option(help="CTAs of a cluster: X[,Y[,Z]].")] = "1",
     shared: Annotated[int, typer.Option(help="Dynamic shared memory in bytes.")] = 0,
-    entry: Annotated[str | None, typer.Option(help="The kernel, where the file has several.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Default: the target that the PTX names.")] = None,
+    entry: Annotated[str | None, typer.Option(help="Name of the kernel, where the file has several.")] = None,
+    arch: Annotated[str | None, typer.Option(help="Architecture; by default the target of the PTX.")] = None,
     races: Annotated[bool, typer.Option(help="Look for races and missing fences.")] = True,
     seed: Annotated[int | None, typer.Option(help="Run CTAs and warps in an order drawn from this number.")] = None,
     limit: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Give up on a kernel that does not end, after about so many instructions of a batch of threads; one "
-            "that threads execute together counts once.",
+            help="Stop a kernel that does not end, after about this many instructions. One that several threads "
+            "execute together counts once.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each array afterwards: DIR/arg0.npy, ...")
+        Path | None, typer.Option(metavar="DIR", help="Write each array after the run: DIR/arg0.npy, ...")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Execute a kernel on the CPU, without a GPU, and check every access.
 
-    Exit status: 0 nothing found, 1 the kernel is at fault, 2 an error.
+    Exit status: 0 no error found, 1 the kernel has an error, 2 another error, such as a wrong argument.
     """
     import numpy as np
 

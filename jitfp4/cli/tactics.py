@@ -1,4 +1,4 @@
-"""``jitfp4 tactics``: which tactics can run a problem and which one a call gets; ``jitfp4 tune``: measure them."""
+"""``jitfp4 tactics``: the tactics that can run a problem, and the selected one; ``jitfp4 tune``: measure them."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def families(as_json: AsJson = False) -> None:
 
 
 def tactics(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="One that jitfp4 families lists.")],
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation that jitfp4 families lists.")],
     problem: Annotated[
-        str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; the others as in a typical problem.")
+        str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; other fields are those of a typical problem.")
     ] = None,
-    arch: Annotated[str | None, typer.Option(metavar="NAME", help="Default: that of this machine's GPU.")] = None,
-    why: Annotated[
-        bool, typer.Option("--why", help="Also the tactics that cannot run it, each with the reason.")
-    ] = False,
+    arch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Architecture; by default that of this machine's GPU.")
+    ] = None,
+    why: Annotated[bool, typer.Option("--why", help="Also list the tactics that cannot run it, with reasons.")] = False,
     file: Annotated[
         Path | None, typer.Option("--tactics", metavar="FILE", help="A tactics file, instead of JITFP4_TACTICS.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tactics that can run a problem; the one that a call gets is marked, with what selected it.
+    """List the tactics that can run a problem, and mark the one that a call uses.
 
-    That is a forced one, else the one of a tactics file, else the one of a committed table.
+    A tactic of a tactics file goes before one of the committed tables; the line with * says which of them it is.
     """
     import jitfp4.families  # noqa: F401 - registers every operation
     from jitfp4.operation import operations
@@ -80,18 +80,20 @@ def tactics(
 
 
 def tune(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python program; it runs once.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The tactics file to write, or to continue.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARG]...", help="Of the program; after --.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="The most for one problem.")] = 60.0,
-    again: Annotated[bool, typer.Option("--again", help="Measure also what the file has.")] = False,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python program, which is run once.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The tactics file to write. An existing one is continued.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARG]...", help="Arguments of the program, after --.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Longest time to spend on one problem.")] = 60.0,
+    again: Annotated[bool, typer.Option("--again", help="Also measure the problems that the file has.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a program and measure, for each problem that it gives to a kernel, every tactic on this machine's GPU.
+    """Run a program, and measure every tactic for each problem that it launches, on this machine's GPU.
 
-    The fastest are kept in a file; JITFP4_TACTICS=FILE uses it. It is written after each problem: Ctrl-C keeps what is
-    measured, and the next run goes on from there. Exit status: 0, 2 an error, 130 Ctrl-C.
+    The fastest tactics are written to a file; JITFP4_TACTICS=FILE uses it. The file is written after each problem, so
+    Ctrl-C keeps what is measured, and the next run continues. Exit status: 0, 2 an error, 130 Ctrl-C.
     """
     configure(cache_dir)
     from jitfp4.tuning import tune as measure
@@ -115,7 +117,7 @@ def tune(
 
 
 def _run(script: Path, args: list[str]) -> None:
-    """The program as ``python SCRIPT ARGS`` runs it; what it prints is no data of this command."""
+    """Run the program as ``python SCRIPT ARGS`` would; its output goes to stderr."""
     before, path = sys.argv, sys.path[:]
     sys.argv, sys.path = [str(script), *args], [str(script.resolve().parent), *path]
     try:
@@ -130,7 +132,7 @@ def _run(script: Path, args: list[str]) -> None:
         sys.argv, sys.path = before, path
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _arch_here() -> Arch:
@@ -141,7 +143,7 @@ def _arch_here() -> Arch:
 
 
 def _read_problem(like: Any, text: str | None) -> Any:
-    """``like`` with the fields that are given. Raises ArgumentError."""
+    """``like`` with the fields of NAME=VALUE,... replaced. Raises ArgumentError."""
     kinds, given = get_type_hints(type(like)), {}
     for part in split(text):
         name, _, value = part.partition("=")
@@ -165,14 +167,14 @@ def _read_field(name: str, text: str, kind: Any) -> Any:
 
 
 def _tuned(path: Path | None) -> TacticsFile | None:
-    """The file that ``--tactics`` or the variable names. It may be of another machine, to look at it here."""
+    """The file of ``--tactics``, or else of JITFP4_TACTICS. It may have been measured on another machine."""
     from jitfp4.tactics import read
 
     path = path or read_config().tactics
     return read(path) if path is not None else None
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def _put_tactics(

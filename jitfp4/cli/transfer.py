@@ -1,4 +1,4 @@
-"""``jitfp4 cache export``, ``import``, ``push`` and ``pull``: kernels on their way to other machines."""
+"""``jitfp4 cache export``, ``wheel``, ``import``, ``push`` and ``pull``: moving kernels to other machines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from jitfp4.bundle import Imported
     from jitfp4.remote import Remote
 
-Plan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The kernels of this plan; all without one.")]
+Plan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Only the kernels of this plan file.")]
 Digest = Annotated[
-    str | None, typer.Option(metavar="SHA256", help="What the bundle must be; JITFP4_BUNDLE_SHA256 without it.")
+    str | None,
+    typer.Option(metavar="SHA256", help="The digest that the bundle must have; by default JITFP4_BUNDLE_SHA256."),
 ]
-Shared = Annotated[bool, typer.Option("--world-readable", help="For an image: readable by every user, not just this.")]
+Shared = Annotated[bool, typer.Option("--world-readable", help="Let every user read the files, as an image needs.")]
 
 
 @app.command(
@@ -35,7 +36,7 @@ def export(
     plan: Annotated[Path | None, typer.Argument(metavar="PLAN", help="A plan file; without one, every kernel.")] = None,
     arch: ArchNames = None,
     tactics: Annotated[
-        Path | None, typer.Option("--tactics", metavar="FILE", help="A tactics file that goes with them.")
+        Path | None, typer.Option("--tactics", metavar="FILE", help="A tactics file to put into the bundle.")
     ] = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
@@ -62,7 +63,7 @@ def wheel(
 ) -> None:
     """Write kernels from the cache as a wheel that pip installs, and print the digest of its bundle.
 
-    Where it is installed its kernels are a read-only layer of the cache, pinned by the digest in its metadata. Exit
+    Once installed, its kernels are a read-only layer of the cache, pinned by the digest in the wheel's metadata. Exit
     status: 0, 1 when a kernel of the plan is not in the cache, 2 an error, such as a cache without kernels.
     """
     from jitfp4.version import version
@@ -84,10 +85,10 @@ def import_(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the kernels of a bundle into the cache, after all of it was verified.
+    """Put the kernels of a bundle into the cache, after the whole bundle was verified.
 
-    Only a digest from a place that you trust says who made it: checksums inside find damage. Exit status: 0, 2 when the
-    bundle is damaged or has another digest, or the cache is not to be written (JITFP4_CACHE).
+    Checksums in the bundle only find damage; who made it, you know from a digest from a place that you trust. Exit
+    status: 0, 2 when the bundle is damaged or has another digest, or JITFP4_CACHE forbids writing.
     """
     from jitfp4.bundle import import_bundle
 
@@ -101,13 +102,13 @@ def import_(
 
 @app.command(epilog=examples("jitfp4 cache push s3://bucket/kernels --plan plan.json"))
 def push(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A folder in any store that fsspec knows.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="A folder in any storage that fsspec knows.")],
     plan: Plan = None,
     arch: ArchNames = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send kernels from the cache to a remote store, and print the digest to pull them by."""
+    """Send kernels from the cache to a remote store, and print the digest for pull."""
     from jitfp4.remote import Remote
 
     entries = _entries(configure(cache_dir), plan, arch)
@@ -122,9 +123,9 @@ def pull(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fetch the kernels of a bundle from a remote store; what arrives is verified before it is stored.
+    """Fetch the kernels of a bundle from a remote store, and verify each before it is stored.
 
-    Without a digest the store must hold exactly one bundle, and nothing says who made it. Exit status: 0, 2 an error.
+    Without a digest the store must hold exactly one bundle, and its origin is unknown. Exit status: 0, 2 an error.
     """
     from jitfp4.remote import Remote
 
@@ -137,7 +138,7 @@ def pull(
 
 
 def _read_tactics(path: Path) -> bytes:
-    """The file, verified."""
+    """The contents of a tactics file, after its checks."""
     from jitfp4.tactics import read
 
     return read(path).encode()
@@ -161,7 +162,7 @@ def _only_digest(remote: Remote) -> str:
 
 
 def _entries(config: Config, plan: Path | None, arch: str | None) -> list[EntryFiles]:
-    """The entries of a plan from whichever layer has them, or all of the user's root."""
+    """The entries of a plan, from any layer; without a plan, all entries of the user's root."""
     if config.cache_dir is None:
         raise ArgumentError("--cache-dir", "none", "a folder, because neither HOME nor JITFP4_CACHE_DIR is set")
     archs = {a.name for a in read_archs(arch or "all")}
@@ -190,7 +191,7 @@ def _planned(plan: Path, archs: set[str]) -> Iterable[EntryFiles]:
         raise typer.Exit(1)
     for task in tasks:
         loaded = engine.build(task.kernel, task.spec, task.arch)
-        assert loaded.toolchain is not None  # noqa: S101 - it was found, so it has a place
+        assert loaded.toolchain is not None  # noqa: S101 - it was found in the cache
         yield engine.cache().read(loaded.digest, loaded.toolchain)
 
 

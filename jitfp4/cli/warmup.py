@@ -1,4 +1,4 @@
-"""``jitfp4 warmup``: have every kernel of a plan in the cache before a process needs it."""
+"""``jitfp4 warmup``: compile the kernels of a plan into the cache before a process needs them."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ EXAMPLES = examples(
 _FIELDS = ("dtype", "in_dtype", "q_dtype", "out_dtype")
 """Fields of specs that hold the dtype of activations."""
 
-_SECONDS_PER_KERNEL = 2.0  # of one core: 332 kernels took 374 s on two, 2,777 took 300 s on 16
-_BYTES_PER_JOB = 1 << 30  # generous: NVRTC itself takes 300 MiB, compiling quantize/vector 30 MiB more
+_SECONDS_PER_KERNEL = 2.0  # on one core: 332 kernels took 374 s on 2 cores, 2,777 took 300 s on 16
+_BYTES_PER_JOB = 1 << 30  # more than needed: NVRTC takes 300 MiB, and compiling quantize/vector 30 MiB more
 
 
 class State(enum.StrEnum):
-    """What became of one kernel."""
+    """The result for one kernel. UNSAVED: it was compiled, but could not be stored."""
 
     BUILT = "built"
     CACHED = "cached"
@@ -59,27 +59,35 @@ class State(enum.StrEnum):
 def warmup(
     plan: Annotated[
         Path | None,
-        typer.Argument(metavar="PLAN", help="A plan file, or what JITFP4_RECORD recorded; without one, every kernel."),
+        typer.Argument(
+            metavar="PLAN", help="A plan file, or a file that JITFP4_RECORD wrote; without one, every kernel."
+        ),
     ] = None,
     arch: ArchNames = None,
     family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Comma-separated: kernels for these activations only, as bf16.")
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Comma-separated: only kernels for activations of these dtypes, such as bf16."
+        ),
     ] = None,
     tactics: Annotated[
-        Path | None, typer.Option("--tactics", metavar="FILE", help="Also the kernels that a tactics file selects.")
+        Path | None,
+        typer.Option("--tactics", metavar="FILE", help="Also build the kernels that a tactics file selects."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Compilations at a time; 0: as cores and memory allow.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Compilations at a time; 0: as many as cores and memory allow.")] = 0,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Only the I-th (from 0) of N parts.")] = "0/1",
     check: Annotated[bool, typer.Option("--check", help="Build nothing; list what is missing.")] = False,
-    write_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, build nothing.")] = None,
+    write_plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the plan to FILE; build nothing.")
+    ] = None,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile kernels into the cache, without a GPU.
 
     Without --arch and PLAN it builds for the GPUs of this machine. Exit status: 0 complete, 1 a kernel is missing (with
-    --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C: what was finished is kept.
+    --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C (finished kernels are kept).
     """
     configure(cache_dir)
     tasks = _select(plan, arch, read_families(family), split(dtype), shard, tactics)
@@ -92,7 +100,7 @@ def warmup(
 
 
 def default_jobs() -> int:
-    """One compilation for each core, and no more than the available memory holds."""
+    """One compilation for each core, but no more than fit into the available memory."""
     with Path("/proc/meminfo").open() as lines:
         fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) << 10
@@ -124,7 +132,7 @@ def _select(
 
 
 def _of_dtypes(tasks: Sequence[Task], dtypes: Sequence[str]) -> Sequence[Task]:
-    """The tasks whose activations come and go in one of ``dtypes``; all without any."""
+    """The tasks whose inputs and outputs have one of ``dtypes``; all tasks where ``dtypes`` is empty."""
     needed = {task: {str(value) for name, value in task.spec.fields().items() if name in _FIELDS} for task in tasks}
     known = set().union(*needed.values())
     for dtype in dtypes:
@@ -211,7 +219,7 @@ def _put_outcomes(
 
 
 def _build_with_progress(tasks: Sequence[Task], jobs: int, finished: dict[Task, Outcome]) -> None:
-    """Fill ``finished``, which keeps what was done when this is interrupted."""
+    """Build, and add each result to ``finished``, which stays valid when this is interrupted."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

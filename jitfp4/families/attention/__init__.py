@@ -1,4 +1,4 @@
-"""Attention over a paged cache: of a few query tokens, and of many."""
+"""Attention over a paged KV cache: for a few query tokens (decode) and for many (prefill)."""
 
 from jitfp4.families.attention.api import single_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.context import single_prefill_with_kv_cache, trtllm_batch_context_with_kv_cache

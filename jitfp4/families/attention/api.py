@@ -1,4 +1,4 @@
-"""The public functions: arguments are checked, outputs allocated, and one operator called."""
+"""The public decode functions, and the call behind all: check arguments, allocate outputs, call one operator."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ def trtllm_batch_decode_with_kv_cache(
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one to eight query tokens a request over a paged cache: NVFP4, E4M3 or 16-bit floats.
+    """Attention of one to eight query tokens of each request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
     Args:
-        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
-            bytes. Request b owns ``q_len_per_req`` tokens in order, or those that cum_seq_lens_q gives.
-        kv_cache: K and V, or one tensor with both along dimension 1: NVFP4 as uint8 or float4_e2m1fn_x2 [pages,
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
+            Each request has ``q_len_per_req`` tokens, in order, or those that cum_seq_lens_q gives.
+        kv_cache: a pair (K, V), or one tensor with both along dimension 1. NVFP4 is uint8 or float4_e2m1fn_x2 [pages,
             kv_heads, page, d/2] for "HND", [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte
-            j; or float8_e4m3fn, or 16-bit floats of query's dtype, with d in the last dimension. Any strides that are
-            multiples of 16 bytes, with unit stride in the last dimension, from a multiple of 16 bytes on. Pages of 1 to
-            128 tokens; 1 to 16 query heads for each KV head.
+            j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
+            the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
+            1 to 16 query heads.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
-            share it. An error names its size where it is too small; 32 MiB are enough on every GPU so far.
+            share it. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
         seq_lens: int32 [batch], tokens of each request including the new ones. Read on the device only.
         max_seq_len: no less than any of them; it only helps to choose a kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
-        bmm2_scale: v_scale / o_scale, likewise.
-        window_left: a query sees that many tokens before its own; -1: all.
+        bmm2_scale: v_scale / o_scale; a number or one float32 on query's device.
+        window_left: how many tokens before its own a query sees; -1: all.
         out: [tokens, heads, d] to fill in place, 16-byte aligned; allocated when None, of out_dtype or query's dtype.
         out_dtype: bf16, fp16 or float8_e4m3fn.
-        o_sf_scale, o_sf_vec_size: None; as below, anything else belongs to kernels that FlashInfer ships as binaries
-            and is an error.
-        sinks: float32 [heads], logits that take part in each softmax and have no value; or a list of one such tensor.
+        o_sf_scale, o_sf_vec_size: None. Other values of these and of all parameters below that must be None or False
+            belong to kernels that FlashInfer ships as binaries, and are errors.
+        sinks: float32 [heads], logits that take part in each softmax but have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         backend: "auto" or "trtllm-gen", which are the same kernels.
@@ -88,8 +88,8 @@ def trtllm_batch_decode_with_kv_cache(
         max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
             [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
-        kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged like kv_cache with d/16 in the last
-            dimension and strides that are multiples of that, each side from a multiple of 16 bytes on.
+        kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged as kv_cache with d/16 in the last
+            dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
         bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
@@ -103,7 +103,7 @@ def trtllm_batch_decode_with_kv_cache(
     Numerics:
         ``softmax(bmm1_scale * q k) v * bmm2_scale`` with ``k = e2m1(code) * e4m3(scale)``. Products of codes and scales
         are exact; q keeps all bits of elements down to 2**-28 of its row's largest; weights are float16, sums float32.
-        How the work is shared out depends on the GPU and the lengths, and with it the order of the sums.
+        The order of the sums depends on the GPU and on the lengths, because the division of the work does.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -187,9 +187,9 @@ def attend(
     with_lse: bool,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    """What all functions call, with K and V as two tensors. Gives (out,), or (out, lse) with ``with_lse``.
+    """The call behind all functions, with K and V as two tensors. Returns (out,), or (out, lse) with ``with_lse``.
 
-    Each request has ``q_len`` query tokens; with cum_seq_lens_q, that is a bound.
+    Each request has ``q_len`` query tokens; with cum_seq_lens_q, at most so many.
     """
     if v_scale_layout not in V_SCALE_LAYOUTS:
         raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
@@ -369,7 +369,7 @@ _SINGLE_NAMES = {
 
 
 def factor(scale: float | None) -> float:
-    """A scale that may be left out."""
+    """A scale; 1 for None."""
     return 1.0 if scale is None else float(scale)
 
 
@@ -378,14 +378,14 @@ WORKSPACE_BYTES = 32 << 20
 
 
 def new_workspace(device: torch.device) -> torch.Tensor:
-    """A workspace_buffer."""
+    """A workspace_buffer, filled with zeros."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def check_plain(
     pos_encoding_mode: str, logits_soft_cap: float | None, rope_scale: float | None, rope_theta: float | None
 ) -> None:
-    """Queries and keys come as they are to be multiplied, and logits are not capped."""
+    """Check that no rotation of queries and keys and no cap of logits is asked for. Raises ArgumentError."""
     if pos_encoding_mode != "NONE":
         raise ArgumentError("pos_encoding_mode", repr(pos_encoding_mode), "'NONE': rotate queries and keys beforehand")
     if logits_soft_cap:

@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments: everything but addresses, before anything is written."""
+"""Checks of the arguments of the public functions, all but addresses, before anything is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GROUP = 4  # tokens whose V scales are interleaved
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Both sides of a checked cache and their scales."""
+    """K and V of a checked cache, and their scales."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -59,14 +59,14 @@ def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_layout(kv_layout: str) -> bool:
-    """Whether heads come before tokens."""
+    """Whether ``kv_layout`` puts heads before tokens. Raises ArgumentError for an unknown one."""
     if kv_layout not in ("HND", "NHD"):
         raise ArgumentError("kv_layout", repr(kv_layout), "'HND' or 'NHD'")
     return kv_layout == "HND"
 
 
 def check_query(query: torch.Tensor) -> None:
-    """[tokens, heads, d], rows of d elements, aligned."""
+    """Check that ``query`` is [tokens, heads, d] with aligned rows of d elements."""
     check_dtype("query", query, tuple(DTYPES))
     check_device("query", query)
     if query.dim() != 3 or query.shape[2] not in HEAD_DIMS:
@@ -86,7 +86,7 @@ def check_cache(
     hnd: bool,
     interleaved: bool,
 ) -> Cache:
-    """A cache for the heads of ``query``; one of bytes, which is NVFP4, with its scales."""
+    """Check that a cache fits ``query``, and that it has scales if it is NVFP4 (uint8), else none."""
     for side in (key, value):
         check_dtype("kv_cache", side, tuple(CACHES))
     key, value = (side.view(torch.uint8) if side.dtype in CODE_DTYPES else side for side in (key, value))
@@ -139,7 +139,7 @@ def _sizes(side: torch.Tensor, hnd: bool) -> tuple[int, ...]:
 
 
 def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
-    """int32 of a shape in which None is any size; its last dimension is dense."""
+    """Check that ``tensor`` is int32 of this shape, where None is any size, and contiguous in the last dimension."""
     check_dtype(name, tensor, (torch.int32,))
     check_same_device(name, tensor, like)
     fits = tensor.dim() == len(shape) and all(w is None or n == w for n, w in zip(tensor.shape, shape, strict=True))
@@ -151,13 +151,13 @@ def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], l
 
 
 def check_q_len(name: str, q_len: int, most: int = MAX_TOKENS) -> None:
-    """The query tokens of a request, or a bound of them."""
+    """Check the number of query tokens of a request, or a bound of it."""
     if not 1 <= q_len <= most:
         raise ArgumentError(name, q_len, f"1 to {most}")
 
 
 def check_work(query: torch.Tensor, cache: Cache, q_len: int, max_tokens: int) -> None:
-    """Positions that 32 bits hold; for few query tokens also units of work, for many their rows."""
+    """Check that 32 bits hold all positions and, for few query tokens, units of work; for many, query rows."""
     if not 0 <= max_tokens <= MAX_TOKENS:
         raise ArgumentError("max_seq_len", max_tokens, f"0 to {MAX_TOKENS}")
     tiles = ceil_div(max(1, max_tokens), TILE) if q_len <= MAX_Q_LEN else 1
@@ -166,7 +166,7 @@ def check_work(query: torch.Tensor, cache: Cache, q_len: int, max_tokens: int) -
 
 
 def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
-    """One float32 for each query head, or None."""
+    """Check that ``sinks`` is None or has one float32 for each query head."""
     if sinks is None:
         return
     check_dtype("sinks", sinks, (torch.float32,))
@@ -177,7 +177,7 @@ def check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> None:
 
 
 def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> torch.Tensor | None:
-    """A tensor that may also come as a list of one."""
+    """The tensor, which may also be given as a list of one."""
     if tensors is None or isinstance(tensors, torch.Tensor):
         return tensors
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 1:
@@ -186,7 +186,7 @@ def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None)
 
 
 def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """A factor as a Python number and a tensor that multiplies it."""
+    """A factor as the product of a number and, if it is a tensor, of that."""
     if not isinstance(value, torch.Tensor):
         return float(value), None
     check_dtype(name, value, (torch.float32,))
@@ -207,7 +207,7 @@ def one_name(
 
 
 def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A contiguous buffer of any type, as bytes."""
+    """Check that ``workspace`` is a contiguous tensor of any dtype; returns it as bytes."""
     if not isinstance(workspace, torch.Tensor):
         raise ArgumentTypeError("workspace_buffer", type(workspace).__name__, "a torch.Tensor")
     check_same_device("workspace_buffer", workspace, query)
@@ -218,7 +218,7 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
 
 
 def check_backend(backend: str, allowed: Sequence[str]) -> None:
-    """A name of FlashInfer's; every one is the same kernels."""
+    """Check a name of a FlashInfer backend. All names select the same kernels."""
     if backend not in allowed:
         raise ArgumentError("backend", repr(backend), " or ".join(map(repr, allowed)))
 
@@ -226,7 +226,7 @@ def check_backend(backend: str, allowed: Sequence[str]) -> None:
 def unused(
     name: str, value: object, default: object, why: str = "it belongs to kernels that FlashInfer ships as binaries"
 ) -> None:
-    """A parameter that no kernel here has keeps its default."""
+    """Check that a parameter that the kernels do not support has its default."""
     if value is not default and value != default:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
         raise ArgumentError(name, what, f"{default}: {why}")

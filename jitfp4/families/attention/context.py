@@ -1,4 +1,4 @@
-"""Attention of many query tokens: new requests (prefill), and chunks of tokens behind a cache (extend)."""
+"""Attention of many query tokens: of new requests (prefill), and of chunks that continue a request (extend)."""
 
 from __future__ import annotations
 
@@ -49,38 +49,39 @@ def trtllm_batch_context_with_kv_cache(
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of any number of query tokens a request over a paged cache that already holds their keys and values.
+    """Attention of any number of query tokens of each request over a paged cache that holds their keys and values.
 
     Args:
-        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements at multiples of 16
-            bytes. Request b owns rows cum_seq_lens_q[b] to cum_seq_lens_q[b + 1].
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
+            Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
         kv_cache, workspace_buffer, block_tables: as for trtllm_batch_decode_with_kv_cache().
         seq_lens: int32 [batch], tokens of each request in the cache, the new ones included. Read on the device only.
         max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
             kernel.
         bmm1_scale: q_scale * k_scale * softmax scale; a number or one float32 on query's device.
-        bmm2_scale: v_scale / o_scale, likewise.
+        bmm2_scale: v_scale / o_scale; a number or one float32 on query's device.
         batch_size: the length of seq_lens.
-        cum_seq_lens_q: int32 [batch + 1], where each request's queries end. Read on the device only.
-        cum_seq_lens_kv: int32 [batch + 1]; seq_lens says the same, and is what is read.
-        window_left: a query sees that many tokens before its own; -1: all.
+        cum_seq_lens_q: int32 [batch + 1], where the queries of each request begin and end. Read on the device only.
+        cum_seq_lens_kv: int32 [batch + 1]; not read, because seq_lens says the same.
+        window_left: how many tokens before its own a query sees; -1: all.
         out, out_dtype: as for trtllm_batch_decode_with_kv_cache().
-        o_sf_scale, o_sf_vec_size: None; as below, anything else belongs to kernels that FlashInfer ships as binaries
-            and is an error.
+        o_sf_scale, o_sf_vec_size: None. Other values of these and of all parameters below that must be None belong to
+            kernels that FlashInfer ships as binaries, and are errors.
         kv_layout, enable_pdl, sinks, kv_cache_sf: as for trtllm_batch_decode_with_kv_cache().
         skip_softmax_threshold_scale_factor: None.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
-        causal: whether query i of n in a request of s tokens sees those up to s - n + i only. False: all of them; a
-            window begins where it does with True.
+        causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i. With False it sees all;
+            a window begins at the same token as with True.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
         multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress: None.
-        kv_block_scales: the older name of kv_cache_sf.
-        v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales, or "linear".
+        kv_block_scales: an older name of kv_cache_sf.
+        v_scale_layout: "interleaved4", the order in which nvfp4_quantize_paged_kv_cache() returns V's scales, or
+            "linear".
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
-        As trtllm_batch_decode_with_kv_cache(); weights have the dtype of a 16-bit cache, float16 otherwise. Where
-        max_q_len is more than 8, sums over tokens are in their order.
+        As trtllm_batch_decode_with_kv_cache(), but weights have the dtype of a 16-bit cache, float16 otherwise. Where
+        max_q_len is more than 8, tokens are summed in their order.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -176,8 +177,8 @@ def single_prefill_with_kv_cache(
         logits_soft_cap: None or 0.
         rope_scale, rope_theta: None.
         backend: "auto", "fa2" or "fa3", which are the same kernels.
-        return_lse: give the logarithms too.
-        kv_cache_sf: the block scales of NVFP4 k and v, arranged likewise with d/16, linear.
+        return_lse: return the logarithms too.
+        kv_cache_sf: the block scales of NVFP4 k and v, arranged as k and v with d/16, in linear order.
         k_scale, v_scale: factors; None means 1.
     Returns:
         [tokens, heads, d], or with return_lse also the base-2 logarithm of the denominators, float32 [tokens, heads].
@@ -198,6 +199,6 @@ def single_prefill_with_kv_cache(
 
 
 def check_masks(**masks: object) -> None:
-    """Every mask is None."""
+    """Check that every mask is None."""
     for name, mask in masks.items():
         checks.unused(name, mask, None, "masks are causal, windows, or none")

@@ -1,4 +1,4 @@
-"""FlashInfer's decode wrapper."""
+"""The decode wrapper, with FlashInfer's interface."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jitfp4.public import checked
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """Attention over a paged cache whose page numbers come as one list.
+    """Attention of one to eight query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), of any content; its first
-            64 KiB are set to zero here, and nobody else may write them while the wrapper is in use.
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), with any content. The
+            constructor sets its first 64 KiB to zero; nothing else may write them while the wrapper is in use.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: plan() then copies its tensors into the three buffers, whose addresses a captured run() keeps;
-            the batch is the length of paged_kv_last_page_len_buffer.
+        use_cuda_graph: if True, plan() copies its tensors into the three buffers, whose addresses a captured run()
+            reads; the batch is the length of paged_kv_last_page_len_buffer.
         use_tensor_cores: accepted; every kernel uses them.
-        backend: "auto", "fa2" or "fa3", where V's block scales are linear, or "trtllm-gen", where they are interleaved
-            as nvfp4_quantize_paged_kv_cache() gives them. The kernels are the same.
+        backend: with "auto", "fa2" or "fa3" V's block scales are linear; with "trtllm-gen" they are interleaved, as
+            nvfp4_quantize_paged_kv_cache() returns them. The kernels are the same.
         jit_args: None.
     """
 
@@ -76,27 +76,28 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q_len_per_req: int = 1,
         window_right: int = 0,
     ) -> None:
-        """Take the page lists of a batch. Nothing is read on the host, and nothing waits for the device.
+        """Store the page lists of a batch for run(). The host reads none of them and does not wait for the device.
 
         Args:
             indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
             indices: int32, page numbers.
-            last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
-            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; data_type is
-                its older name, and None means q_data_type.
-            q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
+            last_page_len: int32 [batch], tokens in the last page of each request, 1 to page_size.
+            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
+                q_data_type. data_type is an older name.
+            q_data_type, o_data_type: dtypes of queries and outputs; o_data_type None means q_data_type.
             sm_scale: None means ``head_dim ** -0.5``.
-            seq_lens: int32 [batch], in place of what indptr and last_page_len give; block_tables is not needed.
+            seq_lens: int32 [batch], the tokens of each request; None computes them from indptr and last_page_len.
+            block_tables: not read, because indices has the same pages.
             q_len_per_req: query tokens of a request, 1 to 8.
             pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
-                window_right: anything but the default is an error, -1 for fixed_split_size aside.
+                window_right: any value but the default is an error, except -1 for fixed_split_size.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
-        del block_tables  # the same pages again
+        del block_tables  # indices has the same pages
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         for name, value, default in (
-            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
+            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
             ("disable_split_kv", disable_split_kv, False),
             ("window_right", window_right, 0),
         ):
@@ -148,10 +149,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
-            out, lse, return_lse, enable_pdl, sinks: as there.
-            window_left, q_len_per_req: None means what plan() got.
+            out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
+            window_left, q_len_per_req: None means the values of plan().
         Returns:
-            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_decode_with_kv_cache() gives.
+            out, or ``(out, lse)`` with return_lse; the same bits as trtllm_batch_decode_with_kv_cache() returns.
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """

@@ -33,12 +33,15 @@ from jitfp4.spec import F32, I64, Param, Ptr
 class Arguments(NamedTuple):
     """Queries [tokens, heads, d] over a cache [pages, heads, page, ...] (HND) or [pages, page, heads, ...] (NHD).
 
-    The scales are those of an NVFP4 cache, which is uint8.
-    Page numbers are [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends``, those of request b are
-    block_tables[page_ends[b] : page_ends[b + 1]]. Scales multiply: ``bmm1`` by ``bmm1_scale`` where there is one.
-    Request b has queries cum_seq_lens_q[b] to [b + 1], or ``q_len_per_req`` of them; as the other, that is a bound.
-    ``max_tokens`` bounds a request of the cache. No bound changes what is read, or what comes out. Query i of n sees
-    tokens up to seq_lens[b] - n + i where it is ``causal``, and no more than ``window_left`` before that.
+    ``key_scales`` and ``value_scales`` are the block scales of an NVFP4 cache, whose dtype is uint8.
+    ``block_tables`` has page numbers [batch, columns], or [batch, 2, columns] for K and V; with ``page_ends`` it is one
+    list, and request b has the pages block_tables[page_ends[b] : page_ends[b + 1]].
+    The factor of the first product is ``bmm1``, times ``bmm1_scale`` where that is a tensor; so for the second.
+    Request b has queries cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1, at most ``q_len_per_req`` of them; without
+    ``cum_seq_lens_q``, each request has exactly so many. A request has at most ``max_tokens`` tokens. Both bounds only
+    select a kernel.
+    Where ``causal``, query i of n sees tokens up to seq_lens[b] - n + i; a window begins ``window_left`` tokens before
+    that one.
     """
 
     query: torch.Tensor
@@ -68,7 +71,7 @@ class Arguments(NamedTuple):
 
 
 def by_token(tensor: torch.Tensor, hnd: bool) -> torch.Tensor:
-    """A cache side as [pages, page, heads, ...]."""
+    """K or V of a cache as [pages, page, heads, ...]."""
     return tensor.transpose(1, 2) if hnd else tensor
 
 
@@ -87,12 +90,12 @@ def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 
 
 def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    del plan  # nothing depends on it
+    del plan  # no parameter depends on it
     return _bind(arguments) | {"causal": int(arguments.causal)}
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
-    """What every kernel takes."""
+    """The parameters that every kernel has."""
     pages, heads, page = a.key_cache.shape[0], *_heads_and_page(a)
     bound = {
         "q": a.query,
@@ -147,7 +150,7 @@ def _problem(a: Arguments) -> Problem:
     few, rows = causal and a.q_len_per_req <= MAX_Q_LEN, group * a.q_len_per_req
     blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
     tiles = ceil_div(a.max_tokens, TILE)
-    if a.page_ends is not None:  # one list for all
+    if a.page_ends is not None:  # one list for all requests
         tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
     tiles = _power_of_two(tiles)
     return Problem(
@@ -169,7 +172,7 @@ def _problem(a: Arguments) -> Problem:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is no less than ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 

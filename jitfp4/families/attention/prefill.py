@@ -1,4 +1,4 @@
-"""The kernel for many query rows: how it can be cut, where it runs, and how it is launched."""
+"""The mma.sync kernel for many query rows: its tactics and spec, which problems it can run, and its launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SUMS = 128  # registers of a thread for sums of outputs
 
 @dataclass(frozen=True, slots=True)
 class PrefillTactic:
-    """How the kernel is cut: fields of its Spec."""
+    """How the kernel divides the work: fields of PrefillSpec."""
 
     warps: int
     warp_rows: int
@@ -26,9 +26,9 @@ class PrefillTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec(KernelSpec):
-    """A kernel whose CTAs take ``warps`` times ``warp_rows`` query rows over ``tile`` tokens at a time.
+    """Each CTA has ``warps`` * ``warp_rows`` query rows, and takes tiles of ``tile`` tokens.
 
-    ``interleaved`` tells the order of V's scales; ``min_ctas`` CTAs fit an SM.
+    ``interleaved`` is the order of V's scales. An SM holds ``min_ctas`` CTAs.
     """
 
     cache: Cache
@@ -47,7 +47,7 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: two tiles as 16-bit floats, two as they are in the cache, where four lie; queries."""
+        """Shared memory of a CTA: two tiles as 16-bit floats, two as in the cache, places of four tiles, queries."""
         bits = self.cache.bits
         scales = self.head_dim // 16 if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
@@ -75,8 +75,8 @@ def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
-    """A CTA for each block of rows that there may be; those without one return at once."""
-    del arch  # as many CTAs on each
+    """A CTA for each possible block of query rows. CTAs without a block return at once."""
+    del arch  # the grid is the same for every one
     spec = specialise(problem, tactic)
     return Geometry(
         grid=(problem.blocks * ROW_BLOCK // spec.rows, 1, 1),

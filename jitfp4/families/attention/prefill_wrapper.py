@@ -1,4 +1,4 @@
-"""FlashInfer's prefill wrapper."""
+"""The prefill wrapper, with FlashInfer's interface."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jitfp4.public import checked
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """Attention of many query tokens a request over a paged cache whose page numbers come as one list.
+    """Attention of many query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_context_with_kv_cache(), of any content; its first
-            64 KiB are set to zero here, and nobody else may write them while the wrapper is in use.
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_context_with_kv_cache(), with any content. The
+            constructor sets its first 64 KiB to zero; nothing else may write them while the wrapper is in use.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: plan() then copies its tensors into the four buffers, whose addresses a captured run() keeps;
-            the batch is the length of paged_kv_last_page_len_buf.
+        use_cuda_graph: if True, plan() copies its tensors into the four buffers, whose addresses a captured run()
+            reads; the batch is the length of paged_kv_last_page_len_buf.
         custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: None.
-        backend: "auto", "fa2" or "fa3", where V's block scales are linear, or "trtllm-gen", where they are interleaved
-            as nvfp4_quantize_paged_kv_cache() gives them. The kernels are the same.
+        backend: with "auto", "fa2" or "fa3" V's block scales are linear; with "trtllm-gen" they are interleaved, as
+            nvfp4_quantize_paged_kv_cache() returns them. The kernels are the same.
     """
 
     @checked
@@ -91,32 +91,33 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Take the lists of a batch. Nothing is read on the host, and nothing waits for the device.
+        """Store the lists of a batch for run(). The host reads none of them and does not wait for the device.
 
         Args:
-            qo_indptr: int32 [batch + 1]; the queries of request b are rows qo_indptr[b] to qo_indptr[b + 1].
-            paged_kv_indptr: int32 [batch + 1]; its pages are those of paged_kv_indices from paged_kv_indptr[b] to
-                paged_kv_indptr[b + 1].
+            qo_indptr: int32 [batch + 1]; the queries of request b are ``q[qo_indptr[b] : qo_indptr[b + 1]]``.
+            paged_kv_indptr: int32 [batch + 1]; the pages of request b are
+                ``paged_kv_indices[paged_kv_indptr[b] : paged_kv_indptr[b + 1]]``.
             paged_kv_indices: int32, page numbers.
-            paged_kv_last_page_len: int32 [batch], tokens in each last page, 1 to page_size.
+            paged_kv_last_page_len: int32 [batch], tokens in the last page of each request, 1 to page_size.
             head_dim_vo: None or head_dim_qk.
-            causal: whether query i of n in a request of s tokens sees those up to s - n + i only.
+            causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i.
             use_fp16_qk_reduction: accepted; sums are float32.
             sm_scale: None means ``head_dim_qk ** -0.5``.
             window_left: as in trtllm_batch_context_with_kv_cache().
-            q_data_type, o_data_type: of queries and outputs; o_data_type None means q_data_type.
+            q_data_type, o_data_type: dtypes of queries and outputs; o_data_type None means q_data_type.
             kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
                 q_data_type.
-            seq_lens: int32 [batch], in place of what paged_kv_indptr and paged_kv_last_page_len give; seq_lens_q,
-                block_tables and max_sequence_kv are not needed.
-            max_token_per_sequence: no less than the queries of any request; it only helps to choose a kernel.
+            seq_lens: int32 [batch], the tokens of each request; None computes them from paged_kv_indptr and
+                paged_kv_last_page_len.
+            seq_lens_q, block_tables, max_sequence_kv: not read, because other arguments say the same.
+            max_token_per_sequence: at least the queries of every request; only the choice of a kernel depends on it.
             custom_mask, packed_custom_mask, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, prefix_len_ptr,
                 token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv:
-                anything but the default is an error, -1 for fixed_split_size aside.
+                any value but the default is an error, except -1 for fixed_split_size.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
-        del use_fp16_qk_reduction, seq_lens_q, block_tables  # the same again
+        del use_fp16_qk_reduction, seq_lens_q, block_tables  # not needed
         if max_sequence_kv is not None and max_sequence_kv < 0:
             raise ArgumentError("max_sequence_kv", max_sequence_kv, "0 or more")
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
@@ -129,7 +130,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         for name, value, default in (
             ("token_pos_in_items_len", token_pos_in_items_len, 0),
-            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines say either
+            ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
             ("disable_split_kv", disable_split_kv, False),
         ):
             checks.unused(name, value, default)
@@ -181,16 +182,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         """Attend with the queries of a planned batch.
 
         Args:
-            q: [tokens, heads, d], where qo_indptr says whose they are.
+            q: [tokens, heads, d]; qo_indptr of plan() says which tokens each request has.
             paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
-            out, lse, return_lse, enable_pdl, sinks: as there.
-            window_left: None means what plan() got.
+            out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
+            window_left: None means the value of plan().
             skip_softmax_threshold_scale_factor: None.
         Returns:
-            out, or ``(out, lse)`` with return_lse: the bits that trtllm_batch_context_with_kv_cache() gives for a
-            max_q_len of max_token_per_sequence, or of all tokens.
+            out, or ``(out, lse)`` with return_lse; the same bits as trtllm_batch_context_with_kv_cache() returns if
+            max_q_len is max_token_per_sequence, or the number of all tokens where that is None.
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """

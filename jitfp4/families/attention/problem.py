@@ -1,4 +1,4 @@
-"""What selection sees of an attention, how the kernel for few query rows can be cut, and how it is launched."""
+"""The problem that selects a kernel; and of the kernel for few query rows tactics, spec and launch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jitfp4.spec import Geometry, KernelSpec
 from jitfp4.tensors import CODE_DTYPES
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float8_e4m3fn: DType.E4M3}
-"""Of queries and of outputs."""
+"""The dtypes of queries and outputs."""
 
 HEAD_DIMS = (64, 128, 256)
-TILE = 32  # tokens that a warp takes at a time
+TILE = 32  # tokens of a tile of one warp
 MAX_PAGE = 128
-MAX_TOKENS = 1 << 24  # of a request: the kernel divides positions by the page without a division
+MAX_TOKENS = 1 << 24  # of a request: up to it, kernels divide by the page size with a multiplication
 MAX_Q_LEN = 8  # of a decode call
 MAX_GROUP = 16
-MAX_ROWS = 16  # that the decode kernel takes at a time
-COUNTER_BYTES = 1 << 16  # at the start of a workspace; kernels with grids of their own share them
+MAX_ROWS = 16  # query rows that the decode kernel takes at a time
+COUNTER_BYTES = 1 << 16  # of counters at the start of a workspace, shared by kernels of all grid sizes
 ROW_BLOCK = 64
 
 _WARP = 32
@@ -33,7 +33,7 @@ _MOST_CTAS = _WARP**2
 
 
 class Cache(StrEnum):
-    """What K and V are kept as."""
+    """The format of K and V."""
 
     NVFP4 = "nvfp4"
     E4M3 = "e4m3"
@@ -42,12 +42,12 @@ class Cache(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return {Cache.NVFP4: 4, Cache.E4M3: 8}.get(self, 16)
 
     @property
     def tile(self) -> str:
-        """The namespace of generated source that makes fragments of it."""
+        """The namespace in the template that makes fragments from this format."""
         return {4: "nvfp4_tile", 8: "byte_tile", 16: "half_tile"}[self.bits]
 
     @property
@@ -61,11 +61,11 @@ CACHES = {
     torch.float16: Cache.F16,
     torch.bfloat16: Cache.BF16,
 }
-"""By the dtype of their tensors."""
+"""From the dtype of the tensors to the format."""
 
 
 class Pages(StrEnum):
-    """How the tokens of a tile lie in pages: in one, each half in one, or in any number of them."""
+    """How a tile lies in pages: in one page, with each half in one page, or in any number of pages."""
 
     WHOLE = "whole"
     HALVES = "halves"
@@ -73,17 +73,21 @@ class Pages(StrEnum):
 
     @staticmethod
     def of(page: int) -> Pages:
-        """For pages of ``page`` tokens."""
+        """The case for pages of ``page`` tokens."""
         return Pages.WHOLE if page % TILE == 0 else Pages.HALVES if page % (TILE // 2) == 0 else Pages.MANY
 
 
 class Problem(NamedTuple):
-    """``rows`` query rows of a KV head are taken at a time: 8 or 16 of few query tokens, 64 or 128 of more.
+    """What selection sees of an attention. A query row is one query token of one head.
 
-    ``heads`` is a power of two that divides the KV heads. ``tiles`` of 32 tokens bound a request, and ``units``, a tile
-    for one KV head, a call: powers of two, so that growing contexts are few problems. Where rows are many, so does
-    ``blocks``: of ROW_BLOCK rows of one request and KV head, and two more for each of these. Lengths themselves are on
-    the device. Where each request has one query token, all is ``causal``.
+    ``rows`` query rows of a KV head are taken at a time: 8 or 16 for few query tokens, 64 or 128 for more. ``heads`` is
+    a power of two that divides the number of KV heads.
+
+    Lengths are known on the device only, so the sizes are bounds, rounded up to powers of two: then growing contexts
+    give few problems. A request has at most ``tiles`` tiles of 32 tokens. A call has at most ``units`` units, each a
+    tile for one KV head, and with many rows at most ``blocks`` blocks of ROW_BLOCK rows; with few rows that is 0.
+
+    Where each request has one query token, ``causal`` is True.
     """
 
     cache: Cache
@@ -106,13 +110,13 @@ class Problem(NamedTuple):
 
     @property
     def wide(self) -> bool:
-        """Whether a warp's sums leave registers for a few warps only."""
+        """Whether the sums of a warp take so many registers that an SM holds few warps."""
         return self.head_dim * self.rows > 128 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """How the kernel is cut: fields of its Spec."""
+    """How the kernel divides the work: fields of Spec."""
 
     warps: int
     stages: int
@@ -122,11 +126,12 @@ class Tactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A kernel whose warps take 32 tokens of one KV head and ``rows`` query rows at a time, and copy tiles ahead.
+    """A warp takes tiles of 32 tokens of one KV head for ``rows`` query rows, and copies later tiles meanwhile.
 
-    ``interleaved`` tells the order of V's scales; ``packed`` is for caches whose rows follow each other within a page
-    and head; with ``two_tables``, K and V have pages of their own. A warp has ``stages`` tiles in shared memory;
-    ``min_ctas`` CTAs of ``warps`` warps fit an SM; ``head_warps`` of them take the same tokens for different KV heads.
+    ``interleaved`` is the order of V's scales. In a ``packed`` cache the rows of a page and head follow each other
+    without gaps. With ``two_tables``, K and V have different page numbers. A warp has ``stages`` tiles in shared
+    memory. An SM holds ``min_ctas`` CTAs of ``warps`` warps; ``head_warps`` warps of a CTA take the same tokens for
+    different KV heads.
     """
 
     cache: Cache
@@ -151,7 +156,7 @@ class Spec(KernelSpec):
 
     @property
     def part_bytes(self) -> int:
-        """Shared memory of a warp's results: rows of outputs, padded, with their references and sums."""
+        """Bytes of a warp's results in shared memory: padded rows of outputs, with their references and sums."""
         return 4 * self.rows * (self.head_dim + 4 + 2)
 
     @property
@@ -162,11 +167,11 @@ class Spec(KernelSpec):
 
     @property
     def counter_bytes(self) -> int:
-        """Where parts begin in a workspace."""
+        """The offset in a workspace at which the partial results begin."""
         return COUNTER_BYTES
 
     def workspace_bytes(self, grid: int) -> int:
-        """Counters, then two parts of each CTA: of an item that began before, and of one that goes on."""
+        """Bytes of counters, and of two partial results of each CTA: for the first and the last item of its share."""
         part = self.head_warps * self.rows * (self.head_dim + 2) * 4
         return COUNTER_BYTES + 2 * grid * part
 
@@ -178,7 +183,7 @@ def specialise(problem: Problem, tactic: Tactic) -> Spec:
 
 
 def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
-    """Why a tactic cannot run a problem."""
+    """Why a tactic cannot run a problem; None where it can."""
     if problem.rows > MAX_ROWS:
         return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
     if problem.heads % tactic.head_warps:
@@ -194,7 +199,7 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """As many CTAs as fit the GPU: each finds its share of the work."""
+    """As many CTAs as the GPU holds at once; each finds its share of the work."""
     return Geometry(
         grid=(arch.num_sms * tactic.min_ctas, 1, 1),
         block=(tactic.warps * _WARP, 1, 1),

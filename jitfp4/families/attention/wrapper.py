@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers share: page lists and scalars once in plan(), tensors in run()."""
+"""What both wrappers share. plan() takes page lists and numbers once for a batch, and run() takes tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """On the device: where the pages of each request end in ``pages``, tokens of each, and where its queries end."""
+    """Lists of a batch on the device.
+
+    ``page_ends`` says where the pages of each request begin and end in ``pages``, ``q_ends`` where its queries do, and
+    ``seq_lens`` how many tokens it has.
+    """
 
     page_ends: torch.Tensor
     pages: torch.Tensor
@@ -29,7 +33,7 @@ class Lists:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What plan() leaves for run(). ``q_len`` bounds the queries of a request; None: nothing does."""
+    """What plan() stores for run(). A request has at most ``q_len`` queries; None is no bound."""
 
     lists: Lists
     heads: tuple[int, int]
@@ -64,12 +68,12 @@ class Run:
 
 
 class PagedWrapper:
-    """A workspace, the buffers of a captured call, and the latest plan."""
+    """A workspace, buffers for use in CUDA graphs, and the latest plan."""
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str, backend: str, buffers: dict[str, torch.Tensor | None] | None
     ) -> None:
-        """``buffers`` are those of a captured call, by parameter, in the order of a plan's lists."""
+        """``buffers``, for use in CUDA graphs, are by parameter name in the order of the lists of plan()."""
         checks.check_layout(kv_layout)
         checks.check_backend(backend, BACKENDS)
         try:
@@ -87,14 +91,14 @@ class PagedWrapper:
                     raise ArgumentError(name, "None", "a tensor with use_cuda_graph")
                 checks.check_ints(name, buffer, (None,), self._workspace)
                 given.append(buffer)
-            given[2] = torch.zeros_like(given[2])  # holds tokens of requests, not of their last pages
+            given[2] = torch.zeros_like(given[2])  # for the tokens of requests, not of their last pages
             for (name, _), buffer in zip(buffers.items(), given, strict=True):
                 if "indptr" in name and len(buffer) <= len(given[2]):
                     raise ArgumentError(name, f"{len(buffer)} elements", "one more than the batch of the buffers")
             self._buffers = given
 
     def _check(self, lists: dict[str, torch.Tensor], seq_lens: torch.Tensor | None) -> int:
-        """The number of requests in these lists, by parameter: that of last_page_len, the third."""
+        """Check the lists of plan(), by parameter name. Returns the number of requests: that of the third list."""
         name, last = list(lists.items())[2]
         checks.check_ints(name, last, (None,), last)
         batch = len(last)
@@ -108,7 +112,10 @@ class PagedWrapper:
     def _take(
         self, lists: dict[str, torch.Tensor], page_size: int, seq_lens: torch.Tensor | None, non_blocking: bool
     ) -> Lists:
-        """Checks and moves a plan's lists, by parameter: indptr, indices, last_page_len, perhaps qo_indptr."""
+        """Check the lists of plan(), by parameter name, and move them to the device.
+
+        They are indptr, indices, last_page_len and, for prefill, qo_indptr.
+        """
         batch = self._check(lists, seq_lens)
         move = functools.partial(torch.Tensor.to, device=self._workspace.device, non_blocking=non_blocking)
         moved = [move(tensor) for tensor in lists.values()]
@@ -126,7 +133,7 @@ class PagedWrapper:
             moved = [self._buffers[0][: batch + 1], self._buffers[1], *(b[: batch + 1] for b in self._buffers[2:])]
         return Lists(moved[0], moved[1], moved[2], moved[3] if len(moved) > 3 else None)
 
-    # vLLM asserts that run() goes by what it planned, under these names.
+    # vLLM reads these names and asserts that run() uses the values that it planned.
     @property
     def _window_left(self) -> int:
         return self._planned().window_left
@@ -145,7 +152,7 @@ class PagedWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """False: engines ask before they plan past plan(), into FlashInfer's buffers. Here plan() serves graphs too."""
+        """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
         return False
 
     def _planned(self) -> Plan:
@@ -206,20 +213,20 @@ _NAMES = {
     "bmm2_scale": "v_scale",
     "workspace_buffer": "float_workspace_buffer",
 }
-"""What attend() calls arguments of run() and of the wrappers."""
+"""From names of attend() to those of run() and of the constructors."""
 
 
 def dtypes(
     q: torch.dtype | str | None, cache: torch.dtype | str | None, out: torch.dtype | str | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of queries, cache and outputs; None means that of queries."""
+    """The dtypes of queries, cache and outputs; None for the others means that of queries."""
     q_dtype = dtype("q_data_type", q, DTYPES)
     cache_dtype = q_dtype if cache is None else dtype("kv_data_type", cache, CACHES)
     return q_dtype, cache_dtype, q_dtype if out is None else dtype("o_data_type", out, DTYPES)
 
 
 def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
-    """A dtype, or its name in torch."""
+    """The dtype ``given``, which may be its name in torch. Raises ArgumentError unless it is allowed."""
     found = getattr(torch, given, None) if isinstance(given, str) else given
     if found not in allowed:
         raise ArgumentError(name, repr(given), " or ".join(map(str, allowed)))
@@ -227,7 +234,7 @@ def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.
 
 
 def check_sizes(heads: tuple[int, int], head_dim: tuple[str, int], page_size: int, window_left: int) -> None:
-    """What a plan says in numbers, within what the kernels take; ``head_dim`` with its parameter's name."""
+    """Check that the kernels support these numbers of a plan; ``head_dim`` comes with its parameter name."""
     for name, value, least, most in (
         ("num_kv_heads", heads[1], 1, None),
         ("page_size", page_size, 1, MAX_PAGE),

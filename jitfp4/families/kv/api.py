@@ -47,7 +47,7 @@ def nvfp4_kv_quantize(
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize rows as a KV cache holds them: NVFP4 with linear block scales and a *decode* scale.
+    """Quantize rows to the format of the KV cache: NVFP4 with linear block scales and a *decode* scale.
 
     Args:
         input: [m, k] fp16 or bf16, rows contiguous and 16-byte aligned; k a positive multiple of 16.
@@ -94,11 +94,12 @@ def nvfp4_quantize_paged_kv_cache(
 
     Args:
         k_cache, v_cache: fp16 or bf16, [pages, heads, page, d] ("HND") or [pages, page, heads, d] ("NHD"), of one dtype
-            and the same pages and heads; d may differ. Rows of d are contiguous and 16-byte aligned; d a multiple
-            of 16.
+            and the same numbers of pages, tokens and heads; d may differ. Rows of d are contiguous and 16-byte aligned;
+            d is a multiple of 16.
         kv_layout: "HND" or "NHD".
-        k_global_sf, v_global_sf: *encode* scales without the 6 of E2M1, ``448 / amax(cache)``: one element, or a
-            number. None computes ``448 / max(amax(cache), 1e-12)``. Read by the host: this function synchronises.
+        k_global_sf, v_global_sf: *encode* scales without the factor 6 of E2M1, ``448 / amax(cache)``: one element, or
+            a number. None computes ``448 / max(amax(cache), 1e-12)``. The host reads them, so this function
+            synchronises.
         v_sf_layout: "interleaved4", V's block scales as trtllm_* functions expect them, or "linear", as the append
             functions write and FlashInfer's wrappers expect them. Interleaved: in each (page, head), scale s of token t
             is byte ``t // 4 * 4 * d/16 + s * 4 + t % 4``; needs page % 4 == 0 and d % 64 == 0. K's are always linear.
@@ -162,16 +163,16 @@ def nvfp4_quantize_append_paged_kv_cache(
         batch_indices: [n] int32 or int64, the request of each token.
         positions: [n] int32 or int64, the token's position in its request.
         paged_kv_cache, kv_cache_sf: as in nvfp4_quantize_append_paged_kv_cache_with_slot_mapping().
-        kv_indices: int32 or int64, the pages of all requests, one request behind the other.
+        kv_indices: int32 or int64, the pages of all requests, one request after the other.
         kv_indptr: [requests + 1] int32 or int64, where each request's pages begin in kv_indices.
-        kv_last_page_len: [requests] int32 or int64; a position says where its token goes, so this is not read.
+        kv_last_page_len: [requests] int32 or int64; not read, because positions say where tokens go.
         k_scale, v_scale, kv_layout, v_sf_layout, enable_pdl: as in
             nvfp4_quantize_append_paged_kv_cache_with_slot_mapping().
     Returns:
         Nothing: the cache is updated in place. Numerics as nvfp4_kv_quantize(). Position p of request b goes to page
-        ``kv_indices[kv_indptr[b] + p // page]``, token ``p % page``. On the GPU a token is skipped whose request,
-        position or page is negative or outside of its list or of the cache; on the CPU negative ones are skipped, and
-        one outside is an error. Two tokens for one place, in one call, have no defined result.
+        ``kv_indices[kv_indptr[b] + p // page]``, token ``p % page``. On the GPU a token is skipped when its
+        request, position or page is negative, or beyond its list or the cache; on the CPU negative values are skipped,
+        and values beyond are errors. Two tokens for one place in one call have no defined result.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -200,25 +201,25 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
     Args:
         append_key, append_value: [n, heads, d] fp16 or bf16 of one dtype; d may differ. Rows of d are contiguous and
-            16-byte aligned, the other strides free, as in views of a packed projection. Rows behind the last of
-            slot_mapping are not looked at.
+            16-byte aligned; other strides are free, as in views of a packed projection. Tokens beyond the length of
+            slot_mapping are not read.
         slot_mapping: int32 or int64, at most n entries: the slot of each token, ``page * page_size + token of the
             page``.
         paged_kv_cache: a pair (K, V), or both stacked as [pages, 2, ...]: uint8 (or float4_e2m1fn_x2), each
             [pages, page, heads, d/2] ("NHD") or [pages, heads, page, d/2] ("HND"); 8-byte aligned rows.
-        kv_cache_sf: float8_e4m3fn, arranged as paged_kv_cache with d/16. Strides of both are free but for the last:
+        kv_cache_sf: float8_e4m3fn, arranged as paged_kv_cache with d/16. All strides but the last are free, so
             codes and scales may share pages.
         k_scale, v_scale: *decode* scales, recommended ``amax / (448 * 6)``, positive and finite: float32 tensors of one
-            element, or numbers. Tensors are read by the host once, and again when they were changed in place; not
-            while a CUDA graph is captured or torch.compile traces. During a capture they must be tensors on
+            element, or numbers. The host reads a tensor once, and again after it was changed in place, but never
+            while a CUDA graph is captured or torch.compile traces. During a capture both must be tensors on
             append_key's device.
         kv_layout: "NHD" or "HND".
         v_sf_layout: "linear", or "interleaved4" as nvfp4_quantize_paged_kv_cache() describes it.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
-        Nothing: the cache is updated in place. Numerics as nvfp4_kv_quantize(). A negative slot is skipped. One beyond
-        the cache is skipped on the GPU, and an error on the CPU. Two tokens for one slot, in one call, have no defined
-        result.
+        Nothing: the cache is updated in place. Numerics as nvfp4_kv_quantize(). Negative slots are skipped. Slots
+        beyond the cache are skipped on the GPU, and errors on the CPU. Two tokens for one slot in one call have no
+        defined result.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -237,7 +238,7 @@ def nvfp4_kv_dequantize(
     *,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Rows of NVFP4 with linear block scales, as nvfp4_kv_quantize() returns them, to floats.
+    """Convert rows of NVFP4 with linear block scales, as nvfp4_kv_quantize() returns them, to floats.
 
     Args:
         fp4_data: uint8 (or float4_e2m1fn_x2) [m, k/2], rows contiguous.
@@ -285,13 +286,13 @@ def nvfp4_kv_dequantize_paged(
     v_sf_layout: str = "linear",
     enable_pdl: bool | None = None,
 ) -> None:
-    """The sequences of a paged NVFP4 cache to floats: one launch.
+    """Convert the sequences of a paged NVFP4 cache to floats: one launch.
 
     Args:
         paged_kv_cache, kv_cache_sf: as in nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(); the scales may be
             uint8 too.
-        block_tables: [batch, columns] int32 or int64, the pages of each sequence; ``columns * page`` covers max_seq.
-        seq_lens: [batch] int32 or int64; those above max_seq count as max_seq.
+        block_tables: [batch, columns] int32 or int64, the pages of each sequence; ``columns * page >= max_seq``.
+        seq_lens: [batch] int32 or int64; lengths above max_seq count as max_seq.
         k_scale, v_scale: *decode* scales: one float32 each on the cache's device (fp16 and bf16 are widened), or
             numbers. Read on the device only.
         output_k, output_v: [batch, max_seq, heads, d] bf16 or fp16 of one dtype, contiguous, to fill in place. d of K
@@ -300,9 +301,9 @@ def nvfp4_kv_dequantize_paged(
         v_sf_layout: "linear", or "interleaved4" as nvfp4_quantize_paged_kv_cache() describes it.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
-        Nothing: the outputs are filled in place. Numerics as nvfp4_kv_dequantize(). Positions from seq_lens on keep
-        what they held; so do those in a page that is negative or, on the GPU, beyond the cache. On the CPU a page
-        beyond the cache is an error.
+        Nothing: the outputs are filled in place. Numerics as nvfp4_kv_dequantize(). Positions from seq_lens on are
+        not written; nor are those in a page that is negative or, on the GPU, beyond the cache. On the CPU a page beyond
+        the cache is an error.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

@@ -1,4 +1,4 @@
-"""Checks of caches, lists and scales, before anything is written."""
+"""Checks of caches, index lists and scales, before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jitfp4.formats import NVFP4
 from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""K and V: stacked in the second dimension, or a pair."""
+"""K and V: one tensor with both in its second dimension, or a pair of tensors."""
 
 CODE_DTYPES = (torch.uint8, *([torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []))
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
@@ -25,11 +25,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 _LAYOUTS = ("NHD", "HND")
 _V_SF_LAYOUTS = {"linear": False, "interleaved4": True}
-_LIMIT = 1 << 32  # of strides in bytes and of slots: the kernels multiply and divide in 32 bits
+_LIMIT = 1 << 32  # of strides in bytes, and of slots: the kernels multiply and divide them in 32 bits
 _MAX_TOKENS = 1 << 31
-_MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token: two chunks each, two sides
+_MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token. A block is two chunks, and there are two sides
 
-_known_scales = WeakTensorKeyDictionary()  # a scale to the version of it that was found positive and finite
+_known_scales = WeakTensorKeyDictionary()  # from a scale to its version that was found positive and finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def sides(
     kv_layout: str,
     sf_dtypes: Collection[torch.dtype] = SF_DTYPES,
 ) -> tuple[Side, Side]:
-    """K and V of a paged cache whose scales lie as its codes do."""
+    """K and V of a paged cache, with scales in the same layout as the codes."""
     k, v = (
         Side(_as_nhd("paged_kv_cache", x, kv_layout, CODE_DTYPES), _as_nhd("kv_cache_sf", sf, kv_layout, sf_dtypes))
         for x, sf in zip(codes, scales, strict=True)
@@ -92,7 +92,7 @@ def sides(
 
 
 def check_side(name: str, sf_name: str, side: Side) -> None:
-    """Codes and scales fit each other, and the kernels can address them."""
+    """Check that codes and scales fit together, and that the kernels can address them."""
     *place, width = side.codes.shape
     if width == 0 or 2 * width % NVFP4.block:
         raise ArgumentError(name, f"d = {2 * width}", f"a positive multiple of {NVFP4.block}")
@@ -115,14 +115,14 @@ def _as_nhd(name: str, tensor: torch.Tensor, kv_layout: str, dtypes: Collection[
 
 
 def nhd(tensor: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    """Pages in the order that ``kv_layout`` names, as [pages, tokens, heads, ...]."""
+    """A view [pages, tokens, heads, ...] of a tensor whose order ``kv_layout`` names."""
     if kv_layout not in _LAYOUTS:
         raise ArgumentError("kv_layout", repr(kv_layout), " or ".join(_LAYOUTS))
     return tensor.transpose(1, 2) if kv_layout == "HND" else tensor
 
 
 def is_interleaved(v_sf_layout: str, head_dim: int, page_size: int) -> bool:
-    """Whether V's scales are interleaved by 4 tokens, which asks for whole groups of tokens and of columns."""
+    """Whether V's scales are interleaved by 4 tokens. Raises ArgumentError where pages or rows are not whole groups."""
     if v_sf_layout not in _V_SF_LAYOUTS:
         raise ArgumentError("v_sf_layout", repr(v_sf_layout), " or ".join(_V_SF_LAYOUTS))
     if _V_SF_LAYOUTS[v_sf_layout] and (page_size % 4 or head_dim % 64):
@@ -132,7 +132,7 @@ def is_interleaved(v_sf_layout: str, head_dim: int, page_size: int) -> bool:
 
 
 def check_rows(name: str, x: torch.Tensor, dims: int, dtypes: Collection[torch.dtype]) -> None:
-    """``x`` has ``dims`` dimensions; the last one is contiguous whole blocks, the others step by 16 bytes."""
+    """Check ``x``: ``dims`` dimensions, the last of contiguous whole blocks, other strides multiples of 16 bytes."""
     check_dtype(name, x, dtypes)
     check_device(name, x)
     if x.dim() != dims or x.shape[-1] == 0 or x.shape[-1] % NVFP4.block:
@@ -143,7 +143,7 @@ def check_rows(name: str, x: torch.Tensor, dims: int, dtypes: Collection[torch.d
 
 
 def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
-    """Neighbours of the last dimension are neighbours in memory."""
+    """Check that the last dimension is contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
 
@@ -157,14 +157,14 @@ def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
 
 
 def check_work(name: str, tokens: int, blocks: int) -> None:
-    """The kernels count tokens in 31 bits, and a grid holds so many blocks of a token."""
+    """Check the limits of the kernels: tokens are counted in 31 bits, and a grid holds _MAX_BLOCKS of a token."""
     if tokens >= _MAX_TOKENS or blocks > _MAX_BLOCKS:
         allowed = f"less than 2^31 tokens, of at most {_MAX_BLOCKS} blocks of 16 elements"
         raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", allowed)
 
 
 def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | None = None) -> None:
-    """``values`` is a contiguous list of integers on ``like``'s device, of ``size`` entries unless that is None."""
+    """Check that ``values`` is a contiguous list of integers on ``like``'s device, of ``size`` entries unless None."""
     check_dtype(name, values, INDEX_DTYPES)
     check_same_device(name, values, like)
     check_contiguous(name, values)
@@ -175,10 +175,11 @@ def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | 
 def decode_scales(
     k_scale: torch.Tensor | float, v_scale: torch.Tensor | float, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both decode scales as one float32 each on ``like``'s device, positive and finite.
+    """Both decode scales, checked to be positive and finite: one float32 each on ``like``'s device.
 
     The values of tensors are read with one copy to the host, unless they were read before and have not changed since.
-    While a CUDA graph is captured nothing may be read or made: only a tensor that is right is taken.
+    While a CUDA graph is captured, no value may be read and no tensor made: then the scales must be float32 tensors on
+    ``like``'s device, and their values are not checked.
     """
     capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
     given = {"k_scale": k_scale, "v_scale": v_scale}

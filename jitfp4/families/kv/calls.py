@@ -1,7 +1,7 @@
-"""The calls behind the public functions: tensors and flags are checked, and one operator called.
+"""The calls behind the public functions: check tensors and flags, then call one operator.
 
-Such a call is repeated without Python where its arguments look as before; see jitfp4.replay. That asks for one that
-returns a tensor, so each returns the first that it writes.
+jitfp4.replay remembers such a call and repeats its launch for arguments of the same shapes. That needs a function that
+returns a tensor, so each returns the first tensor that it writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Slots or positions; and for positions the requests of the tokens, all pages, and where each request's begin."""
+"""Slots or positions. With positions also: the request of each token, all pages, where each request's pages begin."""
 
 NO_LISTS: Lists = (None, None, None, None)
 
@@ -145,7 +145,7 @@ def _dequantize_sides(
     interleaved: bool,
     enable_pdl: bool | None,
 ) -> None:
-    """K and V: one launch where they have the same shapes and strides, else one for each."""
+    """Dequantize K and V: one launch where they have the same shapes and strides, else one for each."""
     k, v = read
     if not k.like(v):
         dequantize_side(k, scales[0], *lists, outs[0], interleaved=False, enable_pdl=enable_pdl, name="output_k")
@@ -181,7 +181,7 @@ def dequantize_side(
     enable_pdl: bool | None,
     name: str,
 ) -> None:
-    """One side by itself."""
+    """Dequantize one side alone."""
     dequantize(
         Dequantize(
             k_codes=side.codes,
@@ -243,7 +243,7 @@ def quantize_sides(
     enable_pdl: bool | None,
     names: tuple[str, str],
 ) -> None:
-    """K and V: one launch where they have the same shapes and strides, else one for each."""
+    """Quantize K and V: one launch where they have the same shapes and strides, else one for each."""
     k, v = written
     if not k.like(v) or steps(x[0]) != steps(x[1]):
         quantize_side(x[0], scales[0], lists, k, interleaved=False, enable_pdl=enable_pdl, name=names[0])
@@ -281,7 +281,7 @@ def quantize_side(
     enable_pdl: bool | None,
     name: str,
 ) -> None:
-    """One side by itself."""
+    """Quantize one side alone."""
     slots, batch_indices, indices, indptr = lists
     quantize(
         Quantize(

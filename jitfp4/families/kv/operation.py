@@ -28,14 +28,15 @@ from jitfp4.reference import kv as reference
 from jitfp4.spec import I64, Ptr
 
 NEITHER = -1
-"""As the side whose scales are interleaved."""
+"""The value of ``interleaved`` where the scales of both sides are linear."""
 
 
 class Quantize(NamedTuple):
-    """``k`` and ``v``: [tokens, heads, d], or whole pages, as the caches are: [pages, tokens, heads, ...].
+    """``k`` and ``v`` are tokens [tokens, heads, d], or whole pages [pages, tokens, heads, d].
 
-    K and V have the same shapes and strides. ``slots`` are slots or, with ``indptr``, positions. ``interleaved``: the
-    side (0 or 1) whose scales are interleaved by 4 tokens, or NEITHER.
+    The caches are [pages, tokens, heads, ...]. K and V have the same shapes and strides. ``slots`` are slots, or
+    positions if there is ``indptr``. ``interleaved`` is the side (0 for K, 1 for V) whose scales are interleaved by 4
+    tokens, or NEITHER.
     """
 
     k: torch.Tensor
@@ -66,7 +67,10 @@ class Quantize(NamedTuple):
 
 
 class Dequantize(NamedTuple):
-    """Caches [pages, tokens, heads, ...] to [sequences, tokens, heads, d]; without tables one page, of one sequence."""
+    """Caches [pages, tokens, heads, ...] to outputs [sequences, tokens, heads, d].
+
+    Without ``block_tables`` there is one page, which is one sequence.
+    """
 
     k_codes: torch.Tensor
     k_sf: torch.Tensor
@@ -283,13 +287,13 @@ _Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _given(*tensors: torch.Tensor | None) -> _Four:
-    """Four optional arguments that come together."""
+    """Four optional tensors that are given together, as tensors."""
     a, b, c, d = (tensor for tensor in tensors if tensor is not None)
     return a, b, c, d
 
 
 def steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of all dimensions but the last; 0 for one of a single entry, whose stride means nothing."""
+    """The strides of all dimensions but the last; 0 for a dimension of size 1, whose stride means nothing."""
     return tuple(
         0 if size == 1 else stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )

@@ -1,4 +1,4 @@
-"""What selection sees of a KV cache that is written or read back, how the kernels are cut, and how they are launched.
+"""The problems, tactics, specs and launches of the kernels that write and read a KV cache.
 
 K and V are the two *sides* of a cache.
 """
@@ -24,7 +24,7 @@ _PLACE_BYTES = 8
 
 
 class Addressing(StrEnum):
-    """What tells the place of token i: i itself, a slot of the pool, or a position of a request that owns pages."""
+    """What gives the place of token i: i itself, a slot of the pool, or a position in the pages of a request."""
 
     WHOLE = "whole"
     SLOTS = "slots"
@@ -32,7 +32,7 @@ class Addressing(StrEnum):
 
 
 class QuantizeProblem(NamedTuple):
-    """``tokens`` tokens of ``blocks`` blocks of 16 elements, on each of ``sides`` sides."""
+    """Quantize, on each of ``sides`` sides, ``tokens`` tokens of ``blocks`` blocks of 16 elements."""
 
     in_dtype: DType
     addressing: Addressing
@@ -45,7 +45,7 @@ class QuantizeProblem(NamedTuple):
 
 
 class Lookup(StrEnum):
-    """Who looks up pages: nobody, a thread for its tokens, which lie in one, or a CTA for those of all its threads."""
+    """Who looks up pages: nobody; each thread, whose tokens then lie in one page; or the CTA for all its threads."""
 
     NONE = "none"
     THREAD = "thread"
@@ -53,9 +53,9 @@ class Lookup(StrEnum):
 
 
 class DequantizeProblem(NamedTuple):
-    """``sequences`` of up to ``tokens`` tokens of ``chunks`` chunks of 8 elements, on each of ``sides`` sides.
+    """Dequantize, on each of ``sides`` sides, ``sequences`` sequences of up to ``tokens`` tokens.
 
-    ``page_size`` is 0 where there is no page table.
+    A token is ``chunks`` chunks of 8 elements. ``page_size`` is 0 without a page table.
     """
 
     out_dtype: DType
@@ -70,14 +70,14 @@ class DequantizeProblem(NamedTuple):
 
 
 class QuantizeTactic(NamedTuple):
-    """How the quantize kernel is cut: tokens of a thread, threads of a CTA."""
+    """How the quantize kernel divides the work: tokens of a thread, threads of a CTA."""
 
     tokens: int
     threads: int
 
 
 class DequantizeTactic(NamedTuple):
-    """How the dequantize kernel is cut: tokens of a thread, threads of a CTA, and who looks up their pages."""
+    """How the dequantize kernel divides the work: tokens of a thread, threads of a CTA, and what looks up pages."""
 
     tokens: int
     threads: int
@@ -86,22 +86,22 @@ class DequantizeTactic(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """What the kernels have in common."""
+    """What the specs of both kernels have in common."""
 
     @property
     def max_threads(self) -> int:
-        """Of a CTA."""
+        """The most threads of a CTA."""
         return MAX_THREADS
 
     @property
     def place_bytes(self) -> int:
-        """Shared memory that holds the place of one token."""
+        """Bytes of shared memory for the place of one token."""
         return _PLACE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSpec(Spec):
-    """A thread quantizes the same block of ``tokens_per_thread`` tokens."""
+    """Each thread quantizes one block, the same one of ``tokens_per_thread`` tokens."""
 
     in_dtype: DType
     addressing: Addressing
@@ -110,7 +110,7 @@ class QuantizeSpec(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DequantizeSpec(Spec):
-    """A thread writes 16 bytes for each of ``tokens_per_thread`` tokens."""
+    """Each thread writes 16 bytes for each of ``tokens_per_thread`` tokens."""
 
     out_dtype: DType
     lookup: Lookup
@@ -122,7 +122,7 @@ def quantize_rejects(_: QuantizeProblem, __: QuantizeTactic, ___: Arch) -> None:
 
 
 def dequantize_rejects(problem: DequantizeProblem, tactic: DequantizeTactic, _: Arch) -> str | None:
-    """Why a tactic cannot run a problem."""
+    """Why a tactic cannot run a problem; None where it can."""
     if tactic.by_cta and not problem.page_size:
         return "there are no pages to look up"
     if not tactic.by_cta and problem.page_size % tactic.tokens:
@@ -142,7 +142,7 @@ def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> Deq
 
 
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
-    """Grid: x over tokens, y over the blocks of one, z over sides."""
+    """Grid: x over tokens, y over the blocks of a token, z over sides."""
     across, strips, block = _cut(problem.tokens, problem.blocks, tactic.tokens, tactic.threads)
     shared = block[1] * tactic.tokens * _PLACE_BYTES if problem.addressing is Addressing.POSITIONS else 0
     return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
@@ -156,7 +156,7 @@ def dequantize_geometry(problem: DequantizeProblem, tactic: DequantizeTactic, _:
 
 
 def _cut(tokens: int, items: int, tokens_per_thread: int, threads: int) -> tuple[int, int, tuple[int, int, int]]:
-    """CTAs over tokens, CTAs over the items of a token, and the shape of one: items by threads that share one."""
+    """CTAs over tokens, CTAs over the items of a token, and the shape of a CTA: x over items, y over tokens."""
     strips = ceil_div(items, threads)
     wide = ceil_div(items, strips)
     high = max(1, threads // wide)

@@ -1,4 +1,4 @@
-"""Which tactic a KV cache gets, and the problems that meet every row."""
+"""The tables that select tactics for a KV cache, and problems that together reach every row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jitfp4.families.kv.problem import (
 )
 from jitfp4.selection import Row, Table
 
-_FEW, _SOME = 1000, 12000  # blocks or chunks for each SM
+_FEW, _SOME = 1000, 12000  # blocks or chunks of an SM
 
 QUANTIZE = Table(
     (
@@ -53,6 +53,6 @@ def quantize_problems(_: Arch) -> Iterator[QuantizeProblem]:
 
 
 def dequantize_problems(_: Arch) -> Iterator[DequantizeProblem]:
-    """Few and many tokens, without pages and in those of every kind."""
+    """Few and many tokens, without pages and with every page size that the tactics distinguish."""
     for out_dtype, page_size, tokens in product(DTYPES.values(), (0, 1, 2, 4), (1, _MANY)):
         yield DequantizeProblem(out_dtype, page_size, 1, tokens, chunks=128, sides=2)

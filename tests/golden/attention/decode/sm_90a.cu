@@ -1,9 +1,9 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
 // spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":2,"two_tables":false,"warps":8}
 //
-// Attention of a few query rows over a paged cache. A warp takes tiles of 32 tokens: it copies them to a ring of its
-// own, multiplies K with up to 16 query rows on the tensor cores, keeps an online softmax of its own, and
-// multiplies V with the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
+// Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
+// of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
+// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -268,6 +268,12 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- partials/e4m3 ---------------------------------------------------------
 // E4M3: nearest even, saturating at 448; NaN is 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -321,14 +327,14 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- attention/matrices ----------------------------------------------------
-// 8 x 8 matrices of 16-bit floats, whose lanes hold pairs as in partials/mma_half, the other way round.
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
   uint32 d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
-// As load_matrices: of matrix i, a lane gets what stands at rows 2 t and 2 t + 1 of column g.
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
 __device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -415,11 +421,7 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }  // namespace ptx
 
 // ---- spec ------------------------------------------------------------------
-template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
-template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
-
-enum class Pages { kWhole, kHalves, kMany };  // of a tile: it lies in one, each half in one, or in any number
+enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
 
 constexpr int  kCacheBits   = 4;  // of an element of K and V
 constexpr bool kIsBf16Cache = false;
@@ -427,20 +429,20 @@ constexpr bool kIsBf16Cache = false;
 using Query = bf16;
 using Out   = bf16;
 constexpr int  kHeadDim     = 128;
-constexpr int  kRows        = 8;  // query rows at a time
+constexpr int  kRows        = 8;  // query rows of a segment
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
-constexpr bool kTwoTables   = false;  // K and V have pages of their own
+constexpr bool kTwoTables   = false;  // K and V have different page numbers
 constexpr int  kWarps       = 8;
-constexpr int  kHeadWarps   = 1;  // take the same tokens for different KV heads
+constexpr int  kHeadWarps   = 1;  // warps that take the same tokens for different KV heads
 constexpr int  kStages      = 2;
-constexpr int  kMinCtas     = 1;  // on an SM, that registers must suffice for
+constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
 
 constexpr int   kTile     = 32;  // tokens
 constexpr int   kSubs     = kTile / 16;
 constexpr int   kThreads  = kWarps * kWarp;
-constexpr int   kTokenWarps = kWarps / kHeadWarps;  // take different tokens
+constexpr int   kTokenWarps = kWarps / kHeadWarps;  // warps that take different tokens
 constexpr int   kBlocks   = kRows / 8;
 constexpr int   kSteps    = kHeadDim / 16;
 constexpr bool  kHalves   = kCacheBits == 16;
@@ -507,7 +509,7 @@ struct Operands {
 constexpr int kMostTokens = 1 << 24;  // of a request
 
 struct Request {
-  int tokens;  // in the cache, as far as the page table goes
+  int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
   int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
@@ -676,7 +678,7 @@ __device__ __forceinline__ bool find_share(
 // Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
 // A stage: K, then V, kTile rows each; their block scales; a bit for each token that has no page.
 constexpr int kChunks     = kRowBytes / 16;  // of a row
-constexpr int kPassRows   = kWarp / kChunks;  // a warp copies so many rows at a time
+constexpr int kPassRows   = kWarp / kChunks;  // rows of a pass: those that a warp copies at a time
 constexpr int kPasses     = kTile / kPassRows;
 constexpr int kValuesAt   = kTile * kRowBytes;
 constexpr int kScalesAt   = 2 * kTile * kRowBytes;
@@ -686,8 +688,8 @@ constexpr int kStageBytes = kAbsentAt + 16;
 constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
 static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
 
-// Where a chunk of a row stands in a tile, in bytes. Lines of 128 bytes are permuted so that reading K and V meets few
-// bank conflicts.
+// The offset of a chunk of a row in a tile, in bytes. The chunks of each 128 bytes are permuted, so that reads of K and
+// V have few bank conflicts.
 __device__ __forceinline__ int place(int row, int chunk) {
   const int at = row * kChunks + chunk;
   return (kChunks == 2 ? at : kChunks == 4 ? at ^ (row & 6) : at ^ (row & 7)) * 16;
@@ -705,7 +707,7 @@ template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, u
   }
 }
 
-// Of a row's chunks from `at` on; `place` is that of the first.
+// kWords words of a row; `place` is the offset of the first chunk.
 template <int kWords>
 __device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
   if constexpr (kWords <= 4) {
@@ -721,7 +723,7 @@ __device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)
   }
 }
 
-// Keeps the compiler from working out a lane's place again and again.
+// Hides how x was computed, so that the compiler keeps it in a register and does not compute it again.
 __device__ __forceinline__ int keep(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -729,7 +731,7 @@ __device__ __forceinline__ int keep(int x) {
 
 class Producer {
  public:
-  // `segment` is this warp's own, and moves ahead of the work.
+  // `segment` is the one that this warp copies, ahead of the one that it works on.
   __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring)
       : p_(p), segment_(segment), inverse_((0x80000000u + p.page - 1) / p.page) {
     const int lane = threadIdx.x % kWarp;
@@ -759,7 +761,7 @@ class Producer {
   }
 
  private:
-  // At the first tile of this warp in the segment; the addresses of what this lane copies, in page 0.
+  // Goes to the first tile of this warp in the segment. The pointers are to what this lane copies if it is in page 0.
   __device__ __forceinline__ void enter() {
     const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16, warp = threadIdx.x / kWarp;
     const int head = segment_.head(warp % kHeadWarps);
@@ -775,7 +777,7 @@ class Producer {
     }
   }
 
-  // Looks up the pages of the next tile, so that their numbers are there when the copies start.
+  // Looks up the pages of the next tile, so that their numbers are known when its copies start.
   __device__ __forceinline__ void seek() {
     while (token_ >= end_) {
       if (!advance(p_, segment_)) return;
@@ -795,7 +797,7 @@ class Producer {
   }
 
   struct Page {
-    int k, v, slot;  // of the first row of the pass, as if all its rows followed in one page
+    int k, v, slot;  // slot: of the first row of the pass, if all rows of the pass were in this page
     bool there;
   };
 
@@ -812,7 +814,7 @@ class Producer {
             (upper ? slot_[i] : slot_[0]) + pass - first, upper ? there[i] : there[0]};
   }
 
-  // Of a tile that is not whole, what is not there becomes 0.
+  // With kAll every token of the tile has a page. Else tokens without one are not read, and become 0.
   template <bool kAll>
   __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
     const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
@@ -822,10 +824,10 @@ class Producer {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = i * kPassRows + lane / kChunks;
-      // Eight rows on, chunks stand alike.
+      // The permutation of chunks repeats every eight rows.
       const int on = kPassRows % 8 == 0 ? i * kPassRows * kRowBytes
                                         : place(row, lane % kChunks) - place(lane / kChunks, lane % kChunks);
-      // Where rows follow each other, one address serves all passes of a page.
+      // In a packed page, one address serves all passes.
       const int  start = kPacked && kPages != Pages::kMany ? row_of_lookup(i * kPassRows) : i * kPassRows;
       const Page page  = page_of(there, kPages == Pages::kMany ? row : start, start);
       const int  skip  = (i * kPassRows - start) * kRowBytes;
@@ -879,14 +881,16 @@ class Producer {
 };
 
 // ---- attention/nvfp4_tile --------------------------------------------------
-// Fragments of an NVFP4 tile. K is the 16 x 16 factor with tokens as rows, V with dimensions as rows; query rows are
-// the eight columns. Neither needs its dimensions in order: lane c of K's row takes kHeadDim / 4 neighbours, lane g of
-// V takes kHeadDim / 8, and q and the outputs follow.
+// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
+// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
+// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// queries and outputs use the same order.
 //
-// As the top bits of a float16 without exponent bias, a code is its value times 2^-14, and a block scale times 2^7 is a
-// float16 too, so that their product is exact: 2^-7 of the value. Where hardware converts, it is the value itself.
+// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
+// of its value. Times 2^7, a block scale is a float16 too, so that the product is exact: 2^-7 of the value. Where
+// hardware converts, it is the value itself.
 namespace ptx {
-// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
   asm("{\n"
       "  .reg .b8 b0, b1, b2, b3;\n"
@@ -902,24 +906,24 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 
 namespace nvfp4_tile {
 using Mma = f16;
-constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-7f;  // of K as it enters the product
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-7f;  // the number that stands for 1 in fragments of K
 constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kHeadDim / 32;  // of a row of K in a lane
-constexpr int   kValueWords = kHeadDim / 64;  // of a row of V
+constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
 
-// Which of the 8 dimensions of K's word `w`, in order from dim 8 w on, makes half `half` of register r of step 2 w + j.
+// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
   return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
 }
-// What a lane needs of a query row for steps 2 w and 2 w + 1
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
   ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
 }
-// The dimension of row g or g + 8 of step m
+// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
-// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
@@ -930,13 +934,13 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks
+// The scales of two blocks, by software times 2^7
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
 
-// One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
+// Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
 __device__ __forceinline__ uint32 low_twice(uint32 pair) {
   uint32 d;
   asm("{\n"
@@ -956,9 +960,9 @@ __device__ __forceinline__ uint32 high_twice(uint32 pair) {
   return d;
 }
 
-// Where a lane finds its own in a stage.
+// The offsets in a stage of what a lane reads.
 struct Lane {
-  int key, key_scale;    // of row g; row g + 8 is 8 rows on
+  int key, key_scale;    // of row g; row g + 8 is 8 rows further
   int value[2];          // of tokens 2 c and 2 c + 1, likewise
   int value_scale;       // of token 2 c
 
@@ -979,7 +983,7 @@ struct Lane {
 // s = K q for the tokens from `first` on
 __device__ __forceinline__ void scores(
     const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
-  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // a pair of one block's scale
+  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
@@ -994,7 +998,7 @@ __device__ __forceinline__ void scores(
       }
     }
   }
-  float odd[kBlocks][4] = {};  // every other product: half the chain of dependent ones
+  float odd[kBlocks][4] = {};  // a second sum for every other product: chains of dependent products are half as long
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -1020,7 +1024,7 @@ __device__ __forceinline__ void scores(
   }
 }
 
-// A word of each of two tokens to pairs, one for each dimension.
+// Decodes a word of each of two tokens: pair i has dimension i of both.
 __device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8]) {
   uint32 half[2][4];
   if constexpr (kHasE2m1Cvt) {
@@ -1034,12 +1038,12 @@ __device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8
   for (int i = 0; i < 8; ++i) pairs[i] = kHasE2m1Cvt ? half[i % 2][i / 2] : half[i / 4][i % 4];
 }
 
-// V of 16 tokens as it is stored, loaded before the weights are known.
+// V of 16 tokens, as codes and scales. It is loaded before the weights are known.
 struct Values {
   uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
   uint32 scales[2][(kValueWords + 1) / 2];
 
-    __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], codes[i]);
 #pragma unroll
@@ -1053,7 +1057,7 @@ struct Values {
     }
   }
 
-  // Scales of tokens without a bit in `present` become 0. Copied by token, they are.
+  // Interleaved scales of tokens without a bit in `present` become 0. Linear ones are 0 already, by their copy.
   __device__ __forceinline__ void keep(uint32 present) {
     present >>= 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -1086,25 +1090,25 @@ struct Values {
 }  // namespace nvfp4_tile
 
 // ---- attention/byte_tile ---------------------------------------------------
-// Fragments of an E4M3 tile, which float16 holds exactly. As in an NVFP4 tile, lane c of K's row takes kHeadDim / 4
-// neighbours, lane g of V takes kHeadDim / 8, and q and the outputs follow.
+// Fragments of an E4M3 tile, which float16 holds exactly. The order of dimensions is that of attention/nvfp4_tile: lane
+// c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8.
 namespace byte_tile {
 using Mma = f16;
 constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
-constexpr int   kKeyWords   = kHeadDim / 16;  // of a row of K in a lane
-constexpr int   kValueWords = kHeadDim / 32;  // of a row of V
+constexpr int   kKeyWords   = kHeadDim / 16;  // words that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 32;  // and of a row of V
 
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
-// What a lane needs of a query row for steps 2 w and 2 w + 1
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
   ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
 }
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
-// Where a lane finds its own in a stage.
+// The offsets in a stage of what a lane reads.
 struct Lane {
-  int key;       // of row g; row g + 8 is 8 rows on
+  int key;       // of row g; row g + 8 is 8 rows further
   int value[2];  // of tokens 2 c and 2 c + 1, likewise
 
   __device__ __forceinline__ Lane() {
@@ -1132,7 +1136,7 @@ __device__ __forceinline__ void scores(
   }
 }
 
-// V of 16 tokens as it is stored. What has no page was copied as 0.
+// V of 16 tokens, as bytes. Tokens without a page are 0.
 struct Values {
   uint32 bytes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
 
@@ -1166,7 +1170,7 @@ using Mma = Select<kIsBf16Cache, bf16, f16>;
 constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
 
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
-// What a lane needs of a query row for steps 2 w and 2 w + 1: the pairs that ldmatrix gives it of K
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1: the dimensions that it gets of K by ldmatrix.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
 #pragma unroll
@@ -1174,7 +1178,7 @@ __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 
 }
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return 16 * m + 8 * upper + g; }
 
-// The rows whose addresses a lane brings; two chunks on, an address differs in the bits of 32 * step.
+// The rows whose addresses a lane gives to ldmatrix. In step m an address is XORed with 32 m.
 struct Lane {
   int key, value;
 
@@ -1200,7 +1204,7 @@ __device__ __forceinline__ void scores(
   }
 }
 
-// V of 16 tokens. What has no page was copied as 0.
+// V of 16 tokens. Tokens without a page are 0.
 struct Values {
   const uint32 rows, at;
 
@@ -1224,16 +1228,17 @@ struct Values {
 using namespace nvfp4_tile;
 
 // ---- attention/queries -----------------------------------------------------
-// kRows query rows as the factor with eight columns, once for a segment. As float16, a row is brought near 2^14 by a
-// power of two, which keeps all bits of bfloat16 over 28 binades; `scale` undoes it.
+// kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
+// float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
+// over 28 binades; Scales has the inverse.
 constexpr float kLog2E = 1.44269504f;
 
-constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // of eight neighbours
+constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
 
-// From products to powers of two, for the two columns of this lane in each block: positive
+// Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
 struct Scales { float x[kBlocks][2]; };
 
-// The rows as they are stored: on their way while the last segment is written.
+// The rows as they are stored. They are loaded while the results of the segment before are written.
 struct RawQueries {
   uint32 x[kBlocks][kQueryWords][kQueryRegs];
 
@@ -1307,17 +1312,17 @@ struct RawQueries {
 };
 
 // ---- attention/softmax -----------------------------------------------------
-// Online softmax of a warp's tiles in powers of two. `reference` is what the exponents are taken against, near the
-// maximum so far: a weight is 2^kHeadroom at the maximum that set it, and it moves only when float16 might not hold a
-// weight.
+// Online softmax of a warp's tiles, in powers of two. A weight is 2^(x - reference). The reference is near the maximum
+// of x so far: the x that set it has the weight 2^kHeadroom, and it moves only when a weight would be above 2^kLargest,
+// so that float16 holds every weight.
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 
-using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each; in powers of two when multiplied by Scales
+using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each; times Scales, the exponents of powers of two
 
 struct State {
   float reference[kBlocks][2];
-  float sum[kBlocks][2];  // of the weights that this lane has seen
+  float sum[kBlocks][2];  // of the weights of this lane's tokens
   float o[kBlocks][kSteps][4];
 
   __device__ __forceinline__ void clear() {
@@ -1333,7 +1338,7 @@ struct State {
     }
   }
 
-  // Moves references up where an exponent leaves too little room.
+  // Moves a reference up where an exponent would be above kLargest.
   __device__ __forceinline__ void keep_above(const Logits& x, const Scales& scales) {
     float most = kNone, top[kBlocks][2];
 #pragma unroll
@@ -1369,7 +1374,7 @@ struct State {
   }
 };
 
-// Which tokens a query row sees: those from `first` on and before `end`.
+// The tokens that a query row sees: from `first` to before `end`.
 struct Span {
   int first, end;
 
@@ -1379,7 +1384,7 @@ struct Span {
   }
 };
 
-// The tiles that all query rows of a request see in full begin at `first` or up to `width` behind it.
+// Tiles that all query rows of a request see in full: those that begin at `first` to `first + width`.
 struct Inner {
   int first, width;
 
@@ -1390,7 +1395,7 @@ struct Inner {
   __device__ __forceinline__ bool has(int start) const { return width >= 0 && uint32(start - first) <= uint32(width); }
 };
 
-// Takes what a row does not see, or what has no page, out of x. Returns a bit for each token that some row may see.
+// Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there.
 __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int start, uint32 absent, Logits& x) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
 #pragma unroll

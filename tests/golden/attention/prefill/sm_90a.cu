@@ -2,8 +2,8 @@
 // spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","q_dtype":"bf16","tile":64,"warp_rows":16,"warps":4}
 //
 // Attention of many query rows over a paged cache. A CTA takes kRows query rows of one request and KV head, kWarpRows
-// for each warp, and walks over the tokens that any of them sees, kTile at a time: while the warps multiply one tile,
-// the next ones are on their way. One barrier for each tile.
+// for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
+// ones are copied. There is one barrier for each tile.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -268,6 +268,12 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- partials/e4m3 ---------------------------------------------------------
 // E4M3: nearest even, saturating at 448; NaN is 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -321,14 +327,14 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- attention/matrices ----------------------------------------------------
-// 8 x 8 matrices of 16-bit floats, whose lanes hold pairs as in partials/mma_half, the other way round.
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
   uint32 d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
-// As load_matrices: of matrix i, a lane gets what stands at rows 2 t and 2 t + 1 of column g.
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
 __device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
   uint4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -415,7 +421,7 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }  // namespace ptx
 
 namespace ptx {
-// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
   asm("{\n"
       "  .reg .b8 b0, b1, b2, b3;\n"
@@ -429,7 +435,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
@@ -440,17 +446,13 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks
+// The scales of two blocks, by software times 2^7
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
 
 // ---- spec ------------------------------------------------------------------
-template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
-template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
-
 constexpr int  kCacheBits   = 4;  // of an element of K and V
 constexpr bool kIsBf16Cache = false;
 
@@ -461,7 +463,7 @@ constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr int  kWarps       = 4;
 constexpr int  kWarpRows    = 16;
 constexpr int  kTile        = 64;  // tokens
-constexpr int  kMinCtas     = 2;  // on an SM, that registers must suffice for
+constexpr int  kMinCtas     = 2;  // that an SM must hold at once; bounds the registers
 
 constexpr int  kThreads    = kWarps * kWarp;
 constexpr int  kRows       = kWarps * kWarpRows;
@@ -474,9 +476,9 @@ constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in sha
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
 // ---- attention/blocks ------------------------------------------------------
-// The work of a call in blocks of kRows query rows of one request and one KV head, a CTA each. A row is a query token
-// and one of the heads that share the KV head: row = token * group + head. Of a request and head, the last rows come
-// first: under a causal mask they see the most tokens, and what ends last should be short.
+// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
+// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
+// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
 constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
 struct Operands {
   const Query* q;
@@ -526,7 +528,7 @@ struct Operands {
 constexpr int kMostTokens = 1 << 24;  // of a request
 
 struct Request {
-  int tokens;  // in the cache, as far as the page table goes
+  int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
   int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
@@ -554,7 +556,7 @@ struct Block {
   Request request;
   int head, first_row;
 
-  // Of this CTA. Returns whether there is one. Each warp looks for itself, 32 requests at a time.
+  // Finds the block of this CTA; false where it has none. Each warp searches by itself, 32 requests at a time.
   __device__ __forceinline__ bool find(const Operands& p) {
     const int lane = threadIdx.x % kWarp;
     int before = 0;
@@ -586,13 +588,13 @@ struct Block {
   __device__ __forceinline__ int rows(const Operands& p) const { return request.q_len * p.group; }
 };
 
-// Which tokens rows see, from `first` on and before `end`: those that some of them sees, and those that all see.
+// The tokens that several rows see, from `first` to before `end`: those that some row sees, and those that all see.
 struct Sight {
   int at_first, at_last;  // the queries' own positions in the request
   int tokens, window;
   bool causal;
 
-  // Of `count` rows from `row` on
+  // For `count` rows from `row` on
   __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count) {
     const Request& r = block.request;
     const int last = r.q_len - 1;
@@ -608,20 +610,21 @@ struct Sight {
 };
 
 // ---- attention/tiles -------------------------------------------------------
-// Tiles of kTile tokens on their way from pages to shared memory, where all warps of a CTA read them as 16-bit floats:
-// rows of kHeadDim, K, then V, in one of two turns. A cache of 16-bit floats is copied there. Others are copied as they
-// are, codes of K and V, then their scales, and decoded once for all warps.
+// Copies of tiles of kTile tokens from pages to shared memory, where all warps of a CTA read them as 16-bit floats:
+// rows of kHeadDim elements, K, then V, in one of two buffers, or turns. A cache of 16-bit floats is copied to them
+// directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
+// warps.
 constexpr int kHalfRow      = 2 * kHeadDim;  // bytes
 constexpr int kSideBytes    = kTile * kHalfRow;
 constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
 constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScaleBytes);
-constexpr int kAhead        = kHalves ? 1 : 2;  // tiles between copying and use
+constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
 constexpr int kPlaceTurns   = 4;
-constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // of a bit for each token
+constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
 constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
 
-// Where a token lies. `there` has bit 0 where it is in the request and has a page, and bit 1 where the first of the
-// tokens whose V scales lie with its own is.
+// Where a token lies. `there` has bit 0 if the token is in the request and has a page, and bit 1 if that holds for the
+// first of the four tokens whose V scales are interleaved with its own.
 struct Place { int k_page, v_page, slot, there; };
 
 struct Shared {
@@ -631,12 +634,12 @@ struct Shared {
   alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
 };
 
-// Where 16 bytes of a row stand: lines of 128 bytes are permuted, so that eight rows' chunks are in different banks.
+// The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, so that eight rows' are in different banks.
 __device__ __forceinline__ constexpr int place_of(int row, int chunk) {
   return row * kHalfRow + (chunk ^ (row & 7)) * 16;
 }
 
-// The pages of a tile's tokens, on their way from the page table.
+// The pages of a tile's tokens, which are loaded from the page table before they are needed.
 struct Lookup {
   int k_page = -1, v_page = -1, slot = 0, there = 0;
 
@@ -665,7 +668,7 @@ __device__ __forceinline__ const uint8* address(
   return ptx::mad_wide(place.slot, token_stride, ptx::mad_wide(page, page_stride, base));
 }
 
-// Starts the copies of a tile. What is not there becomes 0, and is not read.
+// Starts the copies of a tile. Tokens that have no page are not read, and become 0.
 __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head, int tile) {
   constexpr int kChunks = kRowBytes / 16, kCopies = kTile * kChunks;
   const Place* places = s.places[tile % kPlaceTurns];
@@ -702,7 +705,7 @@ __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head
   }
 }
 
-// 16 neighbours as they are in the cache to 16-bit floats in their order. `scale` is a block's.
+// Decodes 16 neighbouring elements to 16-bit floats in their order. `scale` is that of their block.
 __device__ __forceinline__ void decode_block(const uint8* from, uint32 scale, uint4 (&to)[2]) {
   uint32 pairs[8];
   if constexpr (kCacheBits == 4) {
@@ -713,7 +716,7 @@ __device__ __forceinline__ void decode_block(const uint8* from, uint32 scale, ui
       uint32 four[4];
       decode(words[w], four);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // in software, a pair holds codes i and i + 4
+      for (int i = 0; i < 4; ++i) {  // by software, a pair has codes i and i + 4
         const uint32 sorted = __byte_perm(four[i % 2 * 2], four[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
         pairs[4 * w + i] = ptx::mul_f16x2(kHasE2m1Cvt ? four[i] : sorted, both);
       }
@@ -727,14 +730,14 @@ __device__ __forceinline__ void decode_block(const uint8* from, uint32 scale, ui
   to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
 }
 
-// A tile that has been copied, to 16-bit floats. V of tokens that are not there becomes 0.
+// Decodes a tile that has been copied to 16-bit floats. V of tokens that have no page becomes 0.
 __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
   const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
   const uint32* present = s.present[tile % kPlaceTurns];
 #pragma unroll kUnroll
   for (int i = 0; i < kSideBlocks; i += kThreads) {
-    // Eight lanes take four blocks of two rows: what they write then lies in different banks.
+    // Eight lanes take four blocks of two rows each, so that they write to different banks.
     const int at = i + threadIdx.x;
     if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
     const int row = at / (2 * kRowBlocks) * 2 + at / 4 % 2, block = at / 8 % (kRowBlocks / 4) * 4 + at % 4;
@@ -757,9 +760,9 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
 }
 
 // ---- attention/rows --------------------------------------------------------
-// The kWarpRows query rows of a warp: the left factor with K, and their online softmax in powers of two. In each 16
-// rows, a lane has parts of rows g and g + 8. As float16, a row is brought near 2^14 by a power of two, which keeps all
-// bits of bfloat16 over 28 binades.
+// The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
+// powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
+// power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
 constexpr float kLog2E = 1.44269504f;
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight that sets a reference, of any weight
 constexpr float kNone = -0x1p126f;  // the reference before the first token
@@ -767,16 +770,16 @@ constexpr int   kParts = kWarpRows / 16;
 
 using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
 
-// A row that a lane has a part of: part n, half i.
+// The row of a lane's elements in part n, half i.
 __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
   return block.first_row + threadIdx.x / kWarp * kWarpRows + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
 }
 
 struct Queries {
   uint32 words[kHeldQueries ? kParts : 1][kHeldQueries ? kSteps : 1][4];
-  uint32 at;  // of this lane's words in shared memory
+  uint32 at;  // address of this lane's words in shared memory
 
-  // Gives factors from products to powers of two, all positive: the largest product stays the largest.
+  // `scales` are the factors from products to exponents of two. They are positive: the largest product stays largest.
   __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, float (&scales)[kParts][2]) {
     const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
     at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
@@ -809,7 +812,7 @@ struct Queries {
       }
     }
   }
-  // The factor of 16 rows by the dimensions of step m
+  // The left factor of part n in step m: 16 rows by 16 dimensions
   __device__ __forceinline__ void get(int n, int m, uint32 (&a)[4]) const {
     if constexpr (kHeldQueries) {
 #pragma unroll
@@ -823,7 +826,7 @@ struct Queries {
  private:
   using QueryHalf = Select<sizeof(Query) == 2, Query, f16>;
 
-  // What this lane has of a row, zeros behind the last one: pairs of neighbours, every eighth dimension.
+  // This lane's elements of a row, zeros beyond the last row: a pair of neighbours of each eight dimensions.
   __device__ __forceinline__ static void load_row(
       const Operands& p, const Block& block, int row, uint32 (&x)[2 * kSteps]) {
     const Query* from = p.q + (block.request.q_begin + row / p.group) * p.q_token_stride +
@@ -838,7 +841,7 @@ struct Queries {
       }
     }
   }
-  // What a row is to be multiplied by; returns the inverse.
+  // `factor` is the power of two that scales a row; returns its inverse.
   __device__ __forceinline__ static float normalise(const uint32 (&x)[2 * kSteps], float& factor) {
     factor = 1.0f;
     if constexpr (kIsBf16<Mma>) return 1.0f;
@@ -857,7 +860,7 @@ struct Queries {
 
 struct State {
   float reference[kParts][2];  // near the maximum so far: exponents are taken against it
-  float sum[kParts][2];  // of the weights that this lane has seen
+  float sum[kParts][2];  // of the weights of this lane's tokens
   float o[kParts][kHeadDim / 8][4];
 
   __device__ __forceinline__ void clear() {
@@ -870,7 +873,7 @@ struct State {
     }
   }
 
-  // Moves references up where an exponent leaves too little room.
+  // Moves a reference up where an exponent would be above kLargest.
   __device__ __forceinline__ void keep_above(const Products& x, const float (&scales)[kParts][2]) {
     float most = kNone, top[kParts][2];
 #pragma unroll
@@ -901,7 +904,7 @@ struct State {
     }
   }
 
-  // To what its rows give
+  // Writes the outputs of its rows.
   __device__ __forceinline__ void finish(const Operands& p, const Block& block) {
     const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
 #pragma unroll
@@ -945,7 +948,7 @@ struct State {
 static_assert(sizeof(Shared) == 89088, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
-// Takes what a row does not see, or what has no page, out of x.
+// Sets x to -inf for tokens that a row does not see or that have no page.
 __device__ __forceinline__ void mask(
     const Operands& p, const Block& block, int start, const uint32* present, Products& x) {
   const int first_token = threadIdx.x % 4 * 2;
@@ -965,7 +968,7 @@ __device__ __forceinline__ void mask(
   }
 }
 
-// `partial`: some row of the warp does not see all of its tokens.
+// `partial`: some row of the warp does not see all tokens of the tile.
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
                                        bool partial, const Queries& q, const float (&scales)[kParts][2], State& state) {
   const int lane = threadIdx.x % kWarp;
@@ -1101,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     if (tiles > 0) decode_tile(s, 0);
     __syncthreads();
   }
-  // Of this warp
+  // The tokens that rows of this warp see
   const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
   const Sight sight(p, block, first_row, kWarpRows);
   const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;

@@ -397,6 +397,12 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
 namespace ptx {
@@ -503,10 +509,6 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 }
 
 // ---- spec ------------------------------------------------------------------
-template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
-template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
-
 constexpr int kCacheBits = 4;  // of an element of K and V
 using Query = bf16;
 using Out   = bf16;
@@ -616,7 +618,7 @@ struct Operands {
 constexpr int kMostTokens = 1 << 24;  // of a request
 
 struct Request {
-  int tokens;  // in the cache, as far as the page table goes
+  int tokens;  // in the cache, at most as many as the page table covers
   int q_begin, q_len;
   int first_tile, tiles;  // that any of its query rows sees
   int row_blocks;
@@ -831,7 +833,7 @@ static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a 
 constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
 
 namespace ptx {
-// Code i of a word is the low half of pair i / 2 where i is even, else the high one.
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
   asm("{\n"
       "  .reg .b8 b0, b1, b2, b3;\n"
@@ -845,7 +847,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-// Eight codes to four pairs. In software, pair i holds codes i and i + 4, else 2 i and 2 i + 1.
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
@@ -856,7 +858,7 @@ __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
-// The scales of two blocks
+// The scales of two blocks, by software times 2^7
 __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);

@@ -2,8 +2,8 @@
 // spec: {"ctas":2,"format":"nvfp4","out_dtype":"bf16","scale_stages":8,"stages":7,"swap_ab":false,"tile_n":128,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the products of 96 columns of sm_103a. The
-// left operand is the one of which a CTA takes 128 rows: a, or with kSwapAb b. Then what is computed is the transpose
-// of out, and the warps that write it transpose it back.
+// left operand of the products, of which a CTA takes 128 rows, is a, or b with kSwapAb. Then the products are the
+// transpose of out, and the warps that write them transpose them back.
 //
 // A step is 768 columns: three slices of 256, each with a barrier of its own, and eight products, two of which begin in
 // one slice and end in the next. One warp copies slices, kStages of them in flight; another one scales, in a ring of
@@ -461,6 +461,29 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
+// has the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/ring ---------------------------------------------------------
+// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
 // wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
@@ -656,20 +679,13 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, in
 }  // namespace ptx
 
 // ---- gemm/tiles ------------------------------------------------------------
-// The left operand's rows are the rows of the sums: rows of a, or with kSwapAb of b. A tile is kTileM rows of the left
-// by kTileN rows of the right operand. Clusters take tiles in turn; the CTAs of a cluster share the left rows of a
-// tile.
+// The rows of the left operand are the rows of the sums: the left operand is a, or b with kSwapAb. A tile is kTileM
+// rows of the left operand by kTileN rows of the right one. Clusters take tiles in turn, and the CTAs of a cluster
+// divide the left rows of a tile.
 constexpr int kTileM = 128 * kCtas;
-constexpr int kBand  = 8;  // so many tiles with the same right rows follow each other
+constexpr int kBand  = 8;  // tiles with the same right rows that follow each other
 
-template <int kSize> struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
-  }
-};
-
-// The barriers of a ring: one arrival fills a slot, `frees` of them empty it.
+// The barriers of a ring: one arrival completes `full`, and `frees` arrivals complete `empty`.
 template <int kSize>
 __device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empty)[kSize], uint32 frees) {
   for (int s = 0; s < kSize; ++s) {
@@ -685,7 +701,7 @@ struct Tiles {
       : left(ceil_div(kSwapAb ? n : m, kTileM)), right(ceil_div(kSwapAb ? m : n, kTileN)),
         first(ptx::cluster_id()), step(ptx::clusters()) {}
   __device__ __forceinline__ uint32 count() const { return left * right; }
-  // The first row of the left operand, for this CTA, and of the right one.
+  // The first row of the left operand for this CTA, and the first row of the right operand.
   __device__ __forceinline__ uint2 place(uint32 tile) const {
     const uint32 band = tile / (kBand * right), inside = tile % (kBand * right);
     const uint32 high = min(uint32(kBand), left - band * kBand);
@@ -703,7 +719,7 @@ __device__ __forceinline__ void meet() {
   }
 }
 
-// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone announces them.
+// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone expects them.
 __device__ __forceinline__ void load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
   if constexpr (kCtas == 1) ptx::tma_load(to, map, col, row, b);
   if constexpr (kCtas == 2) ptx::tma_load_for_pair(to, map, col, row, b);
@@ -776,12 +792,6 @@ template <int kAllowed> __device__ __forceinline__ void tma_store_wait() {
 }
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
 __device__ __forceinline__ void st_32(void* p, const uint32 (&v)[8]) {
   asm volatile("st.global.v8.b32 [%0], {%1, %2, %3, %4, %5, %6, %7, %8};"
                ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(v[4]), "r"(v[5]), "r"(v[6]), "r"(v[7])

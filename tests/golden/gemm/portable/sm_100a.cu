@@ -1,7 +1,7 @@
 // gemm_portable, generated from templates/gemm/portable.cu.j2
 // spec: {"a_layout":"layout_8x4","format":"nvfp4","groups":2,"out_dtype":"bf16","scaled_mma":false,"stages":3,"tile_m":16,"tile_n":128,"warp_m":16,"warp_n":32}
 //
-// out [m, n] = a [m, k] times the transpose of b [n, k], both FP4 with block scales, as quantizers leave them.
+// out [m, n] = a [m, k] times the transpose of b [n, k], both FP4 with block scales, in the layouts of the quantizers.
 //
 // A CTA takes kTileM rows of a by kTileN rows of b; the CTAs of a cluster take the same rows, and each a share of the
 // columns. A step is kGroups chunks of 128 columns: each group of warps multiplies one chunk, and each of its warps
@@ -566,7 +566,7 @@ template <int kRows, SfLayout L> struct Operand {
   const uint8* scales;  // of the tile that holds it
   int64 stride;         // bytes, of a row
   int64 tiles_stride;   // bytes, of a row of tiles
-  int   rows;           // to the last of the operand
+  int   rows;           // of the operand, from the first row on
   int   place;          // of the first row in that tile
 
   __device__ __forceinline__ Operand(const uint8* all, const uint8* all_scales, int64 stride, int first, int64 last,
@@ -576,9 +576,9 @@ template <int kRows, SfLayout L> struct Operand {
     scales       = all_scales + first / kTileRows * tiles_stride;
   }
 
-  // The step that begins at `column`; zero from the column `end` on, and past the last row.
+  // Starts the copies of the step that begins at `column`. Columns from `end` on and rows past the last become zero.
   __device__ __forceinline__ void load(Chunk (&chunks)[kGroups], int column, int end, uint32 thread) const {
-    constexpr int kVectors = kGroups * 4, kAll = kRows * kVectors;  // of a row, of all
+    constexpr int kVectors = kGroups * 4, kAll = kRows * kVectors;  // of a row, of all rows
 #pragma unroll
     for (int i = 0; i < kAll; i += kThreads) {
       if (kAll % kThreads != 0 && i + thread >= kAll) break;
@@ -609,9 +609,9 @@ struct Place {
 };
 
 // ---- gemm/half_blocks ------------------------------------------------------
-// Codes times scales become bf16, exactly, for the tensor cores. Columns may come in any order, as long as it is the
-// same for both operands: lane 4 g + t has columns 32 t to 32 t + 31 of rows g of a chunk. Eight of them are a word;
-// the words of four lanes are two steps of 16 columns, in pairs of codes i and i + 4.
+// Codes times scales become bf16, exactly, for the tensor cores. The columns of a product may be in any order that is
+// the same for both operands: lane 4 g + t has columns 32 t to 32 t + 31 of row g of a chunk. A word has eight of them;
+// the words of four lanes make two products of 16 columns, with pairs of codes i and i + 4.
 constexpr int   kPieceScales = 32 / kBlock;
 constexpr float kUnit        = kFormat == Format::kNvfp4 ? 0x1p16f : 1.0f;  // NVFP4: each factor is times 2^-8
 
@@ -622,12 +622,12 @@ __device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
   return d;
 }
 
-// 32 codes of a row, and what they are multiplied by.
+// 32 codes of a row, and their scales.
 struct Piece {
   uint4  codes;
-  uint32 scales[kPieceScales];  // pairs of equals
+  uint32 scales[kPieceScales];  // as pairs with equal halves
 
-  // Past the last column the scale is zero, whatever its byte is. The sign of a scale does not count.
+  // Beyond the last column the scale is zero, whatever its byte is. The sign of a scale is ignored.
   __device__ __forceinline__ void load(uint32 from, const uint8* scale, bool is_inside) {
     codes = ptx::ld_shared(from);
     if constexpr (kFormat == Format::kNvfp4) {
@@ -641,8 +641,8 @@ struct Piece {
     for (int i = 0; i < kPieceScales; ++i) scales[i] = is_inside ? scales[i] >> 16 | (scales[i] & 0xFFFF0000u) : 0;
   }
 
-  // Word j to four pairs. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times
-  // 2^-126. NVFP4's scale is times 2^118, so that one product does; MXFP4's may be any power of two.
+  // Word j to four pairs. The bits of a code, as sign, last exponent bits and first mantissa bit of a bf16, are its
+  // value times 2^-126. NVFP4's scales are times 2^118, so that one product is enough. MXFP4's may be any power of two.
   __device__ __forceinline__ void decode(uint32 (&pairs)[4], int j) const {
     const uint32 word = j == 0 ? codes.x : j == 1 ? codes.y : j == 2 ? codes.z : codes.w;
 #pragma unroll
@@ -655,7 +655,7 @@ struct Piece {
   }
 };
 
-// `columns` is how many there are from the chunk's first on.
+// `columns` counts those of the operands from the first column of the chunk on.
 __device__ __forceinline__ void multiply(Accumulators& sums, const OperandA::Chunk& a, const OperandB::Chunk& b,
                                          const Place& place, int columns, uint32 lane) {
   const uint32 g = lane / 4, t = lane % 4, column = t * kPieceScales;

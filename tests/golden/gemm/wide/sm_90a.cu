@@ -1,23 +1,22 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
 // spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. The weight is the left operand
-// of the tensor cores, decoded in registers, and x the right one, in shared memory: rows of a product are rows of the
-// weight, and the epilogue transposes.
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
+// is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
+// the weight, and the transpose of a product is written to out.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight, of which it decodes the next half step while the tensor cores work on this one; with a kDepth of 2, two
-// warpgroups
-// have the same rows, each with one half of every step.
+// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2, two
+// warpgroups have the same rows, and each takes one half of every step.
 //
-// A cluster is one of two things.
-// - Of kCluster CTAs, each has rows of the weight of its own and copies a part of x for all. Such clusters are
-//   persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, as many to each
-//   cluster: all clusters of a tile but the last leave partial sums in memory, and the last adds them in a fixed order.
-//   It waits only for clusters before it, and those leave their sums before they wait themselves, because a cluster
-//   walks its share backwards.
-// - Of kSplit CTAs, each has a part of the columns of one tile. They, and warpgroups with the same rows, add up their
+// Clusters have one of two uses.
+// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
+//   clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, and
+//   every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
+//   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
+//   before they wait themselves, because a cluster takes the tiles of its share in descending order.
+// - kSplit CTAs share one tile: each has a part of its columns. They, and warpgroups with the same rows, add up their
 //   sums through shared memory, each for a part of the rows of x.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -410,6 +409,15 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }
 }  // namespace ptx
 
+// ---- partials/ring ---------------------------------------------------------
+// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
 namespace ptx {
@@ -503,16 +511,30 @@ __device__ __forceinline__ uint32 thread_index() {
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
+// has the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
 // ---- gemm/products ---------------------------------------------------------
 // The matrix product of warpgroups, and the copies around it.
 namespace ptx {
-// A tile of rows of 128 bytes, as a copy with the 128-byte swizzle leaves it. Columns 16 and on lie 32 bytes on, which
-// is 2 in the unit of this descriptor, of which this is the low half; the high half is the same for all.
+// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
+// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
 __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
 // d = a b, or d += a b, of a 64 x 16 by a 16 x 32 matrix.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
-// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Both belong to the
-// tensor cores until a wait.
+// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
+// before a wait.
 __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
@@ -527,7 +549,7 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
-// At the place in the CTA `rank` that the barrier has in this one.
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
   asm volatile("{\n"
                "  .reg .b32 a;\n"
@@ -536,43 +558,34 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank)
                "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
 }
 
-// One piece of memory; its bytes count towards the barrier.
+// Copies `bytes` bytes, which count towards the barrier.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
   asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
-// A box to the same place in every CTA of the mask, where it counts towards the barrier at the same place.
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
 __device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
                                               uint16 mask) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
                " [%0], [%1, {%2, %3}], [%4], %5;"
                ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
 }
+// Stores a box, as a group of its own.
 __device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
                ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until the stores of this thread have read their source.
+// Waits until the stores of this thread have read their source.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
-}
 
 __device__ __forceinline__ uint16 ld_16(const void* p) {
   uint16 v;
   asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-// What was written before, also by threads that this one has met at a barrier, is seen by who reads v with ld_acquire.
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
 __device__ __forceinline__ void st_release(uint64* p, uint64 v) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -714,15 +727,8 @@ static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
 
-template <int kSize> struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSize) slot = 0, parity ^= 1;
-  }
-};
-
 // ---- work ------------------------------------------------------------------
-struct Work { uint32 tile, begin, end; };  // steps of its columns
+struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
 
 class Schedule {
  public:
@@ -741,7 +747,7 @@ class Schedule {
       begin_ = share_begin(id), end_ = share_begin(id + 1);
     }
   }
-  // In steps of the divided tiles.
+  // The first step of a cluster's share, counted over all divided tiles
   __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
     return divided_steps_ * cluster / ptx::clusters();
   }
@@ -756,7 +762,7 @@ class Schedule {
     next_ += ptx::clusters();
     return work.tile < tiles_m * tiles_n;
   }
-  // The first row of x, and of the weight for this CTA. Tiles follow each other along M in bands of kBandM.
+  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
   __device__ __forceinline__ uint2 place(uint32 tile) const {
     const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
     const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
@@ -794,7 +800,7 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
       ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
 #pragma unroll
-      for (int i = 0; i < kGroups; ++i) {  // past the end, the last one again
+      for (int i = 0; i < kGroups; ++i) {  // beyond the last tile of the weight, that tile again
         const uint64 from = uint64(min(first + i, tiles - 1)) * schedule.steps + step;
         ptx::bulk_load(shared.weight[ring.slot][i], weight + from * kTileBytes, kTileBytes, full);
       }
@@ -806,7 +812,7 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
 using Sums = float[kSums];
 using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
 
-// Columns kHalf * half and on of a tile, 16 rows of it in each warp.
+// Half `half` of the columns of a tile; each warp has 16 of its rows.
 __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, uint32 warp, uint32 lane) {
   const uint4  codes = ptx::ld_shared(tile + (2 * warp + half) * (kCodeBytes / 8) + lane * 16);
   const uint32 from  = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8)
@@ -829,17 +835,17 @@ __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, u
 // One thread of a consumer warpgroup.
 struct Consumer {
   Shared& shared;
-  uint32  group, half, warp, lane;  // half: its own of each step, with a depth of 2
+  uint32  group, half, warp, lane;  // half: the one that it takes of each step, with a kDepth of 2
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
 
-  // The next half step, which is half kNext of a step where the warpgroup has both.
+  // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
     const uint32 slot = weight_ring.slot;
     if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
     decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, warp, lane);
   }
-  // Only once the fragments were used: a load that nobody has waited for may read behind this.
+  // To be called after the fragments were used: only then are the loads complete for sure.
   __device__ __forceinline__ void release_weight() {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
@@ -856,7 +862,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) ring.advance();
   }
-  // The slot of the last product but kBack - 1.
+  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
   template <int kBack> __device__ __forceinline__ void release_x() {
     constexpr int kDistance = kBack * kDepth;
     Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
@@ -892,8 +898,12 @@ struct Consumer {
   }
 };
 
-// ---- results ---------------------------------------------------------------
-// Sums are exchanged as the threads of a warpgroup hold them: of 8 rows of x, a thread has four, thread by thread.
+// ---- gemm/wide_results -----------------------------------------------------
+// How the sums in the registers of a warpgroup become rows of `out` in shared memory, and how those who have sums of
+// the same elements add them up: warpgroups and CTAs of one tile through shared memory, clusters through the workspace.
+
+// Sums are exchanged in the order in which the threads hold them: of 8 rows of x, four sums of the first thread, four
+// of the next, and so on.
 constexpr int kEights = kTileM / 8;
 
 __device__ __forceinline__ float4 four(const Sums& sums, int i) {
@@ -912,10 +922,10 @@ __device__ __forceinline__ Affine affine_of(int64 row, int64 n, float alpha, con
   return of;
 }
 
-// Part kPart of a warpgroup's sums to rows of 128 bytes, as a copy with the 128-byte swizzle expects them.
+// Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
 template <int kPart>
 __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper, Affine lower) {
-  constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // 8 x 8, of 8 rows of x each two
+  constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
   to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
 #pragma unroll
   for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
@@ -930,7 +940,7 @@ __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread
   }
 }
 
-// The same, once what the other sharers have of the part is added. `shared_sums`: this thread's, of sharer 0 of a CTA.
+// The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
 template <int kPart>
 __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 thread,
                                             Affine upper, Affine lower) {
@@ -950,8 +960,9 @@ __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sum
   if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
 }
 
-// What clusters leave for each other: a word of each warpgroup that says that its sums are there, then the sums. Nobody
-// clears a new workspace: the word is one that no memory holds by chance, and who has seen it clears it.
+// What clusters leave for each other in the workspace: for each warpgroup a word, which says that its sums are
+// complete, and the sums. A workspace need not be cleared: no memory holds kReady by chance, and the reader clears the
+// word.
 constexpr uint64 kReady = 0x9E3779B97F4A7C15u;
 
 class Exchange {
@@ -967,7 +978,7 @@ class Exchange {
     ptx::barrier_sync(kTeamBarrier + team, 128);
     if (thread == 0) ptx::st_release(word_, kReady);
   }
-  // From the cluster that is `back` before this one.
+  // Adds the sums of the cluster `back` places before this one.
   __device__ __forceinline__ void collect(Sums& sums, uint32 back, uint32 team, uint32 thread) const {
     uint64* const word = word_ - back * (kCluster * kTeams);
     const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTeamSums / 16);
