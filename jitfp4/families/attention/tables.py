@@ -89,6 +89,8 @@ WGMMA_TACTICS = tuple(
             *(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
             *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
             *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
+            *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
+            *(WgmmaTactic(2, producers, 128, stages, True, 2) for producers in (1, 2) for stages in (2, 3)),
         )
     )
 )
