@@ -245,7 +245,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (MM_BF16_FP4, gemm_cases, 120, 1.12),
         (MM_BF16_FP4, gemm_variant_cases, 65, 1.04),
         (ATTENTION, decode_cases, 34, 1.02),
-        (ATTENTION, prefill_cases, 9, 1.02),
+        (ATTENTION, prefill_cases, 16, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 4, 1.10),

@@ -11,11 +11,11 @@ machine code counts them for 192 x 64:
   sum, 0.5 each for the maximum and to round it, the rest are descriptors and barriers), and 256 cycles of the unit for
   powers of two.
 
-That is 67 % of the issue slots at the full rate of the tensor cores, 56 % where CTAs share the expansion. An H200 reaches 0.5 to 0.6 of that rate: a warp
-issues an instruction every five to ten cycles, as accumulators pass through the register file beside it, and teams wait
-a fifth of the time for their turn, which another team keeps until its products are queued. What a lane works out for
-each row that it expands (page, address, scales) weighs so much that one lane takes a row, although its loads coalesce
-less.
+That is 67 % of the issue slots at the full rate of the tensor cores, 56 % where CTAs share the expansion. An H200
+reaches 0.55 to 0.65 of that rate: a warp issues an instruction every five to ten cycles, as accumulators pass through
+the register file beside it, and teams wait a fifth of the time for their turn, which another team keeps until its
+products are queued. What a lane works out for each row that it expands (page, address, scales) weighs so much that one
+lane takes a row, although its loads coalesce less.
 """
 
 from __future__ import annotations

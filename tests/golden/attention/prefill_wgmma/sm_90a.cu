@@ -1,5 +1,5 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","ctas":1,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -521,7 +521,7 @@ constexpr int  kTeams       = 2;  // consumer warpgroups
 constexpr int  kStages      = 3;  // tiles of K, and of V, in shared memory
 constexpr bool kTurns       = true;  // teams start their products in turn
 constexpr int  kProducers   = 2;  // producer warpgroups
-constexpr int  kCtas        = 1;  // of a cluster
+constexpr int  kCtas        = 2;  // of a cluster
 
 constexpr int kTeamRows  = 64;
 constexpr int kRows      = kCtas * kTeams * kTeamRows;  // of an item
