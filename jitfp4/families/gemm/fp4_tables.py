@@ -72,7 +72,7 @@ _BLOCKSCALED_SHAPES = (  # m and n
 
 
 def problems(arch: Arch) -> Iterator[Fp4Problem]:
-    """Few, some and many tiles of the output, for every number of rows of a that has rows of its own."""
+    """Few, some and many tiles of the output, for every number of rows of a that tables distinguish."""
     layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
     for block_format, layout, dtype in product(BlockFormat, layouts, dtypes):
         for m, load in product((16, 32, 64, 128), (0.2, 0.4, 2.0)):

@@ -10,8 +10,8 @@ other lanes, then the other four steps. Of a pair of columns, the first has the 
 share a half, so that one shift and one mask give them as bf16 (s: sign, e: exponent, m: mantissa of a pair's code)::
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
-             s  s  m  s  e  e  s  e  e  m  e  e  m  e  e  m
+    pair     0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+             s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m
 
 Scales follow, one byte each: block by block, of each g the words of two columns of blocks: row g of both, then row
 g + 8 of both. A byte has no sign, five bits of exponent with a bias of 21 and three of mantissa: it holds every E4M3
@@ -176,8 +176,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     c = c.permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2)
     first, second, third, fourth = c[..., 0, 0], c[..., 0, 1], c[..., 1, 0], c[..., 1, 1]
     low = (first & 3) << 6 | (second & 7) << 3 | third & 7
-    high = (first & 8) << 4 | (fourth & 8) << 3 | (fourth & 1) << 5 | (second & 8) << 1
-    high = high | (fourth & 6) << 1 | (third & 8) >> 2 | (first & 4) >> 2
+    high = (first & 8) << 4 | (third & 8) << 3 | (fourth & 8) << 2 | (second & 8) << 1
+    high = high | (fourth & 7) << 1 | (first & 4) >> 2
     code_bytes = torch.stack((low, high), -1).to(torch.uint8).reshape(tiles, chunks, CODE_BYTES)
     # [tile, block, row half, g, chunk, word, column of a word]
     s = scales.reshape(tiles, 4, 2, 8, chunks, -1, 2).permute(0, 4, 1, 3, 5, 2, 6)
@@ -191,8 +191,8 @@ def unpack(data: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor,
     low, high = halves.unbind(-1)
     first = (high & 0x80) >> 4 | (high & 1) << 2 | low >> 6
     second = (high & 0x10) >> 1 | low >> 3 & 7
-    third = (high & 2) << 2 | low & 7
-    fourth = (high & 0x40) >> 3 | (high & 0x20) >> 5 | (high & 0x0C) >> 1
+    third = (high & 0x40) >> 3 | low & 7
+    fourth = (high & 0x20) >> 2 | high >> 1 & 7
     c = torch.stack((first, second, third, fourth), -1).to(torch.uint8).unflatten(-1, (2, 2))
     codes = c.permute(0, 2, 9, 4, 1, 3, 6, 8, 5, 7).reshape(tiles * TILE_ROWS, chunks * TILE_COLS)
     s = data[..., CODE_BYTES:].reshape(tiles, chunks, 4, 8, -1, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)

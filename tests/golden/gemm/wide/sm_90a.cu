@@ -613,18 +613,18 @@ constexpr float kWeightUnit = 0x1p8f;
 // 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
 template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
 template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  constexpr uint32 kMask = 0x81C081C0u;
-  pairs[0] = w & kMask;
-  pairs[1] = w << 3 & kMask;
-  pairs[2] = w << 6 & kMask;
-  pairs[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
+  constexpr uint32 kSigns = 0x80008000u, kMask = 0x01C001C0u;
+  pairs[0] = w & (kSigns | kMask);
+  pairs[1] = w << 3 & (kSigns | kMask);
+  pairs[2] = (w << 1 & kSigns) | (w << 6 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w >> 3 & kMask);
 }
 template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
   constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
   pairs[0] = (w & kSigns) | (w << 3 & kMask);
   pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
-  pairs[2] = (w << 6 & kSigns) | (w << 9 & kMask);
-  pairs[3] = (w << 1 & kSigns) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
+  pairs[2] = (w << 1 & kSigns) | (w << 9 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w & kMask);
 }
 
 // Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
