@@ -1,17 +1,17 @@
 """Products of bf16 activations and NVFP4 weights: time, bandwidth, cuBLAS in bf16 in the same run, recorded peers.
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
-``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once:
-``gemm_search.csv``, what the tables were read from, with ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``. Each
-tactic has one replay, and those that are nearly the fastest five more, in turn. ``--part choose`` prints what both
-files say, for each row of the tables the tactics that lose least, anywhere.
+``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once, and
+writes ``gemm_search.csv``; the tables follow from it and from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``.
+Each tactic has one replay, and those that are nearly the fastest have five more, in turn. ``--part choose`` needs no
+GPU: from both files it prints, for each row of the tables, the tactics that lose least.
 
-A case is a graph of calls on as many copies of the weight as no L2 holds together, in turn for a millisecond at
-least, activations warm, the median of 7 replays; calls follow each other by programmatic dependent launch, as layers
-of a model do. ``of_read`` is the time in which a kernel that does nothing else reads the same bytes, over the time of
-the call. Peers, the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels
-0.1.19, triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch,
-which they do not have.
+A case is a graph of calls on copies of the weight, more than an L2 holds, in turn for at least a millisecond, with warm
+activations; the time is the median of 7 replays. Calls follow each other by programmatic dependent launch, like layers
+of a model. ``of_read`` is the time of a kernel that only reads the same bytes, divided by the time of the call. Peers,
+the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19,
+triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch, which they do
+not have.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Call = Callable[[], object]
 
 
 class Replay:
-    """A graph of calls, as often all of them as it takes to be long enough. It keeps what the calls write to."""
+    """A graph of calls, repeated until it is long enough. It keeps the tensors of the calls alive."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = tuple(calls)  # a graph knows addresses only: memory of a tensor that is gone may be unmapped
@@ -109,7 +109,7 @@ class Replay:
                     calls[number % len(calls)]()
 
     def us(self) -> float:
-        """Microseconds of a call, now."""
+        """Microseconds of a call, by one replay."""
         with torch.cuda.stream(self.stream):
             return self._timed(self.graph.replay) / self.count
 
@@ -123,13 +123,13 @@ class Replay:
 
 
 def replay_us(calls: Sequence[Call]) -> float:
-    """Median microseconds of a call in a graph of them all; the first replay does not count."""
+    """Median microseconds of a call in a graph of all calls; the first replay does not count."""
     replay = Replay(calls)
     return statistics.median([replay.us() for _ in range(REPLAYS + 1)][1:])
 
 
 def medians(replays: Sequence[Replay], turns: int) -> list[float]:
-    """Of each, replayed in turn; the first turn does not count."""
+    """Median microseconds of a call of each, replayed in turn; the first turn does not count."""
     times = [[replay.us() for replay in replays] for _ in range(turns + 1)][1:]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
@@ -139,7 +139,7 @@ def copies_of(size: int) -> int:
 
 
 def make_weights(n: int, k: int) -> list[Fp4Weight]:
-    """Copies of one random weight, enough to be cold."""
+    """Copies of one random weight, enough for a cold L2."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(40, 60, (n, k // NVFP4.block), dtype=torch.uint8, device="cuda")
     weight = prepare_fp4_weight(codes, scales, sf_layout=SfLayout.layout_linear)
@@ -159,7 +159,7 @@ def time_cublas(a: torch.Tensor, n: int) -> float:
 
 
 def time_read(arch: Arch, weights: Sequence[Fp4Weight]) -> float:
-    """The shortest over some grids."""
+    """The shortest time of several grids."""
     params = (Ptr("p", "const uint4"), Ptr("out", "unsigned int"), I64("vectors"))
     kernel = LoadedKernel(nvrtc.compile_cubin(READ, arch, symbol="read"), "read", params, 0)
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -231,7 +231,7 @@ def search(
 
 
 def is_searched(problem: Problem, tactic: Any) -> bool:
-    """Not what reads the weight more than once for few rows, or makes clusters of more CTAs than fill the GPU."""
+    """Whether a tactic is searched: it reads the weight once for few rows, and its clusters run at the same time."""
     if isinstance(tactic, WideTactic):
         return True
     crowded = isinstance(tactic, NarrowTactic) and tactic.split > 1 and tactic.split * problem.n > _MOST_SHARED_ROWS

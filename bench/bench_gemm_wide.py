@@ -1,11 +1,11 @@
 """Products of many rows of bf16 activations and NVFP4 weights beside cuBLAS in bf16, on a Hopper GPU.
 
 Run on a GPU: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number
-of rows. ``--part search`` measures every tactic of the kernel that can run a case instead: ``gemm_wide_search.csv``,
-what the table of sm_90a was read from, with the same protocol as ``bench.bench_gemm``.
+of rows. ``--part search`` measures every tactic of the kernel that can run a case, with the protocol of
+``bench.bench_gemm``, and writes ``gemm_wide_search.csv``, from which the table of sm_90a follows.
 
-A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm; calls follow each
-other by programmatic dependent launch. cuBLAS multiplies the same values, dequantised. Both graphs are replayed in
+A case is a graph of calls on copies of the weight, more than an L2 holds, with warm activations; calls follow each
+other by programmatic dependent launch. cuBLAS multiplies the same values, dequantized. Both graphs are replayed in
 turn, because the clock falls with the power that a product draws, and medians are compared.
 """
 
@@ -37,7 +37,7 @@ def cublas(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Replay:
 
 
 def dequantized(weight: Fp4Weight) -> list[torch.Tensor]:
-    """Copies of the values in bf16, enough to be cold."""
+    """Copies of the values in bf16, enough for a cold L2."""
     values = weight.dequantize().bfloat16()
     return [values.clone() for _ in range(copies_of(2 * values.numel()))]
 
