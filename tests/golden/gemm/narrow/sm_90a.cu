@@ -762,13 +762,15 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, in
   }
 }
 
-// Of four neighbours over all groups; `p` is where those of the first lie.
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
 __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
   for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
   return sum;
 }
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
 __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   float4 sum = ptx::ld_cluster(p, 0);
   for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
