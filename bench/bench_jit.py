@@ -53,7 +53,7 @@ class Steps:
 
 
 def first_call() -> dict[str, Any]:
-    """One first call in this process, its cache given by JITFP4_CACHE_DIR: milliseconds by step, and what it loaded."""
+    """Make a first call with the cache in JITFP4_CACHE_DIR. Returns milliseconds by step, and what was loaded."""
     steps = Steps()
     torch = steps.run("import torch", lambda: __import__("torch"))
     steps.run("import jitfp4", lambda: __import__("jitfp4.families"))

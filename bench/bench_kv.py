@@ -29,7 +29,7 @@ from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, QUANTIZE_TACTICS
 
 HEADS, D = 8, 128
-FEW = 4096  # fewer tokens go to random slots of a cache for so many, as in a decode step
+FEW = 4096  # fewer tokens are written to random slots of a cache of this size, as in a decode step
 TOKENS = (1, 64, 256, 4096, 65536, 262144)
 PAGED = ((1, 4096), (1, 32768), (16, 8192), (64, 8192))
 PEERS = Path(__file__).parent / "results/h200/kv_flashinfer.csv"

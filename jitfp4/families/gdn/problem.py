@@ -194,14 +194,14 @@ def walk_spec(problem: Problem, tactic: WalkTactic) -> WalkSpec:
         general=problem.general,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        max_tokens=_bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # few builds of what is rare
+        max_tokens=_bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # rare: fewer builds
         store_steps=problem.store_steps,
         **cut,
     )
 
 
 def walk_rejects(problem: Problem, tactic: WalkTactic, arch: Arch) -> str | None:
-    """Bulk stores and bursts need a copy engine; bulk stores keep no order, which slots that coincide ask for."""
+    """Bulk stores and bursts need a copy engine. Bulk stores keep no order, but equal slots need one."""
     if not arch.has_tma and (tactic.bulk_stores or tactic.ahead):
         return "the GPU has no copy engine"
     if tactic.bulk_stores and problem.step_slots:

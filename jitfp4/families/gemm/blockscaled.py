@@ -197,7 +197,7 @@ def sides(problem: Fp4Problem, tactic: Tactic) -> tuple[int, int]:
     return (problem.n, problem.m) if tactic.swap_ab else (problem.m, problem.n)
 
 
-# ---- what is legal ---------------------------------------------------------------------------------------------------
+# ---- legal tactics ---------------------------------------------------------------------------------------------------
 
 
 def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
@@ -254,7 +254,7 @@ def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
     return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
 
 
-# ---- what is worth trying --------------------------------------------------------------------------------------------
+# ---- all tactics -----------------------------------------------------------------------------------------------------
 
 
 def _most(spec: BlockScaledSpec, ring: str) -> int:

@@ -54,7 +54,7 @@ TABLE = Table(
     measured="h200/gemm_search.csv",
 )
 
-# Up to 16 rows of x, and of rows that ask for the same, the first.
+# The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
 # Rows of gemm/wide were read from h200/gemm_variants.csv too, rows of gemm/narrow from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(

@@ -590,7 +590,7 @@ __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   return true;
 }
 
-// Prefetches line i of `bytes` bytes into L2, if they have so many lines.
+// Prefetches line i of `bytes` bytes into L2; none if the bytes end before it.
 __device__ __forceinline__ void prefetch_line(const void* from, int64 bytes, int i) {
   constexpr int kLine = 128;
   if (int64(i) * kLine < bytes) ptx::prefetch_line(static_cast<const uint8*>(from) + int64(i) * kLine);
@@ -1827,7 +1827,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
 #pragma unroll 1
     for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
       ptx::copy_async_wait_for<kStages - 2>();
-      __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
+      __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
       ahead.issue(stage == 0 ? kLast : stage - kStageBytes);
       attend(p, now, inner, lane, ring, stage, ahead.partial(), start, queries, scales, state);
       stage = stage == kLast ? 0 : stage + kStageBytes;

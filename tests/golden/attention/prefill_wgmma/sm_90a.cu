@@ -451,15 +451,16 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // ---- attention/products ----------------------------------------------------
 // Matrix products of warpgroups.
 namespace ptx {
-// Rows of 128 bytes with the 128-byte swizzle, in blocks `across` bytes apart. Where the rows are those of the product,
-// 16 columns more lie 32 bytes on and a block is not left; where they are its depth, blocks are 64 columns of the
-// product each and 16 rows more lie 2048 bytes on. Both are added in units of 16 bytes.
+// The descriptor of a matrix: rows of 128 bytes with the 128-byte swizzle, in blocks that are `across` bytes apart. If
+// the rows are rows of the product, a step of 16 columns is 32 bytes further in the same block. If the rows are its
+// depth, a block has 64 columns of the product, and a step of 16 rows is 2048 bytes further. Both are added to the
+// descriptor in units of 16 bytes.
 __device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
 // d = a b, or d += a b, of 64 rows by 16 and 128 rows by 16, both in shared memory.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4)
-// + 2 t + i % 2. It belongs to the tensor cores until a wait.
+// + 2 t + i % 2. It may not be accessed before a wait.
 __device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64 a, uint64 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"

@@ -1,16 +1,16 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
 // spec: {"ctas":1,"dtype":"bf16","early":false,"format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":3,"tile_m":8,"warp_blocks":2}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
-// fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
+// weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
 // are columns of the product.
 //
-// A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
-// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
-// of x, each with rows of its own. A warp has a ring of stages: copies fill a stage with a piece of the weight while
-// the warp works on others. With kEarly, every stage of the weight is asked for before the kernel waits for x, and x
-// has two stages only. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always
-// in the same order.
+// A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
+// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
+// chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
+// the weight while the warp multiplies others. With kEarly, copies of all stages of the weight are started before the
+// kernel waits for x, and x has only two stages. Sums are float32: over a warp's chunks in order, then over groups,
+// then over the cluster, always in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -659,9 +659,9 @@ struct Output {
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
   alignas(128) uint8 x[kGroups][kXStages][kTileM][kRowBytes];
-  Barrier full[kWarps][kStages];  // the weight is there
+  Barrier full[kWarps][kStages];  // the weight is copied
 };
-constexpr int kPitch = kRows + 4;  // lanes of a fragment meet no bank conflict
+constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
 struct Sums {
   float rows[kGroups][kTileM][kPitch];
 };
