@@ -760,8 +760,8 @@ class Producer {
     seek();
   }
 
-  // Starts the copies of the next tile, if there is one, to the stage so many bytes from the first. Every call makes one
-  // group.
+  // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
+  // call makes one group.
   __device__ __forceinline__ void issue(int stage) {
     partial_ <<= 1;
     if (token_ < end_) {

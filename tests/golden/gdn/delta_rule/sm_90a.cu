@@ -360,7 +360,7 @@ enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 using In    = bf16;
 using State = float;
 constexpr StateLayout kStateLayout = StateLayout::kVk;
-constexpr bool kGeneral     = false;  // a and b may be float32, and the heads of a slot may have gaps between them
+constexpr bool kGeneral     = false;  // a and b may be float32, heads of a slot have gaps
 constexpr int  kHeadDim    = 128;  // K
 constexpr int  kValueDim   = 128;  // V
 constexpr int  kMaxTokens  = 4;
@@ -664,8 +664,8 @@ __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
 // kSteps: the state after every token is stored.
 template <bool kSteps> struct ItemInputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: it takes one row of k or q, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;   // each takes one row of k or q at a time
   static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
   static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
 

@@ -571,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     }
     if constexpr (kAddressing == Addressing::kSlots) place[i] = lists.find(first + i);
   }
-  if constexpr (kAddressing == Addressing::kPositions) {  // takes many instructions: once for each token, not for each block
+  if constexpr (kAddressing == Addressing::kPositions) {  // once for each token: it takes many instructions
     find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) place[i] = live ? places[row + i] : Place{};

@@ -673,7 +673,7 @@ constexpr int   kWarps     = 1;
 constexpr bool  kClustered = false;
 constexpr bool  kStream    = false;
 constexpr int   kThreads   = 128;  // the most threads of a CTA
-constexpr int   kMinCtas   = 8;  // of kThreads threads, that an SM must hold at once; bounds the registers
+constexpr int   kMinCtas   = 8;  // that an SM must hold at once; bounds the registers
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
@@ -826,7 +826,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
   const int    turns   = kFilled ? kUnits : turns_from(place.unit, p.units);
   const int    warp_turns = kFilled ? kUnits : turns_from(place.turn * kWarp, p.units);
 
-  // Where a block is two units, the first of its two lanes writes the scale. Lanes beyond the last column write padding.
+  // Where a block is two units, the first of its two lanes writes the scale. Lanes beyond the last column write zeros.
   const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
   const uint32 col          = place.unit / kUnitsPerBlock;
   const bool   has_linear   = p.sf_linear && has_scale;
