@@ -1,10 +1,10 @@
-"""What a KV cache loses when it is quantized: NVFP4 beside FP8, on plain and on structured keys and values.
+"""The error of a quantized KV cache: NVFP4 beside FP8, on plain and on structured keys and values.
 
-Run anywhere: ``python -m bench.accuracy_kv [--out DIR]``. It uses the CPU's exact reference. "outliers": as in real
-models, a few channels are larger than the others, 16 of 128 by 30 in K and by 2 in V; they are neighbours, which then
-share a block, or scattered, one in eight. Errors are root mean squares, relative to those of what was quantized;
-``k_rest_error`` is that of the channels that are not outliers. ``output_error`` is that of attention over the quantized
-cache, in float64, for the queries of a decode step over 2048 tokens.
+Run anywhere: ``python -m bench.accuracy_kv [--out DIR]``. It uses the exact reference on the CPU. "outliers": as in
+real models, a few channels are larger than the others: 16 of 128, 30 times in K and twice in V. They are neighbours,
+which share a block, or one in eight. Errors are root mean squares, relative to the root mean square of the quantized
+tensor; ``k_rest_error`` is that of the channels that are not outliers. ``output_error`` is that of attention over the
+quantized cache, in float64, for the queries of a decode step over 2048 tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def nvfp4(largest: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
-    """E4M3 with one scale for the tensor, as FP8 caches are."""
+    """E4M3 with one scale for the tensor, as in FP8 caches."""
     scale = x.float().abs().amax() / 448
     return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
 

@@ -1,7 +1,7 @@
-"""Decode attention over a paged NVFP4 cache, and what else could be picked.
+"""Decode attention over a paged NVFP4 cache, and recorded peers.
 
-Run on a GPU: ``python -m bench.bench_attention [--out DIR] [--gib LIMIT]``. Every call reads pages that no call before
-it has read since L2 was filled. ``tb_per_s`` counts the codes and scales of the tokens that are attended to, and
+Run on a GPU: ``python -m bench.bench_attention [--out DIR] [--gib LIMIT]``. Every call reads pages that are not in L2:
+no call has read them since L2 was overwritten. ``tb_per_s`` counts the codes and scales of the attended tokens, and
 ``of_read`` compares it with a kernel that only reads, in the same run. Peers are recorded rows, in
 results/h200/attention_peers.csv with their names and date.
 """
@@ -31,7 +31,7 @@ HEADS = ((64, 8), (32, 8), (8, 1))
 LAYOUTS = (("HND", 16), ("HND", 64), ("NHD", 16))
 HEAD_DIM = 128
 CACHES = {"nvfp4": HEAD_DIM // 2 + HEAD_DIM // 16, "fp8": HEAD_DIM, "bf16": 2 * HEAD_DIM}
-"""Bytes that a token takes on each side, for one KV head."""
+"""Bytes of a token in K, and also in V, for one KV head."""
 READ_BYTES = 1 << 30
 PEERS = Path(__file__).parent / "results/h200/attention_peers.csv"
 
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def cases(limit: int) -> Iterator[Case]:
-    """The whole grid for the first heads, and its edges for others and other caches, as far as memory goes."""
+    """The whole grid for the first heads, and its edges for other heads and caches, as far as they fit in memory."""
     for cache, (heads, kv_heads), (layout, page), batch, context in itertools.product(
         CACHES, HEADS, LAYOUTS, BATCHES, CONTEXTS
     ):
@@ -83,7 +83,7 @@ class Pages(NamedTuple):
 
 
 class Pool:
-    """Random floats that all cases share, as pages of any layout: as codes, they are as good as any."""
+    """Random floats that all cases share as the bytes of their pages, in any layout."""
 
     def __init__(self, size: int) -> None:
         self._data = torch.randn(size // 2, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
@@ -92,7 +92,7 @@ class Pool:
         self._next = 0
 
     def pages(self, case: Case, head_dim: int = HEAD_DIM) -> Pages:
-        """For a call, pages of its own, as long as there are any."""
+        """Pages for one call, different from those of other calls as long as there are enough."""
         columns = -(-case.context // case.page)
         order = (case.kv_heads, case.page) if case.kv_layout == "HND" else (case.page, case.kv_heads)
         row = head_dim // 2 if case.cache == "nvfp4" else head_dim * CACHES[case.cache] // HEAD_DIM

@@ -1,4 +1,4 @@
-"""What the kernel cache costs: a verified load, a durable publish, a cold start of 64 processes, a warm first kernel.
+"""The time of the kernel cache: a verified load, a durable publish, a cold start of 64 processes, a warm first kernel.
 
 ``python bench/bench_cache.py [--out DIR]``. cuda.core's FileStreamProgramCache, which verifies nothing and does not let
 processes wait for each other, is measured beside it in the same run. Needs no GPU. Exits 1 when a bar is missed.
@@ -102,7 +102,7 @@ def read_unverified(path: Path) -> bytes:
 
 
 def cold_start(which: str, source: Path, folder: Path, processes: int) -> dict[str, Any]:
-    """Fork ``processes`` that have imported what they need, start them at once, time the last; count compilations."""
+    """Fork ``processes`` with all imports done, start them at once, time the last one, and count compilations."""
     prepare = {"this cache": own_cold, "cuda.core": peer_cold}[which](source.read_text(), folder)
     gate, open_gate = os.pipe()
     done, report = os.pipe()
@@ -162,7 +162,7 @@ def peer_cold(source: str, folder: Path) -> Callable[[], bool]:
 def measure_cold_starts(folder: Path, source: Path) -> list[dict[str, Any]]:
     """Medians of interleaved runs, so that a neighbour on the machine disturbs all cases alike.
 
-    A warm start is the same processes once more: what starting them and loading the kernel costs.
+    A warm start is the same processes once more: the time of starting them and of loading the kernel.
     """
     cases = [
         (f"{state} start of {processes}, {which}", which, processes)
@@ -238,7 +238,7 @@ def environment() -> dict[str, str]:
 
 
 def check_bars(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """What was promised, and whether it holds."""
+    """The bars, and whether each is met."""
     median = {row["case"]: row["median"] for row in rows}
     many = next(row for row in rows if row["case"] == f"cold start of {PROCESSES}, this cache")
     limit = 2 * median["cold start of 1, this cache"] + median[f"warm start of {PROCESSES}, this cache"]

@@ -4,9 +4,9 @@ Run on a GPU: ``python -m bench.bench_gdn [--value-heads 32 64] [--out DIR]``: `
 ``--part compile`` times NVRTC on every specialisation instead, anywhere. bf16 inputs, 16 q and k heads of dimension
 128, float32 states [V, K] unless a case says otherwise.
 A case is a graph of ten calls on the same tensors, the median of 15 replays: the protocol of
-FlashInfer's figures below. Bytes are those of states alone: read once, written after every token that is kept, and once
-at the end where the state is updated. The peers: FlashInfer 0.7.2.post1 on an H200, as measured with this protocol on
-2026-11-21; flash-linear-attention, in the same run, where it is installed.
+FlashInfer's figures below. Bytes are those of states alone: read once, written after every token if steps are stored,
+and once at the end if the state is updated. The peers: FlashInfer 0.7.2.post1 on an H200, measured with this protocol
+on 2026-11-21; flash-linear-attention, in the same run, if it is installed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ FLASHINFER_US: dict[tuple[bool, int], Sequence[float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """``update``: the final state is written back; ``steps``: that after every token is kept; ``state``: of STATES."""
+    """``update``: the final state is written back; ``steps``: the state after every token is stored; ``state``: one of
+    STATES.
+    """
 
     batch: int
     tokens: int
@@ -74,7 +76,7 @@ class Case:
 
 
 def cases(value_heads: int) -> Iterator[Case]:
-    """The tables: kept states with and without the final write, then plain decoding, then other states."""
+    """The cases: stored steps with and without the final write, then plain decoding, then other states."""
     for update, steps, tokens, state in (
         *((True, True, t, "f32") for t in TOKENS),
         (False, True, 8, "f32"),
@@ -87,7 +89,7 @@ def cases(value_heads: int) -> Iterator[Case]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """What gated_delta_rule_mtp() takes, filled with normal values; or gated_delta_rule_decode() for [K, V]."""
+    """Arguments of gated_delta_rule_mtp(), or for [K, V] gated_delta_rule_decode(), filled with normal values."""
     rows, heads, dtype = (case.batch, case.tokens), case.value_heads, STATES[case.state]
 
     def normal(*shape: int) -> torch.Tensor:
@@ -115,12 +117,14 @@ def arguments(case: Case) -> dict[str, Any]:
 
 
 def warm_us(call: Call, replays: int = REPLAYS) -> float:
-    """Of calls that follow each other on one set of tensors, as decoding steps do."""
+    """Microseconds of a call, when calls follow each other on one set of tensors, as decoding steps do."""
     return time_us(lambda: call, 0, l2="warm", replays=replays)
 
 
 def fla_us(given: dict[str, Any]) -> float | None:
-    """flash-linear-attention's fused kernel: state read and written once. None where it is not installed."""
+    """Microseconds of flash-linear-attention's fused kernel, which reads and writes the state once. None if it is not
+    installed.
+    """
     if importlib.util.find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule

@@ -1,15 +1,17 @@
 """Products of bf16 activations and NVFP4 weights: time, bandwidth, cuBLAS in bf16 in the same run, recorded peers.
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
-``--part search`` measures every tactic that can run a case instead: ``gemm_search.csv``, what the tables were read
-from; ``--part choose`` prints what it says, for each row of the tables the tactics that lose least, anywhere.
+``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once, and
+writes ``gemm_search.csv``; the tables follow from it and from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``.
+Each tactic has one replay, and those that are nearly the fastest have five more, in turn. ``--part choose`` needs no
+GPU: from both files it prints, for each row of the tables, the tactics that lose least.
 
-A case is a graph of calls on as many copies of the weight as no L2 holds together, in turn for a millisecond at
-least, activations warm, the median of 7 replays; calls follow each other by programmatic dependent launch, as layers
-of a model do. ``of_read`` is the time in which a kernel that does nothing else reads the same bytes, over the time of
-the call. Peers, the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels
-0.1.19, triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch,
-which they do not have.
+A case is a graph of calls on copies of the weight, more than an L2 holds, in turn for at least a millisecond, with warm
+activations; the time is the median of 7 replays. Calls follow each other by programmatic dependent launch, like layers
+of a model. ``of_read`` is the time of a kernel that only reads the same bytes, divided by the time of the call. Peers,
+the best FP4 kernel of each case, are from ``gemm_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19,
+triton_kernels and gemlite on an H200 on 2026-11-22, with the same protocol but without dependent launch, which they do
+not have.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import argparse
 import csv
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +38,9 @@ from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem
 from jitfp4.families.gemm.weight import TILE_ROWS
+from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import NVFP4, DType
+from jitfp4.kernel import Kernel
 from jitfp4.layouts import SfLayout
 from jitfp4.spec import I64, Geometry, Ptr
 
@@ -54,10 +59,13 @@ LAYERS = (
     (2112, 7168),
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-SEARCHED_ROWS = (1, 8, 16, 32, 64)
+SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7
+_SEARCH_REPLAYS = 5
+_NEARLY = 1.15  # times the fastest
+_MOST_SHARED_ROWS = 32768  # of the weight, times the CTAs that share them
 _LEAST_US = 1000.0  # of a graph
 READ = r"""
 extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned int* out, long long vectors) {
@@ -78,11 +86,13 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned 
 }
 """
 
+KINDS = {"gemm_search": NarrowTactic, "gemm_wide_search": WideTactic}
+
 Call = Callable[[], object]
 
 
 class Replay:
-    """A graph of calls, as often all of them as it takes to be long enough. It keeps what the calls write to."""
+    """A graph of calls, repeated until it is long enough. It keeps the tensors of the calls alive."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = tuple(calls)  # a graph knows addresses only: memory of a tensor that is gone may be unmapped
@@ -99,7 +109,7 @@ class Replay:
                     calls[number % len(calls)]()
 
     def us(self) -> float:
-        """Microseconds of a call, now."""
+        """Microseconds of a call, by one replay."""
         with torch.cuda.stream(self.stream):
             return self._timed(self.graph.replay) / self.count
 
@@ -113,9 +123,15 @@ class Replay:
 
 
 def replay_us(calls: Sequence[Call]) -> float:
-    """Median microseconds of a call in a graph of them all; the first replay does not count."""
+    """Median microseconds of a call in a graph of all calls; the first replay does not count."""
     replay = Replay(calls)
     return statistics.median([replay.us() for _ in range(REPLAYS + 1)][1:])
+
+
+def medians(replays: Sequence[Replay], turns: int) -> list[float]:
+    """Median microseconds of a call of each, replayed in turn; the first turn does not count."""
+    times = [[replay.us() for replay in replays] for _ in range(turns + 1)][1:]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def copies_of(size: int) -> int:
@@ -123,16 +139,16 @@ def copies_of(size: int) -> int:
 
 
 def make_weights(n: int, k: int) -> list[Fp4Weight]:
-    """Copies of one random weight, enough to be cold."""
+    """Copies of one random weight, enough for a cold L2."""
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(40, 60, (n, k // NVFP4.block), dtype=torch.uint8, device="cuda")
     weight = prepare_fp4_weight(codes, scales, sf_layout=SfLayout.layout_linear)
     return [replace(weight, data=weight.data.clone()) for _ in range(copies_of(weight.data.numel()))]
 
 
-def time_call(a: torch.Tensor, weights: Sequence[Fp4Weight]) -> float:
+def products(a: torch.Tensor, weights: Sequence[Fp4Weight]) -> Replay:
     out = torch.empty(a.shape[0], weights[0].n, dtype=a.dtype, device="cuda")
-    return replay_us([lambda weight=weight: mm_bf16_fp4(a, weight, out=out) for weight in weights])  # type: ignore[misc]
+    return Replay([lambda weight=weight: mm_bf16_fp4(a, weight, out=out) for weight in weights])  # type: ignore[misc]
 
 
 def time_cublas(a: torch.Tensor, n: int) -> float:
@@ -143,7 +159,7 @@ def time_cublas(a: torch.Tensor, n: int) -> float:
 
 
 def time_read(arch: Arch, weights: Sequence[Fp4Weight]) -> float:
-    """The shortest over some grids."""
+    """The shortest time of several grids."""
     params = (Ptr("p", "const uint4"), Ptr("out", "unsigned int"), I64("vectors"))
     kernel = LoadedKernel(nvrtc.compile_cubin(READ, arch, symbol="read"), "read", params, 0)
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -173,7 +189,7 @@ def measure(arch: Arch) -> Iterator[dict[str, object]]:
         read, size = time_read(arch, weights), weights[0].data.numel()
         for m in ROWS:
             a = torch.randn(m, k, device="cuda").bfloat16()
-            us, cublas = time_call(a, weights), time_cublas(a, n)
+            (us,), cublas = medians([products(a, weights)], REPLAYS), time_cublas(a, n)
             peer, peer_us = peers.get((n, k, m), ("", 0.0))
             yield {
                 "n": n,
@@ -191,67 +207,93 @@ def measure(arch: Arch) -> Iterator[dict[str, object]]:
             }
 
 
-def search(arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
-    """Every tactic of the kernel for few rows, for every case, until the time is over."""
-    kernel = NARROW
-    cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in SEARCHED_ROWS]
-    specs = {kernel.specialise(case, tactic) for case in cases for tactic in kernel.candidates(case, arch)}
+def search(
+    kernel: Kernel[Any, Problem, Any], rows: Sequence[int], arch: Arch, seconds: float
+) -> Iterator[dict[str, object]]:
+    """The tactics of a kernel for every layer, until the time is over; a case is measured whole."""
+    cases = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in rows]
+    tactics = {
+        case: [tactic for tactic in kernel.candidates(case, arch) if is_searched(case, tactic)] for case in cases
+    }
+    specs = {kernel.specialise(case, tactic) for case in cases for tactic in tactics[case]}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: build(kernel, spec, arch), specs))
-    began = time.monotonic()
+    end = time.monotonic() + seconds
     for (n, k), group in groupby(cases, key=lambda case: (case.n, case.k)):
         weights = make_weights(n, k)
         for case in group:
+            if time.monotonic() > end:
+                print(f"no time is left for m, n, k = {case.m}, {n}, {k}")
+                continue
             a = torch.randn(case.m, k, device="cuda").bfloat16()
-            for tactic in kernel.candidates(case, arch):
-                geometry = kernel.geometry(case, tactic, arch)
-                waves = geometry.grid[0] * geometry.grid[1] / (arch.num_sms * tactic.ctas)
-                if time.monotonic() > began + seconds or (tactic.split > 1 and waves > 3):
-                    continue
-                with MM_BF16_FP4.forced(tactic):
-                    us = time_call(a, weights)
-                cut = {name: int(value) for name, value in asdict(tactic).items()}
-                yield {"n": n, "k": k, "m": case.m, **cut, "us": round(us, 2)}
+            for tactic, us in times_of(a, weights, tactics[case]):
+                yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
 
 
-def choose(path: Path, arch: Arch) -> Iterator[str]:
+def is_searched(problem: Problem, tactic: Any) -> bool:
+    """Whether a tactic is searched: it reads the weight once for few rows, and its clusters run at the same time."""
+    if isinstance(tactic, WideTactic):
+        return True
+    crowded = isinstance(tactic, NarrowTactic) and tactic.split > 1 and tactic.split * problem.n > _MOST_SHARED_ROWS
+    return bool(tactic.tile_m >= problem.m and not crowded)
+
+
+def times_of(a: torch.Tensor, weights: Sequence[Fp4Weight], tactics: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+    replays = {}
+    for tactic in tactics:
+        with MM_BF16_FP4.forced(tactic):
+            replays[tactic] = products(a, weights)
+    times = {tactic: replay.us() for tactic, replay in replays.items()}
+    fast = [tactic for tactic in tactics if times[tactic] <= _NEARLY * min(times.values())]
+    times.update(zip(fast, medians([replays[tactic] for tactic in fast], _SEARCH_REPLAYS), strict=True))
+    yield from times.items()
+
+
+def choose(folder: Path, arch: Arch) -> Iterator[str]:
     """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    names = [field.name for field in fields(NarrowTactic) if field.name in rows[0]]
-    best: dict[tuple[str, ...], float] = {}
-    for row in rows:
-        case = row["n"], row["k"], row["m"]
-        best[case] = min(best.get(case, float(row["us"])), float(row["us"]))
-    buckets: dict[tuple[int, float], dict[tuple[int, ...], list[float]]] = {}
-    for row in rows:
-        load = -(-int(row["n"]) // TILE_ROWS) / arch.num_sms
-        bucket = max(8, int(row["m"])), next(limit for limit in LOADS if load <= limit)
-        tactic = tuple(int(row[name]) for name in names)
-        ratios = buckets.setdefault(bucket, {}).setdefault(tactic, [])
-        ratios.append(float(row["us"]) / best[row["n"], row["k"], row["m"]])
-    for bucket, tactics in sorted(buckets.items()):
-        most = max(map(len, tactics.values()))
+    measured: dict[tuple[int, int, int], dict[object, float]] = {}
+    for path in sorted(folder.glob("gemm_*search.csv")):
+        kind = KINDS[path.stem]
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                tactic = tactic_of(kind, row)
+                measured.setdefault((int(row["m"]), int(row["n"]), int(row["k"])), {})[tactic] = float(row["us"])
+    buckets: dict[tuple[int, float], list[dict[object, float]]] = {}
+    for (m, n, _), times in sorted(measured.items()):
+        load = -(-n // TILE_ROWS) / arch.num_sms
+        bucket = max(8, m), next(limit for limit in LOADS if load <= limit)
+        best = min(times.values())
+        buckets.setdefault(bucket, []).append({tactic: us / best for tactic, us in times.items()})
+    for (m, limit), cases in sorted(buckets.items(), key=lambda item: item[0]):
+        everywhere = [tactic for tactic in cases[0] if all(tactic in ratios for ratios in cases)]
         means = sorted(
-            (geomean(ratios), max(ratios), tactic) for tactic, ratios in tactics.items() if len(ratios) == most
+            (geomean(ratios[tactic] for ratios in cases), max(ratios[tactic] for ratios in cases), repr(tactic))
+            for tactic in everywhere
         )
-        yield f"m <= {bucket[0]}, tiles_per_sm <= {bucket[1]}: {most} cases"
+        yield f"m <= {m}, tiles_per_sm <= {limit}: {len(cases)} cases"
         for mean, worst, tactic in means[:4]:
-            yield f"  {NarrowTactic(*tactic)} {mean:.3f}, at worst {worst:.3f}"
+            yield f"  {tactic} {mean:.3f}, at worst {worst:.3f}"
+
+
+def tactic_of(kind: type[Any], row: Mapping[str, str]) -> Any:
+    """The tactic that a line of a search names."""
+    named = {field.name: row[field.name] for field in fields(kind) if field.name in row}
+    return kind(**{name: text == "True" if text in ("True", "False") else int(text) for name, text in named.items()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--part", choices=("cases", "search", "choose"), default="cases")
-    parser.add_argument("--seconds", type=float, default=600.0, help="the most that a search may take")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the most that a search may take")
     options = parser.parse_args()
     if options.part == "choose":
-        print(*choose(options.out / "gemm_search.csv", Arch.of("sm_90a")), sep="\n")
+        print(*choose(options.out, Arch.of("sm_90a")), sep="\n")
         return
     arch = target_of(torch.empty(1, device="cuda")).arch
     if options.part == "search":
-        write_results(options.out / "gemm_search", list(search(arch, options.seconds)), stamp())
+        found = search(NARROW, SEARCHED_ROWS, arch, options.seconds)
+        write_results(options.out / "gemm_search", list(found), stamp())
         return
     rows = list(measure(arch))
     write_results(options.out / "gemm", rows, stamp())

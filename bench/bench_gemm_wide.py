@@ -1,50 +1,34 @@
 """Products of many rows of bf16 activations and NVFP4 weights beside cuBLAS in bf16, on a Hopper GPU.
 
 Run on a GPU: ``python -m bench.bench_gemm_wide [--out DIR]`` writes ``gemm_wide.csv``, a line for each layer and number
-of rows. ``--part search`` measures every tactic that can run a case instead: ``gemm_wide_search.csv``, what the table
-of sm_90a was read from.
+of rows. ``--part search`` measures every tactic of the kernel that can run a case, with the protocol of
+``bench.bench_gemm``, and writes ``gemm_wide_search.csv``, from which the table of sm_90a follows.
 
-A case is a graph of calls on as many copies of the weight as no L2 holds together, activations warm; calls follow each
-other by programmatic dependent launch. cuBLAS multiplies the same values, dequantised. Both graphs are replayed in
+A case is a graph of calls on copies of the weight, more than an L2 holds, with warm activations; calls follow each
+other by programmatic dependent launch. cuBLAS multiplies the same values, dequantized. Both graphs are replayed in
 turn, because the clock falls with the power that a product draws, and medians are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from bench.bench_gemm import LAYERS, Replay, copies_of, make_weights
+from bench.bench_gemm import LAYERS, Replay, copies_of, make_weights, medians, products, search
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
-from jitfp4 import Fp4Weight, mm_bf16_fp4
-from jitfp4.arch import Arch
-from jitfp4.engine import build, target_of
-from jitfp4.families.gemm.operation import MM_BF16_FP4, WIDE
+from jitfp4 import Fp4Weight
+from jitfp4.engine import target_of
+from jitfp4.families.gemm.operation import WIDE
 from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import NVFP4, DType
 
 ROWS = (64, 128, 256, 512, 2048, 8192)
+SEARCHED_ROWS = (24, 32, 64, 128, 256, 512, 2048)
 REPLAYS = 7
-SEARCH_REPLAYS = 3
-
-
-def medians(replays: Sequence[Replay], turns: int) -> list[float]:
-    """Of each, replayed in turn; the first turn does not count."""
-    times = [[replay.us() for replay in replays] for _ in range(turns + 1)][1:]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
-
-
-def products(a: torch.Tensor, weights: Sequence[Fp4Weight]) -> Replay:
-    out = torch.empty(a.shape[0], weights[0].n, dtype=a.dtype, device="cuda")
-    return Replay([lambda weight=weight: mm_bf16_fp4(a, weight, out=out) for weight in weights])  # type: ignore[misc]
 
 
 def cublas(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Replay:
@@ -53,7 +37,7 @@ def cublas(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Replay:
 
 
 def dequantized(weight: Fp4Weight) -> list[torch.Tensor]:
-    """Copies of the values in bf16, enough to be cold."""
+    """Copies of the values in bf16, enough for a cold L2."""
     values = weight.dequantize().bfloat16()
     return [values.clone() for _ in range(copies_of(2 * values.numel()))]
 
@@ -81,44 +65,22 @@ def measure(rows: Sequence[int]) -> Iterator[dict[str, object]]:
         }
 
 
-def search(arch: Arch, rows: Sequence[int], seconds: float) -> Iterator[dict[str, object]]:
-    """Every tactic for every case, until the time is over."""
-    problems = [Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for n, k in LAYERS for m in rows]
-    specs = {WIDE.specialise(one, tactic) for one in problems for tactic in WIDE.candidates(one, arch)}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: build(WIDE, spec, arch), specs))
-    end = time.monotonic() + seconds
-    for problem, a, weights, values in cases(rows):
-        reference = cublas(a, values)
-        for tactic in WIDE.candidates(problem, arch):
-            if time.monotonic() > end:
-                return
-            with MM_BF16_FP4.forced(tactic):
-                us, of = medians([products(a, weights), reference], SEARCH_REPLAYS)
-            yield {
-                "n": problem.n,
-                "k": problem.k,
-                "m": problem.m,
-                **asdict(tactic),
-                "us": round(us, 2),
-                "cublas_bf16_us": round(of, 2),
-            }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--part", choices=("cases", "search"), default="cases")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--seconds", type=float, default=600.0, help="the most that a search may take")
+    parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows")
+    parser.add_argument("--seconds", type=float, default=60.0, help="the most that a search may take")
     options = parser.parse_args()
     if options.part == "search":
         arch = target_of(torch.empty(1, device="cuda")).arch
-        write_results(options.out / "gemm_wide_search", list(search(arch, options.rows, options.seconds)), stamp())
+        found = search(WIDE, options.rows or SEARCHED_ROWS, arch, options.seconds)
+        write_results(options.out / "gemm_wide_search", list(found), stamp())
         return
-    lines = list(measure(options.rows))
+    rows = options.rows or ROWS
+    lines = list(measure(rows))
     write_results(options.out / "gemm_wide", lines, stamp())
-    for m in options.rows:
+    for m in rows:
         of = [float(str(line["of_cublas"])) for line in lines if line["m"] == m]
         print(m, f"of cuBLAS: geometric mean {geomean(of):.3f}, least {min(of):.3f}")
 

@@ -1,4 +1,4 @@
-"""First calls step by step, cold (nothing cached) and warm, in fresh processes; and a warm-up that has nothing to do.
+"""First calls step by step, cold (nothing cached) and warm, in fresh processes; and a warm-up with everything cached.
 
 ``python bench/bench_jit.py [--out DIR]``. Without a GPU a first call ends with the verified cubin in memory; with one
 it goes on through the driver to the launch. Exits 1 when a bar is missed.
@@ -25,7 +25,7 @@ COLD_COMPILE_MS, WARMUP_RERUN_S = 150.0, 2.0  # the bars
 
 
 class Steps:
-    """Exclusive milliseconds of each named step: a step inside another counts for itself only."""
+    """Exclusive milliseconds of each named step: the time of a step inside another one counts only for the inner."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
@@ -53,7 +53,7 @@ class Steps:
 
 
 def first_call() -> dict[str, Any]:
-    """One first call in this process, its cache given by JITFP4_CACHE_DIR: milliseconds by step, and what it loaded."""
+    """Make a first call with the cache in JITFP4_CACHE_DIR. Returns milliseconds by step, and what was loaded."""
     steps = Steps()
     torch = steps.run("import torch", lambda: __import__("torch"))
     steps.run("import jitfp4", lambda: __import__("jitfp4.families"))
@@ -105,7 +105,7 @@ def _environment() -> dict[str, str]:
 
 
 def measure_first_calls(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """RUNS cold and RUNS warm first calls, alternating; the warm ones find what the cold one before them published."""
+    """RUNS cold and RUNS warm first calls, alternating; a warm one finds the kernel that the cold one published."""
     calls: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
     for run in range(RUNS):
         for case, found in calls.items():
@@ -146,7 +146,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def check_bars(
     rows: Sequence[Mapping[str, Any]], calls: Mapping[str, Any], warmups: Sequence[Mapping[str, Any]]
 ) -> dict[str, bool]:
-    """What was promised, and whether it holds."""
+    """The bars, and whether each is met."""
     median = {(row["case"], row["step"]): row["median_ms"] for row in rows}
     return {
         f"cold compile <= {COLD_COMPILE_MS:.0f} ms": median["cold", "compile"] <= COLD_COMPILE_MS,

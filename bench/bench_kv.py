@@ -7,7 +7,7 @@ Tokens of a sequence are neighbours in them; a few tokens are of one sequence ea
 
 functions  every function of the family; ``peer_us`` is FlashInfer's time for the same case, measured on another day
            (results/h200/kv_flashinfer.csv has the date and the version)
-tactics    every tactic of the tables: where their thresholds come from
+tactics    every tactic of the tables; their thresholds follow from it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, QUANTIZE_TACTICS
 
 HEADS, D = 8, 128
-FEW = 4096  # fewer tokens go to random slots of a cache for so many, as in a decode step
+FEW = 4096  # fewer tokens are written to random slots of a cache of this size, as in a decode step
 TOKENS = (1, 64, 256, 4096, 65536, 262144)
 PAGED = ((1, 4096), (1, 32768), (16, 8192), (64, 8192))
 PEERS = Path(__file__).parent / "results/h200/kv_flashinfer.csv"
@@ -40,7 +40,7 @@ _copies: dict[int, float] = {}
 
 
 def measure(case: str, make_call: Callable[[], Bound], **facts: object) -> dict[str, Any]:
-    """One row: the call's time and, once for each size, the copy's. ``make_call`` gives a call and what it moves."""
+    """One row: the time of the call and, once for each size, of a copy. ``make_call`` returns a call and its bytes."""
     first = [make_call()]
     moved = first[0][1]
     us = time_us(lambda: (first.pop() if first else make_call())[0], moved)

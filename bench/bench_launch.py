@@ -1,7 +1,7 @@
-"""Host time of one call: public functions, their operators, and what a launch costs elsewhere.
+"""Host time of one call: public functions, their operators, and launches by torch and Triton.
 
-Run on a GPU: ``python -m bench.bench_launch [--out DIR]``. The GPU work is tiny and asynchronous; what is measured is
-the time until the call returns. ``torch_ops`` and ``triton_launches`` are the figure over that of a torch in-place
+Run on a GPU: ``python -m bench.bench_launch [--out DIR]``. The GPU work is tiny and asynchronous; the time until the
+call returns is measured. ``torch_ops`` and ``triton_launches`` are this time divided by that of a torch in-place
 addition and of a Triton kernel with 7 arguments, in the same run.
 """
 
@@ -29,7 +29,7 @@ Call = Callable[[], object]
 def host_us(calls: Mapping[str, Call]) -> dict[str, float]:
     """Median over rounds of the mean host microseconds per call; the queue is drained between rounds.
 
-    Each round has every call, so that none has the slow clocks of the first ones to itself.
+    Each round has every call, so that slow clocks at the beginning affect all calls alike.
     """
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS + 2):
@@ -43,7 +43,7 @@ def host_us(calls: Mapping[str, Call]) -> dict[str, float]:
 
 
 def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor) -> Call | None:
-    """A Triton kernel with nvfp4_quantize's seven arguments that does next to nothing; None without Triton."""
+    """A Triton kernel with nvfp4_quantize's seven arguments that does almost nothing; None without Triton."""
     try:
         import triton
         import triton.language as tl
@@ -58,7 +58,7 @@ def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch
 
 
 def checked(call: Call) -> Call:
-    """The call as it is when nothing of it is remembered."""
+    """The call without the memory of earlier calls."""
 
     def suspended() -> object:
         with replay.suspended():

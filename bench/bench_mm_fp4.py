@@ -7,8 +7,8 @@ rows: the call as selected, cuBLAS in bf16, the arithmetic and the bytes of code
 sm_103 kernels, and writes ``mm_fp4_kernels.csv``: a line for each tactic. It prints the best of each kernel: on an
 sm_103a GPU, that compares instructions of 96 columns with those of 64. An sm_100a GPU has the latter alone.
 
-A case is a graph of calls on tensors of their own, the L2 cold; calls follow each other by programmatic dependent
-launch. No table was read from it yet: the rows of fp4_tables.py are a guess.
+A case is a graph of calls, each on its own tensors, with a cold L2; calls follow each other by programmatic dependent
+launch. The rows of fp4_tables.py do not follow from it: they are not measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_operand(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bytes_of(m: int, n: int, k: int) -> int:
-    """Of codes, scales and the output."""
+    """Bytes of codes, scales and the output."""
     return (m + n) * (k // 2 + k // NVFP4.block) + 2 * m * n
 
 

@@ -48,11 +48,11 @@ def make_tensors(add: bool, m: int, h: int) -> Tensors:
 
 
 def moved_bytes(t: Tensors) -> int:
-    """What the fused kernel reads and writes; the residual does both."""
+    """Bytes that the fused kernel reads and writes; the residual is both read and written."""
     return sum(p.nbytes for p in (t.x, t.weight, t.q, t.sf)) + (2 * t.residual.nbytes if t.residual is not None else 0)
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------
+# ---- the compared calls ----------------------------------------------------------------------------------------------
 
 
 def fused(t: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Prefill and extend attention over a paged cache, and what else could be picked.
+"""Prefill and extend attention over a paged cache, and recorded peers.
 
 Run on a GPU: ``python -m bench.bench_prefill [--out DIR]``. A request's new tokens are the last of its context, causal.
 ``tflops`` counts four operations for each dimension, query head, and pair of a query and a token that it sees. Peers
@@ -25,7 +25,7 @@ from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.tuning import GRAPH_BYTES, Call, time_us
 
 CELLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768))
-"""Requests, new tokens and context of each."""
+"""Requests, and the new tokens and the context of each."""
 HEADS = (64, 8)
 LAYOUTS = (("HND", 64), ("NHD", 16))
 POOL_BYTES = 1 << 30
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
     @property
     def tflop(self) -> float:
-        """Of one call."""
+        """Operations of one call, in 10^12."""
         seen = self.q_len * (self.case.context - self.q_len) + self.q_len * (self.q_len + 1) // 2
         return 4e-12 * self.head_dim * self.case.heads * self.case.batch * seen
 
@@ -56,7 +56,7 @@ def cells() -> Iterator[Cell]:
 
 
 def other_cells() -> Iterator[Cell]:
-    """Without peers: other head dimensions, and the kernel of mma.sync."""
+    """Cells without peers: other head dimensions, and the kernel of mma.sync."""
     batch, q_len, context = CELLS[0]
     for cache in ("nvfp4", "bf16"):
         case = Case(cache, *HEADS, *LAYOUTS[0], batch, context)

@@ -5,9 +5,9 @@ CUDA-graph time with cold L2 (see harness.py); ``ratio`` is the time of a copy o
 kernel's.
 
 grid      nvfp4_quantize, bf16, 128x4 scales, over the 99 points of FlashInfer #2838, with programmatic dependent
-          launch (the default) and without: in a graph, a kernel with it overlaps the tail of the one before.
+          launch (the default) and without: in a graph, a kernel with it overlaps the end of the previous one.
 others    layouts, dtypes, formats, SwiGLU, batches, dequantization, on a diagonal of the grid
-variants  every tactic that can run it, on the same diagonal: where the table comes from
+variants  every tactic that can run a problem, on the same diagonal; the table follows from it
 peers     torch.compile of the reference, a Triton kernel, and FlashInfer when it is installed
 """
 
@@ -41,8 +41,8 @@ _copies: dict[int, float] = {}
 
 
 def measure(name: str, m: int, k: int, make_call: Callable[[], tuple[Call, int]], **facts: object) -> dict[str, Any]:
-    """One row: the call's time and, once for each size, the copy's. ``make_call`` gives a call and the bytes it
-    moves.
+    """One row: the time of the call and, once for each size, of the copy. ``make_call`` returns a call and the bytes
+    that it moves.
     """
     call, moved = make_call()
     first = [call]
@@ -61,7 +61,7 @@ def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def of_function(function: Callable[..., Any], m: int, k: int, dtype: torch.dtype, **options: Any) -> Callable[[], Any]:
-    """make_call of a public function on an [m, k] matrix; outputs are allocated once, and given where it takes them."""
+    """make_call of a public function on an [m, k] matrix; outputs are allocated once, if the function takes them."""
 
     def make_call() -> tuple[Call, int]:
         x, scale = matrix(m, k, dtype), torch.tensor([300.0], device="cuda")

@@ -102,7 +102,7 @@ def measure_matrix_units() -> list[dict[str, Any]]:
     """Seconds of one instruction on normal operands in 128-byte rows, accumulating."""
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 256, 1 << 17, np.uint8)  # E2M1 pairs
-    scales = rng.integers(0x20, 0x58, (128, 512)).astype(np.uint32) * np.uint32(0x01010101)  # E4M3, alike in a row
+    scales = rng.integers(0x20, 0x58, (128, 512)).astype(np.uint32) * np.uint32(0x01010101)  # E4M3, equal in each row
     cta = tcgen05.Cta(shared=shared, tmem=np.tile(scales[:32], (4, 1)), allocations=Allocations(blocks=((0, 512),)))
     cta.tmem[:, :256] = 0
     rows_of_128 = (1024 >> 4) << 32

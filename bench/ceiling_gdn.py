@@ -1,9 +1,9 @@
-"""How fast memory lets the gated delta rule be: its loads and stores without its arithmetic.
+"""The speed that memory allows the gated delta rule: its loads and stores without its arithmetic.
 
-Run on a GPU: ``python -m bench.ceiling_gdn [--out DIR]``. A kernel reads every state once, writes it after every token
-that is kept and once more in place, in the cuts and with the bulk stores that the real one has; ``of_copy`` is the
-time of a copy of the same bytes over its time. ``ahead`` heads are brought into L2 in one burst, as the real kernel
-does it, so that DRAM turns from writing to reading less often; the lines without loads show what that turning costs.
+Run on a GPU: ``python -m bench.ceiling_gdn [--out DIR]``. A kernel reads every state once, writes it once for every
+token, and once more in place, with the tiles and the bulk stores of the real kernel; ``of_copy`` is the time of a copy
+of the same bytes divided by its time. As in the real kernel, the states of ``ahead`` heads are prefetched into L2 in
+one burst, so that DRAM switches from writing to reading less often; rows without loads show what these switches cost.
 4096 float32 states of 64 KiB: batch 128 with 32 value heads.
 """
 
@@ -28,7 +28,7 @@ from jitfp4.spec import Geometry, Ptr
 
 ARCH = Arch.of("sm_90a")
 HEADS, HEAD_BYTES, VALUE_HEADS = 4096, 65536, 32
-CUTS = ((1, 4), (1, 8), (2, 4))  # rows of a lane, warps
+CUTS = ((1, 4), (1, 8), (2, 4))  # rows of a lane, warps of a CTA
 TOKENS = (0, 1, 2, 4, 8)  # 0: only the final state is written
 SOURCE = r"""
 typedef unsigned int uint32;
@@ -85,7 +85,7 @@ extern "C" __global__ void move(char* state, char* steps) {
 
 
 class Variant(NamedTuple):
-    """``loads``: states are read at all; ``ahead``: 0 for no bursts; ``ctas_per_sm``: 0 for as many as fit."""
+    """``loads``: states are also read; ``ahead``: 0 for no bursts; ``ctas_per_sm``: 0 for as many as fit."""
 
     tokens: int
     loads: bool

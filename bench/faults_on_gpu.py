@@ -1,8 +1,8 @@
-"""What a GPU makes of kernels that the PTX manual calls undefined: ``python bench/faults_on_gpu.py [--out DIR]``.
+"""Results on a GPU of kernels that are undefined by the PTX manual: ``python bench/faults_on_gpu.py [--out DIR]``.
 
-Each negative kernel of tests/sim/faulty*.py that the GPU can run is launched many times, with the synchronising piece
-and without, and its results are compared with the simulator's. One row for each: how many launches gave other results.
-A right result proves nothing: the manual rules, and the row then reads "undefined", not "wrong". Exits 1 when a kernel
+Each negative kernel of tests/sim/faulty*.py that the GPU can run is launched many times, with and without the piece
+that synchronises, and its results are compared with the simulator's. Each row counts the launches with other results.
+Right results of an undefined kernel prove nothing: its row then says "undefined", not "wrong". Exits 1 when a kernel
 that is correct by the manual gives another result.
 """
 
@@ -28,7 +28,7 @@ from tests.sim.gpu import run_on_gpu
 
 
 def wrong_launches(case: Case, piece: str, want: list[Any], launches: int) -> int:
-    """How many launches leave other bytes in the arrays than ``want``."""
+    """The number of launches that leave other bytes in the arrays than ``want``."""
     args, ptx = case.args(), compiled(case.text(piece), case.arch)
     arrays = [value for value in want if isinstance(value, np.ndarray)]
     count = 0

@@ -1,7 +1,7 @@
-"""A copy of the same bytes in the same run, and result files. How calls are timed stands in jitfp4.tuning.
+"""The time of a copy of the same bytes in the same run, and result files. jitfp4.tuning times the calls.
 
-The copy that a kernel is compared with is measured as the kernel is, and moves as many bytes in all: half of them read,
-half of them written.
+The copy that a kernel is compared with is measured like the kernel, and moves the same number of bytes: half of them
+are read, half are written.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def geomean(values: Iterable[float]) -> float:
 def write_results(path: Path, rows: Sequence[Mapping[str, object]], stamp: Mapping[str, object]) -> None:
     """``path``.csv with one line per case, and ``path``.json with the stamp alone.
 
-    What was measured on a tree that differed from its commit goes to ``path``.dirty.csv and .dirty.json, which git
-    ignores: nobody can tell what it measured.
+    Results from a tree that differed from its commit are written to ``path``.dirty.csv and .dirty.json, which git
+    ignores, because the measured code is not known.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if stamp["dirty"]:

@@ -1,7 +1,7 @@
-"""What the model of mm_fp4's kernels says of FlashInfer's SM103 against SM100 shapes: cuts, waves, bytes in flight.
+"""The model of mm_fp4's kernels, on the shapes of FlashInfer's comparison of SM103 with SM100: tactics, waves, bytes.
 
-Run anywhere: ``python -m bench.model_mm_fp4 [--out DIR]``. Nothing is measured: ``clocks`` is the arithmetic of
-jitfp4/families/gemm/blockscaled_model.py, whose constants are assumptions, and no speed of a GPU.
+Run anywhere: ``python -m bench.model_mm_fp4 [--out DIR]``. Nothing is measured: ``clocks`` is computed by
+jitfp4/families/gemm/blockscaled_model.py, whose constants are assumptions; it is not the speed of a GPU.
 """
 
 from __future__ import annotations

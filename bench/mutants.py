@@ -1,8 +1,8 @@
 """The whole mutation campaign: ``python bench/mutants.py [--kind KIND] [--kernel NAME] [--arch ARCH] [--out DIR]``.
 
-Prints how many mutants of each kernel are noticed, and every survivor that has no reason on file; with ``--out`` writes
-a table by kernel and instruction, mutants.csv, and where it comes from, mutants.json; what is not run again
-stays in the table. Exits 1 where there is a survivor without a reason.
+Prints how many mutants of each kernel tests notice, and every survivor without a recorded reason. With ``--out``,
+writes a table by kernel and instruction, mutants.csv, and the stamp of the run, mutants.json; rows that are not run
+again stay in the table. Exits 1 if a survivor has no reason.
 """
 
 from __future__ import annotations

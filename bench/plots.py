@@ -1,4 +1,4 @@
-"""The pictures of the committed results, drawn from their CSV files: needs no GPU.
+"""Draws the pictures of the committed results from their CSV files; needs no GPU.
 
 python -m bench.plots [--out bench/results/h200]
 """
@@ -40,7 +40,7 @@ def cells(
     colours: tuple[float, float],
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """A table of figures with (y, x) as keys, coloured from red, the worse, to green, the better."""
+    """A table of figures with (y, x) as keys, coloured from red, the worst, to green, the best."""
     down, across = list(dict.fromkeys(y for y, _ in values)), list(dict.fromkeys(x for _, x in values))
     table = [[values.get((y, x), float("nan")) for x in across] for y in down]
     axis.imshow(table, cmap="RdYlGn", vmin=colours[0], vmax=colours[1], aspect="auto")
@@ -145,7 +145,7 @@ DRAWN = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="all of them without any")
+    parser.add_argument("names", nargs="*", choices=[[], *DRAWN], help="pictures to draw; all without a name")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     arguments = parser.parse_args()
     for name in arguments.names or DRAWN:

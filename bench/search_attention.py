@@ -1,4 +1,4 @@
-"""Every tactic that may be worth it, on loads that tell them apart: what the tables of attention are read from.
+"""Every tactic worth trying, on loads that tell tactics apart: the tables of attention follow from the results.
 
 Run on a GPU: ``python -m bench.search_attention [--out DIR] [--only decode|prefill]``.
 """
@@ -53,7 +53,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
             try:
                 with ATTENTION.forced(tactic):
                     us = time_us(lambda case=case: pool.call(case), case.bytes)  # type: ignore[misc]
-            except ArgumentError:  # it does not fit
+            except ArgumentError:  # the tactic does not fit
                 continue
             yield case._asdict() | {
                 "warps": tactic.warps,
@@ -66,7 +66,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
 
 
 def measure_prefill(pool: Pool) -> Iterator[dict[str, object]]:
-    """Cuts of many query rows: the first cells are all products, the others have few items or many tokens for each."""
+    """Tactics for many query rows. The first cells are bound by products; others have few items, or long ones."""
     for cell in cells():
         if (cell.case.kv_layout, cell.q_len) not in PREFILL_CELLS:
             continue

@@ -1,7 +1,7 @@
-"""Many tactics of the gated delta rule's kernels on every size: what families/gdn/tables.py was read from.
+"""Many tactics of the gated delta rule's kernels on every size: families/gdn/tables.py follows from the results.
 
 Run on a GPU: ``python -m bench.search_gdn [--out DIR]``. One row for each case and tactic; ``of_best`` is its time
-over the best one's.
+divided by that of the best tactic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = (  # update, steps, tokens, state
     *((True, steps, tokens, "bf16") for steps, tokens in ((True, 4), (False, 1), (False, 4), (False, 8))),
     (True, False, 1, K_MAJOR),
 )
-# Rows of a tile and of a lane, warps. Small batches live in L2; large ones are bound by memory.
+# Rows of a tile, rows of a lane, warps. States of small batches fit in L2; large batches are bound by memory.
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
 DECODE_CUTS = ((16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8), (32, 4, 2), (64, 4, 4), (128, 4, 8))
@@ -41,7 +41,7 @@ LARGE = 32  # batch from which states do not stay in L2
 
 
 def tactics(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
-    """Of every cut that the case admits, those that vary what can matter for it."""
+    """The tactics that can run a case, and differ in fields that matter for it."""
     wanted = set(_worth_trying(case))
     return (tactic for tactic in GATED_DELTA_RULE.candidates(problem_of(case), ARCH) if tactic in wanted)
 

@@ -1,7 +1,8 @@
-"""Every tactic of the norm kernel that can hold a row, over rows and hidden sizes: what its table rests on.
+"""Every tactic of the norm kernel that can hold a row, over rows and hidden sizes: its table follows from the results.
 
-Run on a GPU: ``python -m bench.search_norm [--out DIR]``. float16, NVFP4, linear scales. ``shape`` is units of a
-thread, warps of a CTA at most, and ``c`` for clusters; ``ratio`` is to a copy of the same bytes.
+Run on a GPU: ``python -m bench.search_norm [--out DIR]``. float16, NVFP4, linear scales. ``shape`` is the units of a
+thread, the most warps of a CTA, and ``c`` for clusters; ``ratio`` is the time of a copy of the same bytes divided by
+that of the call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def measure(add: bool, m: int, h: int, arch: Arch) -> list[dict[str, object]]:
     moved = moved_bytes(tensors[0])
     tensors += [make_tensors(add, m, h) for _ in range(calls_per_graph(moved) - 1)]
     us = {}
-    for tactic in holders(problem, arch) * 2:  # what comes first after an allocation is slower: the second counts
+    for tactic in holders(problem, arch) * 2:  # the first calls after an allocation are slower: the second time counts
         calls = iter([partial(fused, t) for t in tensors])
         with RMSNORM.forced(tactic):
             us[tactic] = time_us(lambda calls=calls: next(calls), moved)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What every result file says about where it comes from."""
+"""The origin of results, which every result file states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "cuda-bindings", "cuda-core", "numpy")
 def stamp() -> dict[str, object]:
     """Time, machine, GPU, driver, toolchain, package versions, the commit, and whether the tree differed from it.
 
-    For an export of a commit, which has no .git of its own, ``BENCH_COMMIT`` says which.
+    For an export of a commit, which has no .git folder, ``BENCH_COMMIT`` names the commit.
     """
     exported = os.environ.get("BENCH_COMMIT")
     toolchain = nvrtc.toolchain()
@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints, or None where it is missing or fails."""
+    """The output of a program; None if it is missing or fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton, with the addition before it or without: what one would write there. The peer of bench_norm.py."""
+"""RMSNorm in Triton, with or without an addition before it, written in the usual way: the peer of bench_norm.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _kernel(x, residual, weight, y, h, eps, ADD: tl.constexpr, SIZE: tl.constexp
 
 
 def rmsnorm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[m, h] fp16 to [m, h] fp16; ``x`` is added to ``residual`` in place first, where there is one."""
+    """RMSNorm of [m, h] fp16. If there is a ``residual``, ``x`` is first added to it in place."""
     m, h = x.shape
     y, size = torch.empty_like(x), triton.next_power_of_2(h)
     add, warps = residual is not None, min(max(size // 512, 4), 32)

@@ -1,4 +1,4 @@
-"""NVFP4 quantization in Triton, linear scales: what one would write there. The peer of bench_quantize.py."""
+"""NVFP4 quantization in Triton with linear scales, written in the usual way: the peer of bench_quantize.py."""
 
 from __future__ import annotations
 

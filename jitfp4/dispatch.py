@@ -1,6 +1,6 @@
-"""What this package needs of torch's internals: one place, each with a public way for a torch that lacks it.
+"""All uses of torch's internals, each with a public replacement for a version of torch without that internal.
 
-The public ways are right and slower; bench/results/h200/launch.csv has what a call costs.
+The replacements give the same results, but are slower; bench/results/h200/launch.csv has the cost of a call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def _internal(path: str) -> Callable[..., Any] | None:
-    """The function at a dotted path below torch, or None where this torch has none."""
+    """The function at a dotted path below torch, or None if this version of torch does not have it."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -28,20 +28,20 @@ _empty = _internal("_C._dynamo.guards._empty_strided_cuda")
 
 
 def is_watched() -> bool:
-    """Whether a tracer, a fake tensor mode or a functorch transform is active, or this torch cannot tell."""
+    """Whether a tracer, a fake tensor mode or a functorch transform is active, or torch cannot tell."""
     return _count_modes is None or _transform is None or bool(_count_modes()) or _transform() is not None
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether ``tensor`` is torch's own on a CUDA device: nothing wraps it."""
+    """Whether ``tensor`` is a CUDA tensor of torch's own types, not of a subclass."""
     return (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter) and tensor.is_cuda
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that says of as many tensors whether they have the types, dtypes, shapes, strides and devices of
-    these.
+    """A function that takes as many tensors as ``tensors`` and returns whether they have the same types, dtypes,
+    shapes, strides and devices.
     """
-    if _guards is not None and len({*map(id, tensors)}) == len(tensors):  # they refuse a tensor that is given twice
+    if _guards is not None and len({*map(id, tensors)}) == len(tensors):  # _guards refuses one tensor given twice
         check: Callable[..., bool] = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     known = [_facts(tensor) for tensor in tensors]
@@ -53,7 +53,7 @@ def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def exchange_device(index: int) -> int:
-    """Make CUDA device ``index`` current. Returns the one before."""
+    """Make CUDA device ``index`` current. Returns the previous one."""
     if _exchange is not None:
         return _exchange(index)  # type: ignore[no-any-return]
     previous = torch.cuda.current_device()
@@ -76,7 +76,7 @@ def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dty
 
 
 def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes differ. What torch.compile does not know is taken for equal, and checked at run time."""
+    """Whether two shapes differ. Sizes that torch.compile does not know count as equal, and are checked at run time."""
     if not torch.compiler.is_dynamo_compiling():
         return tuple(shape) != tuple(wanted)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -91,7 +91,7 @@ def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def is_among(size: int, sizes: Sequence[int]) -> bool:
-    """Whether a size is one of ``sizes``. What torch.compile does not know is taken for the last, as in differ()."""
+    """Whether a size is one of ``sizes``. One that torch.compile does not know counts as the last, as in differ()."""
     if not torch.compiler.is_dynamo_compiling():
         return size in sizes
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -1,7 +1,7 @@
 """The only caller of the CUDA driver: load a cubin, launch a kernel. Never synchronises; safe under graph capture.
 
-Loading goes through cuda.core. A launch calls ``cuLaunchKernelEx`` itself, on argument memory that is kept between
-launches: the packing of 20 arguments would cost more than the driver does.
+A cubin is loaded by cuda.core. A launch calls ``cuLaunchKernelEx`` directly, with argument memory that is kept between
+launches: packing 20 arguments each time would take longer than the driver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cuda.core import Device, ObjectCode
 from jitfp4.errors import LaunchError
 from jitfp4.spec import F32, Geometry, Param, Ptr, TensorMapParam, TileMap
 
-_PORTABLE_CLUSTER = 8  # a larger cluster needs consent
+_PORTABLE_CLUSTER = 8  # a kernel must permit a larger cluster by an attribute
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16, _UINT32, _UINT64 by element size
 _MAP_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_NONE, _32B, _64B, _128B
@@ -44,7 +44,7 @@ class LoadedKernel:
         self._kinds = [type(param) for param in params]
         self._prepare = functools.lru_cache(maxsize=_MAX_PREPARED)(functools.partial(PreparedLaunch, self))
         self.handle = ctypes.c_void_p(int(self._kernel.handle))
-        self._shared_bytes = 0  # dynamic shared memory that the kernel has consented to
+        self._shared_bytes = 0  # the limit of dynamic shared memory that was set so far
         self._configs: dict[tuple[Geometry, bool, int], tuple[Any, ctypes.c_void_p]] = {}
         self._lock = threading.Lock()
 
@@ -53,9 +53,9 @@ class LoadedKernel:
     ) -> tuple[PreparedLaunch, list[Any]]:
         """Launch on a raw ``stream`` of the current device, which must be this kernel's.
 
-        ``args`` follow the kernel's parameters: tensors (or None for a null pointer), ints, floats and TileMaps.
-        ``pdl`` sets programmatic stream serialization: the kernel may start while its predecessor drains. Returns the
-        launch, to be repeated with other addresses, and the tensors whose addresses it took.
+        ``args`` are in the order of the kernel's parameters: tensors (or None for a null pointer), ints, floats and
+        TileMaps. ``pdl`` sets programmatic stream serialization: the kernel may start before its predecessor ends.
+        Returns the launch, which can be repeated with other addresses, and the tensors whose addresses it takes.
         """
         if len(args) != len(self.params):
             raise LaunchError(f"{self.symbol} takes {len(self.params)} arguments, got {len(args)}")
@@ -75,7 +75,7 @@ class LoadedKernel:
         return prepared, tensors
 
     def config(self, geometry: Geometry, pdl: bool, stream: int) -> ctypes.c_void_p:
-        """Where the driver's description of a launch lies, which the kernel keeps."""
+        """The address of the driver's description of a launch, which this kernel keeps alive."""
         key = geometry, pdl, stream
         with self._lock:
             if key not in self._configs:
@@ -100,15 +100,15 @@ class LoadedKernel:
 
 
 class PreparedLaunch:
-    """A launch with everything fixed but the addresses of its tensors and its stream."""
+    """A launch in which all is fixed except the addresses of the tensors and the stream."""
 
     def __init__(self, kernel: LoadedKernel, geometry: Geometry, pdl: bool, constants: Sequence[Any]) -> None:
-        """``constants``: what is fixed of each parameter: eight bytes, the layout of a map, or that it is a pointer."""
+        """``constants``: for each parameter its value, the layout of its tensor map, or the mark of a pointer."""
         self._kernel, self._geometry, self._pdl = kernel, geometry, pdl
-        values: list[int] = []  # of the parameters that are no tensors
-        places: list[tuple[bool, int]] = []  # of each parameter: among the tensors or the values, and where
+        values: list[int] = []  # of the parameters without a tensor
+        places: list[tuple[bool, int]] = []  # of each parameter: whether it has a tensor, and the index
         tensors = 0
-        self._maps: list[tuple[int, int, _MapLayout]] = []  # number of the tensor, of the parameter
+        self._maps: list[tuple[int, int, _MapLayout]] = []  # index of the tensor, index of the parameter, layout
         for i, constant in enumerate(constants):
             if isinstance(constant, _MapLayout):
                 self._maps.append((tensors, i, constant))
@@ -129,7 +129,7 @@ class PreparedLaunch:
         self._lock = threading.Lock()  # the argument memory serves one thread at a time
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        """Run on a raw stream of the current device, with the tensors at these addresses."""
+        """Launch on a raw stream of the current device, with tensors at these addresses."""
         try:
             _thread.bound  # noqa: B018
         except AttributeError:  # a thread that never called the driver has no current context
@@ -138,7 +138,7 @@ class PreparedLaunch:
         with self._lock:
             self._pack(self._addresses, 0, *addresses)
             if self._maps:
-                held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # alive till launched
+                held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # keeps them alive
                 for (_, i, _), (_, start) in zip(self._maps, held, strict=True):
                     self._params[i] = start
             config = self._configs.get(stream)
@@ -150,9 +150,9 @@ class PreparedLaunch:
 
 
 def _bits(kind: type, value: Any) -> int:
-    """What a parameter's eight bytes hold: a null pointer, a float in the lower half, or an integer."""
+    """The eight bytes of a parameter as an int: a null pointer, a float in the lower half, or an integer."""
     if kind is F32:
-        return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value  # one that is too large becomes infinite
+        return ctypes.c_int32.from_buffer(ctypes.c_float(value)).value  # a value beyond float32 becomes infinite
     return 0 if value is None else int(value)
 
 
@@ -178,7 +178,7 @@ def _describe(geometry: Geometry, pdl: bool, stream: int) -> Any:
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
-    """The driver's library, which cuda.core has loaded before."""
+    """The driver's library, which cuda.core has already loaded."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
@@ -204,7 +204,7 @@ class _MapLayout(NamedTuple):
 
 @functools.lru_cache(maxsize=_MAX_MAPS)
 def _encode(layout: _MapLayout, address: int) -> tuple[Any, int]:
-    """The memory that holds a tensor map, and where in it the map begins."""
+    """The memory of a tensor map, and the address of the map in it."""
     memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     start = -ctypes.addressof(memory) % _MAP_ALIGNMENT + ctypes.addressof(memory)
     rank = len(layout.sizes)

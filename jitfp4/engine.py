@@ -1,6 +1,6 @@
 """From a spec to a running kernel: source, recipe, cache, cubin, loaded kernel, launch.
 
-Only a spec that is new to the process goes all the way::
+A spec that the process has used before takes only the first line::
 
     launch -> LoadedKernel.launch
               the first time: _kernels[kernel, spec, device], else
@@ -39,7 +39,7 @@ _log = logging.getLogger("jitfp4.engine")
 class Target(NamedTuple):
     """Where a call runs: an architecture, and a CUDA device index or None for the simulator.
 
-    ``races``: the simulator looks for shared-memory races. ``gpu`` is what tactics are tuned for: the device's name.
+    ``races``: the simulator looks for races in shared memory. ``gpu``: the device's name, for which tactics are tuned.
     """
 
     arch: Arch
@@ -52,7 +52,7 @@ class Target(NamedTuple):
 
 
 def target_of(tensor: Any) -> Target:
-    """The target of calls on ``tensor``: its own device, or the simulated one for a CPU tensor under ``sim.device``."""
+    """The target of calls on ``tensor``: its CUDA device; under ``sim.device``, a CPU tensor has the simulated one."""
     if tensor.is_cuda:
         return _cuda_target(tensor.device.index)
     simulated = sim.active_device()
@@ -76,13 +76,13 @@ _kernels: dict[tuple[AnyKernel, KernelSpec, int], LoadedKernel] = {}
 def launch(
     plan: Plan, args: Sequence[Any], target: Target, *, pdl: bool | None = None
 ) -> tuple[replay.Launch, list[Any]] | None:
-    """Run a kernel on ``target``, building or loading it first when this process has not met it.
+    """Run a kernel on ``target``. At its first use in this process it is built or read from the cache, and loaded.
 
     Args:
         args: in the order of the kernel's parameters: tensors for pointers, ints, floats, TileMaps for tensor maps.
-        pdl: programmatic dependent launch; None means wherever the architecture has it.
+        pdl: programmatic dependent launch; None means on every architecture that has it.
     Returns:
-        What can be launched again, and the tensors whose addresses it took; None in the simulator.
+        The launch, which can be repeated, and the tensors whose addresses it takes; None in the simulator.
     """
     arch, device, races = target
     if device is None:
@@ -95,7 +95,7 @@ def launch(
 
 
 def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:
-    from jitfp4.driver import LoadedKernel  # cuda.core costs 0.2 s to import: only a process that launches pays it
+    from jitfp4.driver import LoadedKernel  # the import of cuda.core takes 0.2 s: only processes that launch need it
 
     key = kernel, spec, device
     with _build_lock(kernel, spec):
@@ -112,7 +112,7 @@ def _build_lock(kernel: AnyKernel, spec: KernelSpec) -> threading.Lock:  # noqa:
 
 
 def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
-    with _build_lock(kernel, spec):  # threads that meet it together compile it once
+    with _build_lock(kernel, spec):  # threads that need it at the same time compile it once
         return _compile_ptx(kernel, spec, arch)
 
 
@@ -128,10 +128,10 @@ def _compile_ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
 
 
 def build(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Loaded:
-    """The kernel's verified cubin: from the cache, else compiled now and published.
+    """The kernel's verified cubin, from the cache or else compiled and published.
 
     Raises:
-        OfflineError: it is not cached, and JITFP4_OFFLINE or the lack of NVRTC forbids compiling it.
+        OfflineError: it is not cached, and it cannot be compiled: JITFP4_OFFLINE is set, or NVRTC is missing.
         CompileError: NVRTC rejected the generated source.
     """
     recipe, toolchain = _recipe(kernel, spec, arch), nvrtc.toolchain()
@@ -160,7 +160,7 @@ def build(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Loaded:
 
 
 def is_cached(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> bool:
-    """Whether build() would return without compiling. Verifies the entry; builds and repairs nothing."""
+    """Whether build() would return without compiling. Verifies the cache entry; builds and repairs nothing."""
     toolchain = nvrtc.toolchain()
     found = cache().lookup(_recipe(kernel, spec, arch), toolchain.name if toolchain else None)
     return isinstance(found, Loaded)
@@ -170,14 +170,14 @@ def is_cached(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> bool:
 
 
 def plan_entry(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> dict[str, object]:
-    """One kernel as plans name it."""
+    """The entry of one kernel in a plan of ``warmup``."""
     return {"family": kernel.name, "arch": arch.name, "spec": spec.fields()}
 
 
 def _record(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> None:
-    """Append a kernel that is used for the first time to JITFP4_RECORD, one line of JSON that ``warmup`` reads.
+    """At its first use, append a kernel to the file JITFP4_RECORD, as one line of JSON that ``warmup`` reads.
 
-    A short line in one write at the end of the file: processes may share it.
+    Processes may share the file: each line is short, and appended by one write.
     """
     config = cache().config
     if config.record is None:
@@ -210,7 +210,7 @@ def cache() -> Cache:
 
 
 def _show_log(level: str) -> None:
-    """Messages of jitfp4 from ``level`` on go to stderr, unless the program has set up logging itself."""
+    """Show messages of jitfp4 from ``level`` on on stderr, unless the program has set up logging itself."""
     package = logging.getLogger("jitfp4")
     package.setLevel(level)
     if not package.hasHandlers():
@@ -225,7 +225,7 @@ def cache_info() -> CacheInfo:
 
 
 def reset() -> None:
-    """Forget calls, kernels, tactics and the cache's configuration; the next call reads the environment again."""
+    """Forget calls, kernels, tactics and the cache's configuration. The next call reads the environment again."""
     _kernels.clear()
     tactics.use(None)
     for memo in (cache, _compile_ptx, _build_lock, _warn_of_record):

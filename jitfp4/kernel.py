@@ -1,8 +1,8 @@
-"""Kernels: what each generated kernel is called, is made from, takes, and which problems it can run how.
+"""Kernels: the name, template and parameters of each, and how it runs which problems.
 
-A *problem* is what selection sees of a call: dtypes, sizes and flags. A *tactic* is one way to run it: a kernel and the
-values of its tunable fields. A *spec* is what a tactic makes of the kernel's source. Importing ``jitfp4.families``
-registers all kernels.
+A *problem* is the part of a call that selection depends on: dtypes, sizes and flags. A *tactic* is one way to run a
+problem: a kernel and the values of its tunable fields. A *spec* holds the values that a kernel's source is generated
+with. Importing ``jitfp4.families`` registers all kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ProblemT = TypeVar("ProblemT")
 TacticT = TypeVar("TacticT")
 
 Which = Literal["selected", "all"]
-"""The specs that selection returns for some problem, or those of every tactic that is legal for one."""
+"""``selected``: specs that selection returns for some problem; ``all``: specs of every tactic that can run one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +32,12 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         name: the template's path without its suffix, such as ``quantize/vector``: it finds the template, the golden
             files and, with ``/`` read as ``_``, the kernel's symbol.
         spec: the type of its specifications.
-        params: what it takes, declared once: the C++ parameter list is rendered from it, and bind() gives its values.
+        params: its parameters. The C++ parameter list is rendered from them, and bind() gives their values.
         tactics: every tactic that is worth trying, of one type that belongs to this kernel alone.
-        rejects: why a tactic cannot run a problem on an architecture; None when it can. The only statement of that.
-        specialise: the spec that a tactic gives for a problem.
-        geometry: the launch of a tactic for a problem.
-        bind: the value of each parameter, by name, for the arguments of a call and its plan.
+        rejects: says why a tactic cannot run a problem on an architecture; None when it can. Nothing else decides that.
+        specialise: gives the spec of a tactic for a problem.
+        geometry: gives the launch geometry of a tactic for a problem.
+        bind: gives the value of each parameter, by name, for the arguments of a call and its plan.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
 
     @property
     def tactic(self) -> type[TacticT]:
-        """The type of its tactics."""
+        """The type of the kernel's tactics."""
         return type(self.tactics[0])
 
     def render(self, spec: KernelSpec, arch: Arch) -> str:
@@ -73,13 +73,13 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         return (tactic for tactic in self.tactics if self.rejects(problem, tactic, arch) is None)
 
     def plan(self, problem: ProblemT, tactic: TacticT, arch: Arch) -> Plan:
-        """The launch of a tactic. Raises ArgumentError when it cannot run the problem."""
+        """The plan of a tactic. Raises ArgumentError when it cannot run the problem."""
         if why := self.rejects(problem, tactic, arch):
             raise ArgumentError("tactic", tactic, f"another one for this problem on {arch.name}: {why}")
         return Plan(self, self.specialise(problem, tactic), self.geometry(problem, tactic, arch), problem)
 
     def values(self, bound: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What bind() gave, in the order of ``params``. Raises LaunchError unless every parameter has one value."""
+        """The values of bind(), in the order of ``params``. Raises LaunchError unless every parameter has one value."""
         if len(bound) != len(self.params) or any(param.name not in bound for param in self.params):
             names = {param.name for param in self.params}
             missing, unknown = sorted(names - bound.keys()), sorted(bound.keys() - names)
@@ -87,7 +87,7 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         return (*[bound[param.name] for param in self.params],)
 
     def specs(self, arch: Arch, which: Which = "selected") -> tuple[KernelSpec, ...]:
-        """Its specialisations on ``arch``; none where it does not exist."""
+        """The kernel's specialisations on ``arch``; none if it does not exist there."""
         return tuple(_registered[self.name].specs(arch, which))
 
 
@@ -116,14 +116,14 @@ _registered: dict[str, _Registered] = {}
 
 
 def register(kernel: AnyKernel, specs: Callable[[Arch, Which], Iterable[KernelSpec]]) -> None:
-    """Add a kernel and what lists its specialisations; a second registration of a name is an error."""
+    """Add a kernel and the function that lists its specialisations. Registering a name twice is an error."""
     if kernel.name in _registered:
         raise ArgumentError("kernel", repr(kernel.name), "a name that is not registered yet")
     _registered[kernel.name] = _Registered(kernel, specs)
 
 
 def kernels(pattern: str | None = None) -> tuple[AnyKernel, ...]:
-    """All kernels in name order, or those called ``pattern`` or lying below it (``quantize`` names that whole family).
+    """All kernels in name order, or the one called ``pattern``, or those of the family ``pattern``.
 
     Raises ArgumentError when ``pattern`` names none.
     """

@@ -1,7 +1,7 @@
-"""Operations: one torch operator each, in the namespace ``jitfp4``, so that eager, torch.compile and graphs agree.
+"""Operations. Each is one torch operator in the namespace ``jitfp4``, for eager calls, torch.compile and CUDA graphs.
 
-An operator writes into tensors that its caller allocated and returns nothing. So its Meta implementation is empty, and
-torch.compile sees ordinary allocations around a mutation that it knows how to functionalise.
+An operator writes into tensors that its caller allocated, and returns nothing. So its Meta implementation is empty, and
+torch.compile sees ordinary allocations and an operator that mutates its arguments.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Written = Annotated[torch.Tensor, "written"]
 
 
 class Selection(NamedTuple):
-    """A tactic, and what selected it: ``forced``, ``tuned`` with the file, or the row of a committed table."""
+    """A tactic and its origin: ``forced``, ``tuned`` with the file, or the row of a committed table."""
 
     tactic: Any
     by: str
 
 
 class Observed(NamedTuple):
-    """A call that launched a kernel: what a tuner needs to repeat it."""
+    """A call that launches a kernel, with everything that a tuner needs to repeat it."""
 
     operation: Operation[Any, Any]
     arguments: Any
@@ -53,7 +53,7 @@ _operations: dict[str, Operation[Any, Any]] = {}
 _observer: ContextVar[Callable[[Observed], None] | None] = ContextVar("jitfp4_observer", default=None)
 _log = logging.getLogger("jitfp4.tactics")
 _library = torch.library.Library("jitfp4", "DEF")
-# With int in place of SymInt torch.compile would trace anew for each value of a length.
+# With int in place of SymInt, torch.compile would trace again for each value of a length.
 _TYPES = {torch.Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 
 
@@ -62,20 +62,21 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     Args:
         arguments: a NamedTuple whose fields are the operator's arguments, under the names of the public function, and
-            whose types give its schema; ``Written`` ones are mutated. The field ``enable_pdl`` is programmatic
-            dependent launch. A field ``names`` may hold other public names, as in ``"a=input"``, which errors then use.
+            whose types give its schema; arguments of type ``Written`` are mutated. The field ``enable_pdl`` is
+            programmatic dependent launch. A field ``names`` may hold other public names for error messages, as in
+            ``"a=input"``.
         name: the operator is ``torch.ops.jitfp4.<name>``.
         kernels: the kernels that can run it.
-        problem: what selection sees of a call.
-        problems: for an architecture, problems that together meet every row of every table.
+        problem: gives the problem of a call, from which a tactic is selected.
+        problems: gives, for an architecture, problems that together reach every row of every table.
         tables: measured choices; see Table.
-        reference: what runs on CPU tensors; inside ``sim.device(arch)`` the kernel runs instead.
-        output: the argument that a call is about: when it has no elements, nothing runs.
-        aligned: the arguments that must start at a multiple of 16 bytes. Addresses exist only in here: torch.compile
-            does not see them.
-        exclusive: the written arguments that may share no memory with any other argument.
-        growing: fields of the problem that vary from call to call, such as rows. What is tuned for one value holds up
-            to the next power of two: see bucket().
+        reference: runs on CPU tensors; inside ``sim.device(arch)`` the kernel runs instead.
+        output: the main output; a call in which it has no elements does nothing.
+        aligned: the arguments that must start at a multiple of 16 bytes. This is checked in the operator, because
+            torch.compile sees no addresses.
+        exclusive: the written arguments that must not share memory with any other argument.
+        growing: fields of the problem that vary from call to call, such as the number of rows. One tuned choice serves
+            all values up to the next power of two: see bucket().
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         self.operator = getattr(torch.ops.jitfp4, name).default
         _library.impl(name, lambda *args: self._launch(self._checked(args)), "CUDA")
         _library.impl(name, self._on_cpu, "CPU")
-        _library.impl(name, lambda *_: None, "Meta")  # shapes are the caller's: there is nothing to infer
+        _library.impl(name, lambda *_: None, "Meta")  # it returns nothing, so no shape is to be inferred
 
     def __call__(self, arguments: ArgumentsT) -> None:
-        """Run it: through torch's dispatcher, unless the tensors are plain CUDA tensors and nobody is watching."""
+        """Run the operation; without torch's dispatcher for plain CUDA tensors, if no tracer or mode is active."""
         if not (torch.compiler.is_dynamo_compiling() or is_watched()) and is_plain(getattr(arguments, self._output)):
             self._launch(self._checked(arguments))
         else:
@@ -129,11 +130,11 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         return itertools.chain.from_iterable(kernel.candidates(problem, arch) for kernel in self.kernels)
 
     def select(self, problem: ProblemT, arch: Arch, tuned: TacticsFile | None = None) -> Any:
-        """The tactic of a problem: forced, else tuned, else the table's. Reads no device, no clock, no environment."""
+        """The tactic for a problem: forced, else tuned, else from the table. Reads no device, clock or environment."""
         return self.selection(problem, arch, tuned).tactic
 
     def selection(self, problem: ProblemT, arch: Arch, tuned: TacticsFile | None = None) -> Selection:
-        """What select() gives, and why."""
+        """What select() gives, with its origin."""
         if (forced := self._forced.get()) is not None:
             return Selection(forced, "forced")
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
@@ -143,12 +144,12 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
-        """The problem that stands for those that are tuned as one: ``growing`` fields are rounded to powers of two."""
+        """The problem that stands for all that share a tuned choice: ``growing`` fields become powers of two."""
         sizes = {name: getattr(problem, name) for name in self._growing}
         return problem._replace(**{name: 1 << max(0, size - 1).bit_length() for name, size in sizes.items()})  # type: ignore[attr-defined,no-any-return]
 
     def tuned(self, problem: ProblemT, arch: Arch, file: TacticsFile) -> Any:
-        """The tactic that a file gives for a problem; None without one that can run it."""
+        """The tactic that a file gives for a problem; None if there is none, or it cannot run the problem."""
         if file.arch != arch.name or (tactic := self._tuned_of(file).get(self.bucket(problem))) is None:
             return None
         return tactic if self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None else None
@@ -171,7 +172,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     @functools.cache  # noqa: B019 - operations live as long as the process
     def problems(self, arch: Arch) -> tuple[ProblemT, ...]:
-        """Problems that together meet every row of every table; none where it has no kernel."""
+        """Problems that together reach every row of every table; none on an architecture without a kernel."""
         return tuple(self._problems(arch))
 
     def _read_tuned(self, file: TacticsFile) -> dict[ProblemT, Any]:
@@ -186,7 +187,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         return found
 
     def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any]]:
-        """The table of an architecture, and its first row that fits a problem and can run it."""
+        """The table for an architecture, and its first row that fits the problem and whose tactic can run it."""
         table = table_for(self.tables, arch)
         for row in table.rows:
             kernel = self._kernel_of[type(row.tactic)]
@@ -196,7 +197,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     @contextmanager
     def forced(self, tactic: Any) -> Iterator[None]:
-        """Calls inside the block use ``tactic``, for tests and measurements; those that it cannot run are errors."""
+        """Calls inside the block use ``tactic``, for tests and measurements; a call that it cannot run is an error."""
         if type(tactic) not in self._kernel_of:
             kinds = ", ".join(kind.__name__ for kind in self._kernel_of)
             raise ArgumentError("tactic", tactic, f"one of {self.name}: {kinds}")
@@ -208,7 +209,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 self._forced.reset(token)
 
     def _plan(self, problem: ProblemT, arch: Arch, tactic: Any = None) -> Plan:
-        """The launch of a problem, by ``tactic`` or by the one that the tables give. Remembered."""
+        """The plan of a problem with ``tactic``, or with the one that the tables give. Plans are remembered."""
         tactic = self._row(problem, arch)[1].tactic if tactic is None else tactic
         return self._kernel_of[type(tactic)].plan(problem, tactic, arch)
 
@@ -252,7 +253,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             replay.note(None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1])))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """What _checked() asked for, by the number of a launch's tensor."""
+        """What _checked() requires: the numbers of aligned tensors of the launch, and of pairs that share no memory."""
         numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
 
         def number(name: str) -> int | None:
@@ -264,7 +265,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         return tuple(aligned), tuple(pair for pair in pairs if None not in pair)
 
     def _checked(self, args: tuple[Any, ...]) -> ArgumentsT:
-        """The arguments by name. What depends on addresses is checked here: alignment and overlap."""
+        """The arguments by name, after the checks that depend on addresses: alignment and overlap."""
         arguments = self.arguments(*args)
         for name in self._aligned:
             tensor = getattr(arguments, name)
@@ -280,7 +281,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     @staticmethod
     def _public(arguments: Any, name: str) -> str:
-        """What the public function calls an argument."""
+        """The name of an argument in the public function."""
         renamed = dict(pair.split("=") for pair in getattr(arguments, "names", "").split(",") if pair)
         return renamed.get(name, name)
 
@@ -298,7 +299,7 @@ def operations(name: str | None = None) -> tuple[Operation[Any, Any], ...]:
 
 @contextmanager
 def observed(observer: Callable[[Observed], None]) -> Iterator[None]:
-    """Inside the block ``observer`` sees every call of this context that launches a kernel, before it does."""
+    """Inside the block, ``observer`` gets every call of this context that launches a kernel, before the launch."""
     token = _observer.set(observer)
     with replay.suspended():
         try:

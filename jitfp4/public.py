@@ -1,4 +1,4 @@
-"""What every public function of tensors has: flags of the declared types, and calls that are repeated."""
+"""Decorators of public functions: they check the types of arguments, and make repeated calls fast."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jitfp4.replay import replayed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MOST_BITS = 63  # of an int and its sign: what an operator takes
+_MOST_BITS = 63  # of an int without its sign: an operator takes 64-bit ints
 
-# By annotation: the exact types that a value may have, and what an error calls them.
+# By annotation: the exact types that a value may have, and their name in an error.
 _ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
     NoneType: ((NoneType,), "None"),
     bool: ((bool,), "a bool"),
@@ -35,16 +35,17 @@ _ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function of tensors and flags: ``checked`` says what is refused, ``replayed`` what is more."""
+    """Decorate a public function of tensors and flags with ``checked`` and ``replayed``."""
     return replayed(checked(function))
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function that takes more than tensors and flags, and calls one that is ``public``.
+    """Decorate a function so that it checks its arguments. A function with other arguments than tensors and flags uses
+    this alone, and calls one that is ``public``.
 
-    An argument that is not of a type that its annotation names is an ArgumentTypeError (a bool is no number, and a
-    number is no bool), as is a sparse tensor; a number that is NaN, infinite or too large for float64 is an
-    ArgumentError, like an int of more than 64 bits. Annotations that name other types are not looked at.
+    An argument of a type that its annotation does not name is an ArgumentTypeError (a bool is no number, and a number
+    is no bool), and so is a sparse tensor. A number that is NaN, infinite or too large for float64 is an ArgumentError,
+    and so is an int of more than 64 bits. Arguments whose annotations name other types are not checked.
     """
     hints = get_type_hints(function)
     names = list(inspect.signature(function).parameters)
@@ -61,7 +62,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _rule(hint: Any) -> tuple[frozenset[type], bool, str] | None:
-    """The types that a value may have, whether it may be a tensor, and the words for both."""
+    """The types that a value may have, whether it may be a tensor, and the words of an error for both."""
     members = get_args(hint) or (hint,)
     if any(member not in _ALLOWED for member in members):
         return None
@@ -87,5 +88,5 @@ def _check(name: str, value: Any, types: frozenset[type], may_be_tensor: bool, w
 def _is_finite(number: float) -> bool:
     try:
         return math.isfinite(number)
-    except OverflowError:  # an int that no float64 holds
+    except OverflowError:  # an int beyond the range of float64
         return False

@@ -1,10 +1,10 @@
-"""Calls that cost no more than a launch: what a call did is remembered, and repeated with other addresses.
+"""Calls that cost little more than a launch: a call is remembered, and repeated with the addresses of new tensors.
 
-A public function checks its arguments, allocates what it returns, and launches. All of that follows from dtypes,
-shapes, strides, devices and flags, so a second call with the same ones needs none of it. ``@replayed`` looks those up;
-when it has met them, it allocates the results, launches with the new addresses, and returns. A call is remembered only
-when it was one launch, and each address that the kernel got was that of an argument, of a result, or of what
-``temporary`` made.
+A public function checks its arguments, allocates its results, and launches a kernel. The outcome of the checks and of
+the choice of a kernel depends only on dtypes, shapes, strides, devices and flags, so a second call with equal ones need
+not repeat them. ``@replayed`` looks such a call up. If it is found, results are allocated and the kernel is launched
+with the new addresses. A call is remembered only if it launched exactly one kernel, and each address that the kernel
+got was that of an argument, of a result, or of a tensor that ``temporary`` made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _address = torch.Tensor.data_ptr
-_MOST = 4096  # flags that a function remembers calls for, and sets of addresses that a call remembers
+_MOST = 4096  # most keys of calls that a function remembers, and most sets of addresses that a call remembers
 
 
 class Launch(Protocol):
@@ -39,7 +39,9 @@ class Launch(Protocol):
 
 
 class Step(NamedTuple):
-    """A launch of a call, its tensors, and what has to hold for them, by number: alignment, memory of their own."""
+    """A launch of a call and its tensors; the numbers of those that must be aligned, and of pairs that must not share
+    memory.
+    """
 
     launch: Launch
     tensors: Sequence[torch.Tensor]
@@ -48,7 +50,7 @@ class Step(NamedTuple):
 
 
 class _Temporary(NamedTuple):
-    """What a call made for its launch, how, and of which arguments and earlier temporaries."""
+    """A tensor that a call made for its launch, the function that made it, and the tensors that it was made from."""
 
     tensor: torch.Tensor
     make: Callable[..., torch.Tensor]
@@ -56,7 +58,7 @@ class _Temporary(NamedTuple):
 
 
 class _Notes(NamedTuple):
-    """What a call did, as long as it runs."""
+    """The launches and temporaries of a running call."""
 
     steps: list[Step | None]
     temporaries: list[_Temporary]
@@ -64,22 +66,22 @@ class _Notes(NamedTuple):
 
 _notes: ContextVar[_Notes | None] = ContextVar("jitfp4_notes", default=None)
 _memories: list[_Memory] = []
-_MOST_OF_A_KEY = 15  # and as many that differ in their tensors only
+_MOST_OF_A_KEY = 15  # further calls that a function remembers for one key, which differ only in their tensors
 _suspended = 0
-_generation = 0  # of what calls were chosen by: forget() begins a new one
+_generation = 0  # forget() begins a new one: calls that began in an earlier one are not remembered
 _counting = threading.Lock()
 
 
 def note(step: Step | None) -> None:
-    """Tell the call that is being remembered, if any, what was launched; None for what cannot be repeated."""
+    """Add a launch to the call that is being remembered, if any; None for a launch that cannot be repeated."""
     if (notes := _notes.get()) is not None:
         notes.steps.append(step)
 
 
 def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
-    """What ``make(*sources)`` returns, in memory of its own: a repeated call makes it anew of its own tensors.
+    """The new tensor ``make(*sources)``. A repeated call makes it again, from the tensors of that call.
 
-    ``sources`` are arguments of the call, or temporaries; ``make`` keeps no tensor and is the same for equal flags.
+    ``sources`` are arguments of the call, or temporaries. ``make`` must keep no tensor, and depend only on the flags.
     """
     tensor = make(*sources)
     if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
@@ -115,7 +117,7 @@ def suspended() -> Iterator[None]:
 
 
 def replayed(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function of tensors: see above. Everywhere but on plain CUDA tensors it stays as it is."""
+    """Decorate a public function of tensors: see above. Calls on other than plain CUDA tensors are not changed."""
     memory: _Memory = {}
     _memories.append(memory)
 
@@ -143,7 +145,7 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Sort(NamedTuple):
-    """What takes the tensors, and what takes the other values, out of arguments of certain types."""
+    """For arguments of certain types: functions that return the tensors among them, and the other values."""
 
     tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
     flags: Callable[[Sequence[Any]], Hashable]
@@ -155,7 +157,7 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @functools.cache
 def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
-    """For arguments of these exact types; None where one tells nothing of its value, or none is a tensor."""
+    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor."""
     tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
     flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
     if not tensors or len(tensors) + len(flags) < len(kinds):
@@ -171,7 +173,7 @@ def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # n
 
 
 def _take(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that gives the items with these numbers, as a tuple."""
+    """A function that returns the items with these numbers, as a tuple."""
     if len(numbers) > 1:
         return operator.itemgetter(*numbers)
     if not numbers:
@@ -207,22 +209,22 @@ _Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class _Call(NamedTuple):
-    """What a call did. A number counts the arguments that are tensors, then temporaries, then what it allocated."""
+    """A remembered call. Tensors have numbers: first the arguments, then the temporaries, then the new results."""
 
     launch: Launch
     device: int
     chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launch's tensors
-    twins: tuple[tuple[int, int], ...]  # arguments that lie at one address
+    twins: tuple[tuple[int, int], ...]  # pairs of arguments with the same address
     temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
     outputs: tuple[_Output, ...]
     results: Callable[[Sequence[torch.Tensor]], Any]
-    allowed: set[tuple[int, ...]]  # addresses that were looked at before
+    allowed: set[tuple[int, ...]]  # addresses that passed the checks before
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Do it again. Returns None, having done nothing, where an address forbids it."""
-        launch, device, chosen, twins, temporaries, _, _, outputs, results, allowed = self  # once, not one by one
+        """Repeat the call with other tensors. Returns None, without a launch, where their addresses forbid it."""
+        launch, device, chosen, twins, temporaries, _, _, outputs, results, allowed = self  # faster than one by one
         for first, second in twins:
             if tensors[first].data_ptr() != tensors[second].data_ptr():
                 return None
@@ -246,7 +248,7 @@ class _Call(NamedTuple):
         return results(tensors)
 
     def _allows(self, addresses: Sequence[int]) -> bool:
-        """Whether the addresses are as aligned, and the tensors as much apart, as the operation asks for."""
+        """Whether the addresses are aligned, and the tensors share no memory, where the operation requires it."""
         return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
             addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size
             for first, second, size, other in self.disjoint
@@ -254,13 +256,13 @@ class _Call(NamedTuple):
 
 
 _Memory = dict[Hashable, tuple[tuple[Callable[..., bool], _Call | None], ...]]
-"""By flags and the first tensor's shape: what the tensors must be like, and what to do; None for what was not one
-launch.
+"""By the types, the flags and the shape of the first tensor: a check of all tensors, and the call; None for a call that
+cannot be repeated.
 """
 
 
 def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[_Call | None, bool]:
-    """How to repeat a call; or None, and whether calls like it will never be repeatable."""
+    """How to repeat a call; None if it cannot be repeated, and then whether that holds for all calls like it."""
     if len(notes.steps) != 1 or notes.steps[0] is None:
         return None, bool(notes.steps)
     step, returned = notes.steps[0], result if isinstance(result, tuple) else (result,)
@@ -270,7 +272,7 @@ def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tu
         if tensor.numel():
             first = places.setdefault(tensor.data_ptr(), number)
             if first != number:
-                twins.append((first, number))  # which of them the kernel got cannot be told: they must be one again
+                twins.append((first, number))  # it is not known which of them the kernel got: they must be equal again
     known, temporaries = list(given), []
     for tensor, make, sources in notes.temporaries:
         numbers = [next((n for n, one in enumerate(known) if one is source), -1) for source in sources]
@@ -309,5 +311,5 @@ def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tu
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has its memory for itself."""
+    """Whether a tensor covers the whole of its storage."""
     return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,4 +1,4 @@
-"""Measured tables: which tactic a problem gets."""
+"""Measured tables, which give the tactic of a problem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Row(Generic[TacticT]):
     """A tactic, and the problems that get it.
 
     Each entry of ``when`` names an attribute of the problem, or a method of it that takes the architecture. A number is
-    an upper bound, inclusive; any other value is what the attribute must equal.
+    an inclusive upper bound; any other value must equal the attribute.
     """
 
     tactic: TacticT
@@ -27,17 +27,17 @@ class Row(Generic[TacticT]):
 
 
 def rows(*tactics: tuple[TacticT, dict[str, Any]], **when: Any) -> tuple[Row[TacticT], ...]:
-    """Rows that share the conditions ``when``: each a tactic with what it asks for besides."""
+    """Rows that share the conditions ``when``; each tactic comes with its further conditions."""
     return tuple(Row(tactic, when | own) for tactic, own in tactics)
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[TacticT]):
-    """Rows in the order in which they are asked; the first that fits a problem, and can run it, is taken.
+    """Rows in order of preference: the first that fits a problem, and whose tactic can run it, is taken.
 
-    ``measured`` is the committed file, below ``bench/results``, that the rows were read from; None while they are a
-    guess. A table serves the architectures in ``archs``; one without any serves those that no other table of the
-    operation names.
+    ``measured`` is the committed file below ``bench/results`` from which the rows follow; None for rows that are not
+    measured. A table serves the architectures in ``archs``; an empty ``archs`` stands for all that no other table of
+    the operation names.
     """
 
     rows: tuple[Row[TacticT], ...]

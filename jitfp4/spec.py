@@ -1,4 +1,4 @@
-"""What identifies one generated kernel, how it is launched, and what it takes."""
+"""The specification of one generated kernel, the geometry of its launch, and its parameters."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ class TensorMapParam:
 
 
 Param = Ptr | I64 | F32 | TensorMapParam
-"""What a kernel takes. ``declaration`` is the parameter's; all but tensor maps can also be members of a struct."""
+"""A parameter of a kernel. ``declaration`` is its C++ text. All but tensor maps can also be members of a struct."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileMap:
-    """The argument for a TensorMapParam: how TMA walks ``tensor`` in boxes.
+    """The argument for a TensorMapParam: a tensor, and the boxes in which TMA copies it.
 
-    ``tensor`` is row-major with unit stride in its last dimension, of a dtype that TMA has: 16-bit floats go as uint16.
+    ``tensor`` is row-major with unit stride in its last dimension. TMA copies its elements as integers of their size.
     ``box`` is in elements, outermost dimension first; ``swizzle`` is the shared-memory swizzle span in bytes: 0, 32, 64
     or 128. Elements outside the tensor read as zero.
     """

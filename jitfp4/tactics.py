@@ -1,8 +1,8 @@
-"""Tactics files: what was measured to be fastest on one GPU, and which file this process uses.
+"""Tactics files, which hold the fastest tactics measured on one GPU, and the choice of the file for this process.
 
-A file is one JSON document, for one GPU and one toolchain. Its checksum finds damage; it does not say who wrote the
-file, and need not: a tactic is taken only where it is one that its kernel lists and does not reject. So a file that is
-wrong costs time, and never changes what a call computes.
+A file is one JSON document, for one GPU and one toolchain. Its checksum finds damage, not forgery. That is enough: a
+tactic is used only if its kernel lists it and does not reject it, so a wrong file makes calls slower, but never changes
+their results.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _log = logging.getLogger("jitfp4.tactics")
 class Choice:
     """The fastest tactic that was found for an operation and a bucket of its problems.
 
-    ``us`` is the measured time of a call, ``measured`` the number of tactics that were tried. A search that was
-    interrupted is not ``finished``: the choice is used, and the next run measures it again.
+    ``us`` is the measured time of a call in microseconds, ``measured`` the number of tactics that were measured. If the
+    search was interrupted, ``finished`` is false: the choice is used, and the next run measures the problem again.
     """
 
     operation: str
@@ -56,13 +56,13 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """What a file has one choice for."""
+        """Operation and problem as text; a file has one choice for each."""
         return f"{self.operation} {_canonical(self.problem)}"
 
 
 @dataclass(frozen=True, eq=False)
 class TacticsFile:
-    """The choices for one GPU, by the name that its driver gives it, and one toolchain, as the cache names it."""
+    """The choices for one GPU, by the driver's name of it, and for one toolchain, by its name in the cache."""
 
     gpu: str
     arch: str
@@ -75,7 +75,7 @@ class TacticsFile:
         return [choice for choice in self.choices.values() if choice.operation == operation]
 
     def encode(self) -> bytes:
-        """The text of the file: the same choices give the same bytes."""
+        """The bytes of the file; equal choices give equal bytes."""
         body = {
             "schema": SCHEMA,
             "gpu": self.gpu,
@@ -108,14 +108,14 @@ class TacticsFile:
         return cls(**head, choices={choice.key: choice for choice in choices}, path=path)
 
     def updated(self, choices: Iterable[Choice]) -> TacticsFile:
-        """The same with more choices; a later one of a key takes the place of an earlier one."""
+        """This file with more choices; a later choice replaces an earlier one of the same key."""
         merged = {**self.choices, **{choice.key: choice for choice in choices}}
         return TacticsFile(self.gpu, self.arch, self.toolchain, merged, self.path)
 
     def check(self, gpus: Iterable[str]) -> None:
-        """It was made on one of ``gpus``, with this toolchain. Raises TacticsError with the reason.
+        """Check that the file was made on one of ``gpus``, with this toolchain. Raises TacticsError with the reason.
 
-        Without NVRTC any toolchain will do, as for the kernels in the cache.
+        Without NVRTC, every toolchain is accepted, as for the kernels in the cache.
         """
         if self.gpu not in (names := list(gpus)):
             here = " and ".join(map(repr, names)) or "no GPU"
@@ -135,7 +135,7 @@ def read(path: Path) -> TacticsFile:
 
 
 def write(file: TacticsFile, path: Path) -> None:
-    """Put a file in place; it appears complete or not at all. Raises ArgumentError where no regular file may be."""
+    """Write a file; it appears complete or not at all. Raises ArgumentError if ``path`` cannot be a regular file."""
     from jitfp4.bundle import check_out, replacing
 
     check_out(path)
@@ -163,12 +163,12 @@ def _checksum(body: Mapping[str, Any]) -> str:
 # ---- what this process uses ------------------------------------------------------------------------------------------
 
 _loaded: TacticsFile | None = None
-_reading = threading.Lock()  # so that what is wrong is said once
+_reading = threading.Lock()  # so that a bad file is logged once
 
 
 def use(file: TacticsFile | None) -> None:
-    """Use a file from now on; None: what JITFP4_TACTICS names, read again. Calls that are remembered are forgotten."""
-    from jitfp4 import replay  # torch, which a command that only reads files does without
+    """Use a file from now on; None: the one that JITFP4_TACTICS names, read again. Remembered calls are forgotten."""
+    from jitfp4 import replay  # imports torch, which a command that only reads files does not need
 
     global _loaded
     _loaded = file
@@ -178,10 +178,10 @@ def use(file: TacticsFile | None) -> None:
 
 
 def active(gpu: Callable[[], str]) -> TacticsFile | None:
-    """The file that rules calls on the GPU of this name, or None: the committed tables do.
+    """The file in use for calls on the GPU of this name; None where calls use the committed tables.
 
-    A file that JITFP4_TACTICS names and that cannot be used is logged once and passed over; with JITFP4_STRICT it is a
-    TacticsError. ``gpu`` is called only where there is a file.
+    If the file that JITFP4_TACTICS names cannot be used, that is logged once and the file is ignored; with
+    JITFP4_STRICT it is a TacticsError. ``gpu`` is called only if there is a file.
     """
     if _loaded is not None:
         return _loaded if _loaded.gpu == gpu() else None

@@ -1,7 +1,7 @@
-"""The only place that checks tensors and allocates outputs.
+"""Checks of tensors and allocation of outputs, for all families.
 
-Every check names the argument, what came, and what is allowed, and runs before anything is written. Shapes, dtypes,
-strides and devices are visible to ``torch.compile``; addresses are not, so operations check those.
+The error of a check names the argument, what it got, and what is allowed. Checks run before anything is written. They
+do not depend on addresses, which ``torch.compile`` does not see; operations check those.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _LAYOUTS = {int(layout): layout for layout in SfLayout}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
-"""What holds two codes in a byte; a torch that lacks a dtype has no tensors of it."""
+"""The dtypes of tensors with two codes in a byte, as far as this version of torch has them."""
 
 SF_DTYPES = {
     NVFP4: (torch.uint8, torch.float8_e4m3fn),
     MXFP4: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
 }
-"""What holds the block scales of a format."""
+"""The dtypes of block scales, by format."""
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
-    """``tensor`` is a torch tensor of one of ``dtypes``."""
+    """Check that ``tensor`` is a torch tensor of one of ``dtypes``."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(name, type(tensor).__name__, "a torch.Tensor")
     if tensor.dtype not in dtypes:
@@ -41,20 +41,20 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
 
 
 def check_strided(name: str, *tensors: torch.Tensor) -> None:
-    """No tensor is sparse or of another layout than torch's usual one."""
+    """Check that no tensor is sparse, or of another layout than torch's usual one."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ArgumentTypeError(name, f"a tensor of layout {tensor.layout}", "a strided tensor")
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
-    """``tensor`` is on a CUDA device, on the CPU, or abstract."""
+    """Check that ``tensor`` is on a CUDA device, on the CPU, or on the meta device."""
     if not (tensor.is_cuda or tensor.is_cpu or tensor.is_meta):
         raise ArgumentTypeError(name, f"a tensor on {tensor.device}", "a CUDA or CPU tensor")
 
 
 def check_same_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """``tensor`` is on ``like``'s device."""
+    """Check that ``tensor`` is on the device of ``like``."""
     if tensor.device != like.device:
         raise ArgumentTypeError(name, f"a tensor on {tensor.device}", f"a tensor on {like.device}, as the input")
 
@@ -62,8 +62,8 @@ def check_same_device(name: str, tensor: torch.Tensor, like: torch.Tensor) -> No
 def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
     """``tensor`` as [m, k], its leading dimensions flattened without a copy.
 
-    k is a positive multiple of ``block``; elements of a row are adjacent; rows start at multiples of 16 bytes from the
-    first and do not overlap.
+    Checks that k is a positive multiple of ``block``, that the elements of a row are adjacent, that rows do not
+    overlap, and that the distance between rows is a multiple of 16 bytes.
     """
     if tensor.dim() < 2:
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", "[..., m, k]")
@@ -88,7 +88,7 @@ def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
 def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """``scales`` as contiguous float32 on ``like``'s device, of one of ``sizes`` elements (1 also for a Python number).
 
-    A tensor's values are never read by the host.
+    The values of a tensor are never read by the host.
     """
     if isinstance(scales, (int, float)):
         if not scales > 0:
@@ -109,7 +109,7 @@ def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> t
 
 
 def check_layout(name: str, layout: object) -> SfLayout:
-    """``layout`` is a SfLayout, FlashInfer's or this package's, or its integer value."""
+    """The SfLayout for ``layout``: an SfLayout of FlashInfer or of this package, or its integer value."""
     if not (type(layout) is int or isinstance(layout, IntEnum)) or int(layout) not in _LAYOUTS:
         raise ArgumentError(name, repr(layout), "layout_128x4 (0), layout_8x4 (1) or layout_linear (2)")
     return _LAYOUTS[int(layout)]
@@ -123,7 +123,7 @@ def layout_of_flags(swizzled: bool, tile_8x4: bool) -> SfLayout:
 
 
 def check_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """``tensor`` is dense in row-major order. Nothing is ever copied to make it so."""
+    """Check that ``tensor`` is dense in row-major order; it is never copied to make it so."""
     if not tensor.is_contiguous():
         raise ArgumentError(name, f"strides {tensor.stride()}", "a contiguous tensor")
 
@@ -135,7 +135,7 @@ def output(
     dtypes: Sequence[torch.dtype],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """``out`` when the caller gave one that fits exactly, else a new tensor of ``shape`` and ``dtypes[0]``."""
+    """``out``, checked, or a new tensor of ``shape`` and ``dtypes[0]`` if the caller gave none."""
     if out is None:
         return torch.empty(shape, dtype=dtypes[0], device=like.device)
     check_dtype(name, out, dtypes)
@@ -154,7 +154,7 @@ def device_arch(index: int) -> Arch:
 
 @functools.cache
 def device_name(index: int) -> str:
-    """What the driver calls CUDA device ``index``, such as ``NVIDIA H200``."""
+    """The driver's name of CUDA device ``index``, such as ``NVIDIA H200``."""
     return torch.cuda.get_device_name(index)
 
 

@@ -1,8 +1,8 @@
 """Tuning: measure the tactics of the calls that a program makes on its GPU, and keep the fastest in a file.
 
-A call is timed as a CUDA graph of several. Cold: each call has its own set of tensors, and before every replay the L2
-is overwritten, so that no call finds its input there; that lies outside the timed region. Warm: all calls share one set
-of tensors, and replays follow each other.
+Calls are timed in a CUDA graph of several equal ones. Cold: each call has its own set of tensors, and the L2 cache is
+overwritten before every replay, outside the timed region, so that no call finds its input there. Warm: all calls share
+one set of tensors, and replays follow each other.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from jitfp4.tensors import device_name
 FLUSH_BYTES = 512 << 20  # several times any L2
 GRAPH_BYTES = 2 << 30  # memory that the calls of one cold graph may touch together
 MAX_CALLS, WARM_CALLS = 50, 10
-REPLAYS, UNCOUNTED = 15, 2  # the first ones do not count
-WARM_UP_S = 0.03  # after a pause, what runs first is up to a tenth slower
+REPLAYS, UNCOUNTED = 15, 2  # replays that are measured, after two that are not
+WARM_UP_S = 0.03  # after a pause, the first replays are up to a tenth slower
 ROUNDS = ((3, 10), (7, 4), (REPLAYS, 1))
-"""Of a search: replays that count, and how many of the tactics, the fastest, go on to the next round."""
+"""The rounds of a search: replays of each tactic, and how many of the fastest tactics go on to the next round."""
 
 Call = Callable[[], object]
 L2 = Literal["cold", "warm"]
 Measure = Callable[[Any, int], float]
-"""Microseconds of a call by a tactic, the median of so many replays."""
+"""Gives the microseconds of a call with a tactic: the median of a number of replays."""
 Measurer = Callable[[Observed, Sequence[Any]], AbstractContextManager[Measure]]
-"""Prepares to measure a call by some tactics."""
+"""Prepares to measure a call with several tactics."""
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------
 
 
 def calls_per_graph(bytes_per_call: int) -> int:
-    """How many calls, each on its own tensors, one cold graph holds."""
+    """The number of calls in a cold graph, each with its own tensors."""
     return max(2, min(MAX_CALLS, GRAPH_BYTES // max(bytes_per_call, 1)))
 
 
@@ -59,10 +59,10 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "col
     """Median microseconds of one call.
 
     Args:
-        make_call: allocates and fills the tensors of one call and returns it, bound to them.
-        bytes_per_call: memory that one call touches; decides how many calls a cold graph holds.
+        make_call: allocates and fills the tensors of one call, and returns a function that makes the call.
+        bytes_per_call: memory that one call touches; it bounds the number of calls in a cold graph.
         l2: see above.
-        replays: of the graph, that count.
+        replays: replays of the graph that are measured.
     """
     if l2 == "cold":
         calls = [make_call() for _ in range(calls_per_graph(bytes_per_call))]
@@ -99,7 +99,7 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "col
 
 @contextmanager
 def on_gpu(call: Observed, candidates: Sequence[Any]) -> Iterator[Measure]:
-    """Measure a call on its GPU. Kernels are compiled in parallel, in the order of ``candidates``, meanwhile."""
+    """Measure a call on its GPU. Meanwhile, kernels are compiled in parallel, in the order of ``candidates``."""
     if call.target.device is None:
         raise ArgumentError("call", "one on a simulated GPU", "one on a GPU, or another measurer")
     operation, arch = call.operation, call.target.arch
@@ -132,7 +132,7 @@ def _tensors(arguments: Any) -> dict[str, torch.Tensor]:
 
 
 def _copied(call: Observed, *, everything: bool) -> Any:
-    """The arguments with tensors of their own: all of them, or, of those that are too large, what the call writes."""
+    """The arguments, with copies of all tensors, or of those that the call writes."""
     own = {
         name: _copy(tensor)
         for name, tensor in _tensors(call.arguments).items()
@@ -142,7 +142,7 @@ def _copied(call: Observed, *, everything: bool) -> Any:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values at the same strides."""
+    """A copy of a tensor, with the same strides."""
     low, high = extent(tensor)
     memory = tensor.detach().as_strided(((high - low) // tensor.element_size(),), (1,)).view(torch.uint8).clone()
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -152,10 +152,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Search:
-    """Successive halving: every tactic is measured briefly, the fastest again and for longer.
+    """Successive halving: every tactic is measured briefly, then the fastest ones again and for longer.
 
-    ``times`` has the last measurement of each, infinity for what cannot be built or launched. It can be interrupted at
-    any time: ``best`` is the fastest of what was measured so far, and ``finished`` says whether it ran to its end.
+    ``times`` has the last measurement of each tactic; infinity for one that cannot be built or launched. A search can
+    be interrupted at any time: ``best`` is the fastest tactic so far, and ``finished`` says whether the search ended.
     """
 
     def __init__(self, candidates: Iterable[Any]) -> None:
@@ -164,7 +164,7 @@ class Search:
         self.finished = False
 
     def run(self, measure: Measure, expired: Callable[[], bool], on_measured: Callable[[], object]) -> None:
-        """Measure until the rounds are over or the time is."""
+        """Measure until the last round ends or the time expires."""
         for replays, kept in ROUNDS:
             for tactic in self.left:
                 if self.times and expired():
@@ -179,7 +179,7 @@ class Search:
 
     @property
     def most(self) -> int:
-        """Measurements that it takes."""
+        """The number of measurements of a whole search."""
         return sum(min(len(self.left), kept) for kept in (len(self.left), *(kept for _, kept in ROUNDS[:-1])))
 
     def _time(self, tactic: Any) -> float:
@@ -187,7 +187,7 @@ class Search:
 
     @property
     def best(self) -> Any:
-        """The fastest tactic, None where none was measured."""
+        """The fastest tactic; None if none was measured."""
         best = min(self.left, key=self._time, default=None)
         return None if self._time(best) == math.inf else best
 
@@ -201,25 +201,25 @@ def tune(
     measurer: Measurer = on_gpu,
     clock: Callable[[], float] = time.monotonic,
 ) -> TacticsFile:
-    """Run a call, find the fastest tactic for each problem that it gives to a kernel, and keep them in a file.
+    """Run a call, find the fastest tactic for each problem in it, and keep these tactics in a file.
 
     Args:
-        call: a function without arguments, such as a step of a model; it runs once, on one GPU. What CUDA graphs replay
-            in it is not seen. What is measured works on copies of its tensors; where those of a kernel take more than 1
-            GiB, only of those that it writes.
-        path: the file to keep choices in. One that is there is continued: its choices stay, and problems that it has
-            are not measured again. The file is written after each problem, so that an interruption (Ctrl-C) keeps what
-            is measured; a problem that it cut short is measured again by the next run.
-        seconds: the most that the search for one problem may take, plus one measurement.
-        again: measure also what the file has.
-        progress: show a bar on stderr when that is a terminal.
-        measurer: how a call is measured; the default by CUDA events around replayed graphs with a cold L2.
-        clock: what ``seconds`` are read from.
+        call: a function without arguments, such as a step of a model; it runs once, on one GPU. Kernels that it runs by
+            replays of CUDA graphs are not tuned. Measurements use copies of its tensors; if the tensors of a kernel
+            take more than 1 GiB, copies only of those that the kernel writes.
+        path: the file for the choices. An existing file is continued: its choices stay, and its problems are not
+            measured again. The file is written after each problem, so that an interruption (Ctrl-C) keeps what is
+            measured; the next run measures an interrupted problem again.
+        seconds: the longest time of the search for one problem; one last measurement may exceed it.
+        again: measure the problems in the file again.
+        progress: show a progress bar on stderr if it is a terminal.
+        measurer: measures a call; the default uses CUDA events around replayed graphs, with a cold L2.
+        clock: gives the time for ``seconds``.
     Returns:
-        What the file holds. It is not used before load_tactics(), or the variable JITFP4_TACTICS, names it.
+        The content of the file. Calls use it after load_tactics(), or where the variable JITFP4_TACTICS names it.
     Raises:
         ArgumentError: the call launches no kernel, or runs on several GPUs; ``path`` cannot be a file.
-        TacticsError: the file that is there is damaged, or of another GPU or toolchain.
+        TacticsError: the existing file is damaged, or of another GPU or toolchain.
         ToolchainError: NVRTC is not installed.
     """
     path, seen = Path(path), dict[tuple[Any, ...], Observed]()
@@ -252,16 +252,16 @@ def tune(
 
 
 def load_tactics(path: str | Path | None) -> None:
-    """Use the choices of a file for the calls of this process from now on, in place of the committed tables'.
+    """Use the choices of a file for the calls of this process from now on, instead of the committed tables.
 
     Args:
-        path: a file that tune() or ``jitfp4 tune`` wrote; None: none, or the one that JITFP4_TACTICS names. CUDA graphs
-            that are captured already keep their kernels.
+        path: a file that tune() or ``jitfp4 tune`` wrote; None: the file that JITFP4_TACTICS names, or no file. CUDA
+            graphs that were captured before keep their kernels.
     Returns:
         None.
     Raises:
-        TacticsError: it is damaged, or of another GPU, toolchain or version; what was used before stays.
-        OSError: it cannot be read.
+        TacticsError: the file is damaged, or of another GPU, toolchain or version; choices in use stay in use.
+        OSError: the file cannot be read.
     """
     if path is None:
         tactics.use(None)
@@ -279,7 +279,7 @@ def load_tactics(path: str | Path | None) -> None:
 
 
 def _continued(known: TacticsFile | None, path: Path, target: engine.Target) -> TacticsFile:
-    """The file that is there, or a new one."""
+    """The existing file, or a new one."""
     toolchain = nvrtc.toolchain()
     if toolchain is None:
         raise ToolchainError("NVRTC is not installed, and tuning compiles: install jitfp4[cu12] or jitfp4[cu13]")
@@ -290,13 +290,13 @@ def _continued(known: TacticsFile | None, path: Path, target: engine.Target) -> 
 
 
 def _has(file: TacticsFile, one: Observed) -> bool:
-    """Whether a search for this problem, or one of its bucket, ran to its end."""
+    """Whether the file has a finished search for the bucket of this problem."""
     problem = fields_of(one.operation.bucket(one.problem))
     return any(choice.finished and choice.problem == problem for choice in file.of(one.operation.name))
 
 
 def _candidates(one: Observed) -> list[Any]:
-    """Every legal tactic, first the one that the tables give: what is found is never slower than that."""
+    """Every legal tactic, first that of the tables, so that the fastest one found is never slower."""
     operation, arch = one.operation, one.target.arch
     return list(dict.fromkeys([operation.select(one.problem, arch), *operation.candidates(one.problem, arch)]))
 
@@ -319,7 +319,7 @@ def _choice(one: Observed, search: Search) -> Choice:
 
 
 class _Bar:
-    """What is measured, how far it is, and the fastest time so far."""
+    """The progress bar: the problem, how much of its search is done, and the fastest time so far."""
 
     def __init__(self, progress: Any, problems: int) -> None:
         self._progress, self._problems, self._begun = progress, problems, 0
@@ -327,13 +327,13 @@ class _Bar:
         self._search: Search | None = None
 
     def begin(self, one: Observed, search: Search) -> None:
-        """Another problem."""
+        """Show the next problem."""
         self._begun, self._search = self._begun + 1, search
         self._name = f"{one.operation.name} ({self._begun} of {self._problems})"
         self._progress.reset(self._task, total=search.most, description=self._name)
 
     def advance(self) -> None:
-        """One measurement more."""
+        """Count one measurement."""
         if self._search is not None:
             best = self._search._time(self._search.best)
             self._progress.update(self._task, advance=1, description=f"{self._name}, best {best:.2f} us")

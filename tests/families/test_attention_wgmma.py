@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
         },
     ),
     "cache_e4m3": (
-        WgmmaTactic(turns=True),
+        WgmmaTactic(producers=2, tile=64, stages=3, turns=True),
         _ONE
         | {
             "cache": torch.float8_e4m3fn,
@@ -88,6 +89,38 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
             "page": 1,
             "missing": ((0, 0, 3, -1),),
         },
+    ),
+    # Items whose second half is beyond the queries, and requests with fewer tokens than a tile.
+    "pairs": (
+        WgmmaTactic(stages=3, turns=True, ctas=2),
+        {
+            "lengths": (300, 33, 0, 20, 160),
+            "q_lens": (130, 9, 3, 0, 9),
+            "group": 3,
+            "page": 12,
+            "with_sinks": True,
+            "window_left": 90,
+            "missing": ((0, 0, 8, -1), (4, 0, 9, -1)),
+        },
+    ),
+    "pairs_three_teams": (
+        WgmmaTactic(teams=3, tile=64, stages=4, turns=True, ctas=2),
+        _ONE
+        | {
+            "lengths": (420,),
+            "q_lens": (100,),
+            "v_scale_layout": "interleaved4",
+            "shared": False,
+            "missing": ((0, 0, 1, -1), (0, 1, 3, 2**30)),
+        },
+    ),
+    "pairs_two_producers": (
+        WgmmaTactic(producers=2, stages=3, turns=True, ctas=2),
+        SCATTERED | {"lengths": (250,), "q_lens": (130,)},
+    ),
+    "pairs_e4m3": (
+        WgmmaTactic(teams=3, tile=64, stages=3, turns=True, ctas=2),
+        _ONE | {"cache": torch.float8_e4m3fn, "lengths": (300, 5), "q_lens": (60, 3), "missing": ((0, 0, 3, -1),)},
     ),
     "scattered": (WgmmaTactic(turns=True), SCATTERED | {"lengths": (250,), "q_lens": (130,), "group": 1}),
 }
@@ -172,9 +205,10 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "registers" in str(rejects(problem(), WgmmaTactic(teams=3), SM_90A))
     assert "registers" in str(rejects(problem(Cache.E4M3, head_dim=256), WgmmaTactic(tile=64), SM_90A))
     assert "shared memory" in str(rejects(problem(), WgmmaTactic(stages=4), SM_90A))
+    assert "copied" in str(rejects(problem(Cache.BF16), WgmmaTactic(ctas=2), SM_90A))
 
 
-@pytest.mark.parametrize(("name", "value"), [("teams", 1), ("producers", 3), ("tile", 80), ("stages", 1)])
+@pytest.mark.parametrize(("name", "value"), [("teams", 1), ("producers", 3), ("tile", 80), ("stages", 1), ("ctas", 3)])
 def test_impossible_cuts_name_the_field(name: str, value: int) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         specialise(problem(), WgmmaTactic(**{name: value}))
@@ -192,3 +226,12 @@ def test_who_takes_how_many_rows() -> None:
 def test_a_cta_for_each_sm_or_fewer() -> None:
     assert geometry(problem(), WgmmaTactic(), SM_90A).grid == (SM_90A.num_sms, 1, 1)
     assert geometry(problem()._replace(blocks=8), WgmmaTactic(), SM_90A).grid == (8, 1, 1)
+
+
+def test_clusters_fill_the_gpu_as_far_as_they_can() -> None:
+    pairs = WgmmaTactic(ctas=2)
+    odd = dataclasses.replace(SM_90A, num_sms=SM_90A.num_sms - 1)
+    for arch, ctas in ((SM_90A, SM_90A.num_sms), (odd, SM_90A.num_sms - 2)):
+        launched = geometry(problem(), pairs, arch)
+        assert (launched.grid, launched.cluster) == ((ctas, 1, 1), (2, 1, 1))
+    assert geometry(problem()._replace(blocks=8), pairs, SM_90A).grid == (16, 1, 1)

@@ -138,7 +138,7 @@ def test_a_scale_that_is_nan_spoils_its_row_only(arch: str) -> None:
         (K96Tactic(64, 1, 2, 2), SM_103A, problem(64, 64, 192, MXFP4), "k % 128"),
         (K64Tactic(256, 1, 5), SM_100A, problem(256, 256, 256), "shared memory"),
         (K64Tactic(32, 1, 2), SM_100A, problem(32, 32, 256), "swap_ab"),
-        (K64Tactic(32, 1, 2, swap_ab=True), SM_100A, problem(33, 128, 256), "one only"),
+        (K64Tactic(32, 1, 2, swap_ab=True), SM_100A, problem(33, 128, 256), "only one"),
         (K64Tactic(64, 1, 2, swap_ab=True, tma_store=False), SM_100A, problem(64, 64, 256), "columns of out"),
         (K64Tactic(64, 2, 2), SM_100A, problem(128, 256, 256), "one CTA of each pair"),
         (K64Tactic(8, 2, 2, swap_ab=True), SM_100A, problem(8, 256, 256), "multiples of 16"),

@@ -69,8 +69,9 @@ def test_fragments_lie_as_documented() -> None:
         g, t = divmod(lane, 4)
         at = block * 1024 + step // 4 * 512 + lane * 16 + step % 4 * 4
         word = int.from_bytes(bytes(data[0, 0, at : at + 4].tolist()), "little")
-        pairs = [word & 0x81C081C0, word << 3 & 0x81C081C0, word << 6 & 0x81C081C0]
-        pairs.append((word << 1 & 0x80008000) | (word >> 3 & 0x01800180) | (word >> 7 & 0x00400040))
+        signs, values = 0x80008000, 0x01C001C0
+        pairs = [word & (signs | values), word << 3 & (signs | values)]
+        pairs += [word << 1 & signs | word << 6 & values, word << 2 & signs | word >> 3 & values]
         for i, pair in enumerate(pairs):
             row, column = 16 * block + g + i % 2 * 8, 16 * step + 2 * t + i // 2 * 8
             for half in range(2):

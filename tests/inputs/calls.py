@@ -114,7 +114,9 @@ def is_allowed(bad: Bad) -> bool:
         or (anything and bad.what.startswith(("one ", "broadcast", "every other", "of torch.", "on meta")))
         or (bad.function == "make_nvfp4_global_scale" and bad.what == "of another rank")  # an amax of any tensor
         or (bad.function == "silu_and_mul" and bad.what in ("broadcast", "every other element"))  # torch operations
-        or (bad.argument == "int_workspace_buffer" and isinstance(bad.arguments[bad.argument], torch.Tensor))  # not used
+        or (
+            bad.argument == "int_workspace_buffer" and isinstance(bad.arguments[bad.argument], torch.Tensor)
+        )  # not used
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
         or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another

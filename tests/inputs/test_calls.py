@@ -45,7 +45,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", good_calls())
 def test_every_bad_value_of_every_argument(name: str, device: str, whole: bool) -> None:
-    """Under the simulator, which is slow, two and one in six of the values that are refused, by digest; all with ``--all``."""
+    """Under the simulator, which is slow, two and one in six of the refused values, by digest; all with ``--all``."""
     counts: Counter[str] = Counter()
     wrong = []
     for bad in bad_calls(name, device):

@@ -5,8 +5,8 @@ requests end often: two CTAs then fill each other's pauses. Little work is over 
 fewer tiles in flight. Where the rows of a head do not follow each other, warps take the heads of one token: the scales
 of four are a sector. Two tiles leave room for L1 to keep it until the last of them has come.
 
-From 128 query rows on sm_90a takes its warpgroup products. Two warpgroups expand NVFP4 for two teams of 64 rows; for
-other caches one is enough, and of long prompts it serves three teams. Few rows are better cut into 128 than into 192,
+From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
+copies K and V. Two CTAs share the expansion of NVFP4, which costs most. Few rows are better cut into 128 than into 192,
 which leave SMs idle at the end. Rows for mma.sync have not been measured: they follow from registers, shared memory,
 and the products of a tile for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it
 half as often as 16.
@@ -58,9 +58,16 @@ TABLE: Table[Any] = Table(
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "packed": False}),
-            (WgmmaTactic(2, 2, 128, 3, turns=True), {"head_dim": 128, "cache": Cache.NVFP4}),
-            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS}),
+            (
+                WgmmaTactic(2, 2, 128, 2, turns=True),
+                {"head_dim": 128, "cache": Cache.NVFP4, "packed": False, "blocks": _FEW_BLOCKS},
+            ),
+            (
+                WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
+                {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "blocks": _FEW_BLOCKS},
+            ),
+            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
+            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS // 2}),
             (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=2 * ROW_BLOCK,
@@ -89,6 +96,8 @@ WGMMA_TACTICS = tuple(
             *(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
             *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
             *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
+            *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
+            *(WgmmaTactic(2, producers, 128, stages, True, 2) for producers in (1, 2) for stages in (2, 3)),
         )
     )
 )
@@ -123,8 +132,11 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, packed=False)
-    for cache, blocks in itertools.product((Cache.E4M3, Cache.F16, Cache.BF16), (None, 2 * _FEW_BLOCKS)):
+    for cache, blocks in itertools.product(Cache, (None, 2 * _FEW_BLOCKS)):
         yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=cache, blocks=blocks)
+    many = 2 * _FEW_BLOCKS
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, blocks=many, interleaved=True)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, blocks=many, two_tables=True)
 
 
 def _problem(

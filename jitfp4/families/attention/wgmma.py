@@ -4,17 +4,18 @@ What a tile of t tokens and r query rows costs an SM at d = 128. The tensor core
 multiplications and additions, 2048 a cycle), 1536 for 192 x 64. Beside that run, four instructions a cycle, as the
 machine code counts them for 192 x 64:
 
-- the expansion of NVFP4 by four producer warps, 430 instructions each: 3.4 for an element of K or V (1.9 make float16
-  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers);
+- the expansion of NVFP4 by four producer warps, 350 instructions each: 2.7 for an element of K or V (1.9 make float16
+  of a code and multiply it by its scale, 0.1 store it, the rest are addresses, pages, barriers). Of two CTAs that share
+  it, each expands one of K and V: two warps with 376 instructions each, which start the copies to the other as well;
 - the softmax, 226 instructions in each of twelve consumer warps: 7.1 for a score (1 each for exponent, power of two and
   sum, 0.5 each for the maximum and to round it, the rest are descriptors and barriers), and 256 cycles of the unit for
   powers of two.
 
-That is 72 % of the issue slots at the full rate of the tensor cores. An H200 reaches 0.5 to 0.6 of that rate: a warp
-issues an instruction every five to ten cycles, as accumulators pass through the register file beside it, and teams wait
-a fifth of the time for their turn, which another team keeps until its products are queued. What a lane works out for
-each row that it expands (page, address, scales) weighs so much that one or two lanes take a row, although their loads
-coalesce less.
+That is 67 % of the issue slots at the full rate of the tensor cores, 56 % where CTAs share the expansion. An H200
+reaches 0.55 to 0.65 of that rate: a warp issues an instruction every five to ten cycles, as accumulators pass through
+the register file beside it, and teams wait a fifth of the time for their turn, which another team keeps until its
+products are queued. What a lane works out for each row that it expands (page, address, scales) weighs so much that one
+lane takes a row, although its loads coalesce less.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class WgmmaTactic:
     tile: int = 128
     stages: int = 2
     turns: bool = False
+    ctas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,8 @@ class WgmmaSpec(KernelSpec):
     """A CTA takes 64 * ``teams`` query rows of one KV head and tiles of ``tile`` tokens.
 
     ``producers`` warpgroups expand K and V, ``stages`` tiles of each ahead. With ``turns``, the teams start their
-    products one after the other. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages
-    of their own.
+    products one after the other. Two ``ctas`` are a cluster and take neighbouring rows: one expands K for both, the
+    other V. ``interleaved`` tells the order of V's scales; with ``two_tables``, K and V have pages of their own.
     """
 
     cache: Cache
@@ -69,9 +71,11 @@ class WgmmaSpec(KernelSpec):
     tile: int
     stages: int
     turns: bool
+    ctas: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4))):
+        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4, 5)), ("ctas", (1, 2)))
+        for name, allowed in fields:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
 
@@ -85,11 +89,21 @@ class WgmmaSpec(KernelSpec):
         return _WARPGROUP * (self.teams + self.producers)
 
     @property
+    def tile_warps(self) -> int:
+        """That expand a tile of K or V."""
+        return 4 if self.cache.bits == 16 else self.tile // 32
+
+    @property
+    def sides(self) -> int:
+        """Of K and V, those that a producer warp expands."""
+        return 2 if self.producers * 4 == self.tile_warps and self.ctas == 1 else 1
+
+    @property
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
-        units = self.tile * self.head_dim * self.cache.bits // (128 * _WARPGROUP)  # of 16 bytes, of one side
+        units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return round_up(_WORK_REGISTERS + units * unit * (2 if self.producers == 1 else 1), 8)
+        return round_up(_WORK_REGISTERS + units * unit * self.sides, 8)
 
     @property
     def consumer_registers(self) -> int:
@@ -108,7 +122,7 @@ class WgmmaSpec(KernelSpec):
         """Shared memory that a CTA uses."""
         queries = self.teams * _TEAM_ROWS * self.head_dim * 2
         tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
-        return round_up(queries + tiles + self.stages * self.tile // 8, 1024)
+        return round_up(queries + tiles + self.stages * self.tile_warps * 4, 1024)
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
@@ -124,6 +138,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic)
+    if spec.ctas > 1 and spec.cache.bits == 16:
+        return "16-bit floats are copied: there is no expansion to share"
     if spec.sums + _SPARE_REGISTERS > spec.consumer_registers:
         return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
     if spec.shared_bytes > _SHARED_BYTES:
@@ -134,6 +150,10 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
 def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
     """CTAs that stay, one on each SM, and take the work in turn."""
     spec = specialise(problem, tactic)
+    clusters = min(arch.num_sms // spec.ctas, problem.blocks)
     return Geometry(
-        grid=(min(arch.num_sms, problem.blocks), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes
+        grid=(clusters * spec.ctas, 1, 1),
+        block=(spec.threads, 1, 1),
+        cluster=(spec.ctas, 1, 1),
+        shared_bytes=spec.shared_bytes,
     )

@@ -30,52 +30,52 @@ def gated_delta_rule_mtp(
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One to 16 tokens of each request through the gated delta rule, on a pool of states: multi-token prediction.
+    """Apply the gated delta rule to 1 to 16 tokens of each request, on a pool of states: multi-token prediction.
 
     Args:
         q, k: [B, T, H, K] bf16 or fp16, T from 1 to 16, K 64 or 128. Heads dense; requests and tokens may be strided by
-            multiples of 16 bytes, as views of a packed projection are. Every request has T tokens: there is no
-            cu_seqlens, as in FlashInfer's function.
+            multiples of 16 bytes, as in views of a packed projection. Every request has T tokens; like FlashInfer's
+            function, this one has no cu_seqlens.
         v: [B, T, HV, V], q's dtype, HV a multiple of H; V = K, or 256 with K = 128 and float32 states. Value head hv
             uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. The state of a head is dense and 16-byte aligned; slots, and
-            heads of a slot, are apart by any strides that do not overlap.
-        initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative one is skipped;
-            its output is zero and no state is touched. In any list of slots, one beyond the pool is an error on the
-            CPU; on the GPU, where the host reads no values, it counts as negative.
+            heads of a slot, may have any strides without overlap.
+        initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative slot is skipped:
+            its output is zero, and no state is read or written. In every list of slots, a slot beyond the pool is an
+            error on the CPU; on the GPU, where the host reads no values, it counts as negative.
         A_log: [HV] float32.
         a: [B, T, HV], q's dtype or float32, heads dense, the decay gate before its non-linearity.
         dt_bias: [HV] float32, bf16 or fp16.
         b: [B, T, HV], q's dtype or float32, heads dense, the update gate before its non-linearity.
         scale: factor of q; None means 1 / sqrt(K).
-        output: [B, T, HV, V], contiguous, filled in place; allocated when None. Of bf16, fp16 or float32; where that is
-            not q's dtype, what was rounded to q's is copied into it afterwards.
-        intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, indexed by request and token through
-            its own strides; gets the state after every token.
-        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that gets the state after each token, in
-            place of the final write; negative ones get none. Excludes intermediate_states_buffer and
-            disable_state_update.
-        disable_state_update: leave initial_state as it is. None means False, that the final state is written back.
+        output: [B, T, HV, V], contiguous, filled in place; allocated when None. Of bf16, fp16 or float32; a dtype other
+            than q's gets a copy of the values that were rounded to q's dtype.
+        intermediate_states_buffer: [>= B, >= T, HV, V, K], initial_state's dtype, strided like initial_state; element
+            [request, token] receives the state after that token.
+        ssm_state_indices: [B, T] int32 or int64, the slot of initial_state that receives the state after each token,
+            instead of the final write; with a negative slot, the state is not stored. Excludes
+            intermediate_states_buffer and disable_state_update.
+        disable_state_update: do not write initial_state. None means False: the final state is written back.
             (FlashInfer's releases warn and take None for True; an engine that relies on that passes True.)
         use_qk_l2norm: divide q and k by their l2 norms.
-        output_state_indices: [B] int32 or int64, the slot that gets the final state; negative ones get none. None
-            means initial_state_indices. With ssm_state_indices there is no final write, and no slot of these is
-            written, as in FlashInfer.
+        output_state_indices: [B] int32 or int64, the slot that receives the final state; with a negative slot, the
+            state is not stored. None means initial_state_indices. With ssm_state_indices there is no final write, so
+            these slots are not written, as in FlashInfer.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, initial_state)``.
     Numerics:
-        Float32 throughout; a bf16 state is widened once and rounded each time that it is stored. Per token::
+        Float32 throughout; a bf16 state is widened once and rounded whenever it is stored. For each token::
 
             decay = exp(-exp(A_log) * softplus(a + dt_bias));   beta = 1 / (1 + exp(-b))
             q, k  = q * (1 / sqrt(sum(q * q) + 1e-6)), likewise k;   q = q * scale
             h     = decay * h;   u = (v - h k) * beta;   h = fma(u, k, h);   output = h q
 
-        Where the tokens are walked one by one, sums are formed in one order (see reference/gdn.py) on every
-        architecture, exp and log are within 2 ulp of the exact value, and everything else is correctly rounded. From 3
-        tokens on, calls that keep no states in between may take all tokens at once (the chunkwise form: Yang et al.,
-        Gated Delta Networks, 2024): the same up to rounding, about 1e-6 of the largest element of a state's row. Which
-        form a call takes depends on its shapes, not on its values (families/gdn/tables.py).
+        If tokens are taken one by one, every architecture adds in the same order (see reference/gdn.py), exp and log
+        are within 2 ulp of the exact value, and everything else is correctly rounded. From 3 tokens on, calls that
+        store only the last state may take all tokens at once (the chunkwise form: Yang et al., Gated Delta Networks,
+        2024): equal up to rounding, about 1e-6 of the largest element of a state's row. The form depends on the shapes
+        of a call, not on its values (families/gdn/tables.py).
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -125,14 +125,14 @@ def gated_delta_rule_decode_pretranspose(
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One to 16 tokens of each request through the gated delta rule; states [V, K], updated in place.
+    """Apply the gated delta rule to 1 to 16 tokens of each request; states are [V, K], updated in place.
 
     Args:
         q, k, v: as in gated_delta_rule_mtp().
-        state: [B, HV, V, K] float32 or bf16, request n's at n, strided as a pool may be. None with a pool.
+        state: [B, HV, V, K] float32 or bf16, state n for request n, strided like a pool. None with a pool.
         A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp().
         initial_state, initial_state_indices, output_state_indices: a pool of states and its slots, as in
-            gated_delta_rule_mtp(), in place of state.
+            gated_delta_rule_mtp(), instead of state.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, state)``, or ``(output, initial_state)``. The numerics are gated_delta_rule_mtp()'s.
@@ -179,11 +179,11 @@ def gated_delta_rule_decode(
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each request through the gated delta rule; states [K, V], updated in place.
+    """Apply the gated delta rule to one token of each request; states are [K, V], updated in place.
 
     Args:
         q, k, v: as in gated_delta_rule_mtp(), T = 1.
-        state: [B, HV, K, V] float32, request n's at n; strided as a pool may be.
+        state: [B, HV, K, V] float32, state n for request n, strided like a pool.
         A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp(), T = 1.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:

@@ -1,4 +1,4 @@
-"""What a call of the gated delta rule is made of, checked before anything is written."""
+"""The arguments of a call of the gated delta rule, which are checked before anything is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Call:
-    """The checked tensors of one call; ``state_name`` is what the public function calls the state."""
+    """The checked tensors of one call; ``state_name`` is the name of the state in the public function."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Call:
         aligned: bool = True,
         written: bool = False,
     ) -> None:
-        """``shape`` exactly, the last ``dense`` dimensions contiguous; the others apart by any stride, a multiple of 16
-        bytes where ``aligned``, in any order but without overlap where ``written``."""
+        """Check that a tensor has ``shape``, and that its last ``dense`` dimensions are contiguous. Its other strides
+        must be multiples of 16 bytes if ``aligned``, and must not overlap if ``written``."""
         check_dtype(name, tensor, dtypes)
         check_same_device(name, tensor, self.q)
         if differ(tensor.shape, shape):
@@ -120,7 +120,7 @@ class Call:
         use_qk_l2norm: bool,
         enable_pdl: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch. Returns the output and the state."""
+        """Run the operation. Returns the output and the state."""
         given, shape = out, tuple(self.v.shape)
         if given is not None and given.dtype in OUTPUT_DTYPES and given.dtype != self.q.dtype:
             output("output", given, shape, OUTPUT_DTYPES, like=self.q)

@@ -20,7 +20,7 @@ BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Arguments(NamedTuple):
-    """The tensors of gated_delta_rule_mtp(); ``k_major``: a head's state is [K, V]."""
+    """The arguments of gated_delta_rule_mtp(); ``k_major``: a head's state is [K, V]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -112,13 +112,13 @@ def _bind(arguments: Arguments, _plan: Plan) -> dict[str, Any]:
 
 
 def _head_gap(states: torch.Tensor) -> int:
-    """Elements from the end of a head's state to that of the next head: of [..., heads, rows, columns]."""
+    """Elements between the states of neighbouring heads in a tensor [..., heads, rows, columns]."""
     heads, rows, columns = states.shape[-3:]
     return states.stride(-3) - rows * columns if heads > 1 else 0
 
 
 def _width(indices: torch.Tensor | None) -> int:
-    """Bytes of an index; 0 where there is no list of them."""
+    """Bytes of an index; 0 if there is no list of indices."""
     return 0 if indices is None else indices.element_size()
 
 

@@ -1,4 +1,4 @@
-"""What selection sees of the gated delta rule, how its kernels can be cut, and how they are launched."""
+"""Problems, tactics and specs of the gated delta rule, and the geometry of its launches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jitfp4.spec import Geometry, KernelSpec
 DTYPES = (DType.BF16, DType.F16)
 STATE_DTYPES = (DType.F32, DType.BF16)
 HEAD_DIMS = (128, 64)
-VALUE_DIMS = {128: (128, 256), 64: (64,)}  # by head_dim; those that differ from it for float32 states only
+VALUE_DIMS = {128: (128, 256), 64: (64,)}  # by head_dim; those that differ from head_dim only for float32 states
 MAX_TOKENS = (4, 16)
 MAX_CHUNK = (8, 16)
-CHUNK_ROWS = 16  # of a state, in a warp of the chunkwise kernel
-AHEAD_GRAIN = 4  # heads that one CTA brings into L2
+CHUNK_ROWS = 16  # rows of a state that a warp of the chunkwise kernel takes
+AHEAD_GRAIN = 4  # heads that one CTA prefetches into L2
 _ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
 _MAX_GRID_Y = 65535
 
@@ -32,11 +32,11 @@ class StateLayout(StrEnum):
 
 
 class Problem(NamedTuple):
-    """What selection depends on.
+    """The properties of a call that selection depends on.
 
     A head's state has ``value_dim`` rows (V) of ``head_dim`` columns (K). ``store_steps``: the state after every token
-    is kept; ``step_slots``: in slots that the caller chose, which may be one and the same. ``general``: V differs from
-    K, a or b is float32, or heads of a slot are apart.
+    is stored; ``step_slots``: in slots that the caller chose, which may be equal. ``general``: V differs from K, a or b
+    is float32, or there are gaps between the heads of a slot.
     """
 
     dtype: DType
@@ -59,8 +59,8 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WalkTactic:
-    """How the kernel that walks over the tokens is cut: fields of its Spec, and the most CTAs that an SM takes, 0 for
-    as many as fit.
+    """Fields of WalkSpec, the kernel that takes tokens one by one, and the most CTAs that run on an SM; 0 for as many
+    as fit.
     """
 
     tile_v: int
@@ -75,7 +75,7 @@ class WalkTactic:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTactic:
-    """How the chunkwise kernel is cut: fields of its ChunkSpec."""
+    """Fields of ChunkSpec, the chunkwise kernel."""
 
     warps: int
     ahead: int = 0
@@ -85,11 +85,11 @@ class ChunkTactic:
 class WalkSpec(KernelSpec):
     """A CTA of ``warps`` warps takes ``tile_v`` rows of a state; a lane holds ``ilp_rows`` at a time.
 
-    A ``general`` kernel learns from its parameters the types of a and b and how far heads of a slot are apart.
-    ``max_tokens`` bounds the tokens of a call; ``use_smem_v`` stages v in shared memory instead of in registers;
-    ``store_steps`` is for calls that keep the state after every token; ``keep_state`` leaves the final state in L2,
-    from where the next call reads it, and has everything else leave first; ``bulk_stores`` has the copy engine write
-    the states, a warp's rows at a time; ``ahead`` heads are brought into L2 in one burst, before their CTAs load them.
+    ``general``: parameters of the kernel say the types of a and b and the gaps between heads of a slot. ``max_tokens``
+    bounds the tokens of a call. ``use_smem_v``: v is staged in shared memory instead of registers. ``store_steps``: the
+    state after every token is stored. ``keep_state``: the final state stays in L2 for the next call, and all other data
+    is evicted first. ``bulk_stores``: the copy engine writes the states, a warp's rows at a time. ``ahead``: the states
+    of so many heads are prefetched into L2 in one burst, before their CTAs load them; 0 for none.
     """
 
     dtype: DType
@@ -123,12 +123,12 @@ class WalkSpec(KernelSpec):
         if self.state_layout is StateLayout.KV and (self.state_dtype is not DType.F32 or self.ilp_rows % 4):
             raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
         if self.state_layout is StateLayout.KV and self.bulk_stores:
-            raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are no piece of memory")
+            raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are not contiguous")
         _require_grain(self.ahead)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: k and q, outputs, gates and step offsets, staged v, states that leave."""
+        """Shared memory of a CTA in bytes: k and q, outputs, gates and step offsets, staged v, buffers of states."""
         token = 2 * 4 * self.head_dim + 2 * self.tile_v + (16 if self.store_steps else 8)
         token += 4 * self.tile_v if self.use_smem_v else 0
         warp_rows = _ROWS_OF_WARP * self.ilp_rows * self.head_dim * (4 if self.state_dtype is DType.F32 else 2)
@@ -156,12 +156,12 @@ class ChunkSpec(KernelSpec):
 
     @property
     def tile_v(self) -> int:
-        """Rows of a state that a CTA takes."""
+        """Rows of a state that a CTA owns."""
         return CHUNK_ROWS * self.warps
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: k and q, factors between tokens, gates."""
+        """Shared memory of a CTA in bytes: k and q, factors between tokens, gates."""
         tokens, padding = self.max_tokens, 16 if self.state_dtype is DType.F32 else 4
         floats_of_token = 2 * (self.head_dim + padding) + 2 * tokens + 2 * 2 + (tokens + 1) + 2
         return 4 * tokens * floats_of_token
@@ -194,14 +194,14 @@ def walk_spec(problem: Problem, tactic: WalkTactic) -> WalkSpec:
         general=problem.general,
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
-        max_tokens=_bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # few builds of what is rare
+        max_tokens=_bound(problem, MAX_TOKENS[-1:] if problem.general else MAX_TOKENS),  # rare: fewer builds
         store_steps=problem.store_steps,
         **cut,
     )
 
 
 def walk_rejects(problem: Problem, tactic: WalkTactic, arch: Arch) -> str | None:
-    """Bulk stores and bursts need a copy engine; bulk stores keep no order, which slots that coincide ask for."""
+    """Bulk stores and bursts need a copy engine. Bulk stores keep no order, but equal slots need one."""
     if not arch.has_tma and (tactic.bulk_stores or tactic.ahead):
         return "the GPU has no copy engine"
     if tactic.bulk_stores and problem.step_slots:
@@ -229,7 +229,7 @@ def chunk_spec(problem: Problem, tactic: ChunkTactic) -> ChunkSpec:
 
 def chunk_rejects(problem: Problem, tactic: ChunkTactic, arch: Arch) -> str | None:
     if problem.store_steps or problem.state_layout is not StateLayout.VK:
-        return "it takes [V, K] states whose steps are not kept"
+        return "it takes [V, K] states, and does not store the states of steps"
     if not arch.has_tma and tactic.ahead:
         return "the GPU has no copy engine"
     try:
@@ -248,15 +248,15 @@ def chunk_geometry(problem: Problem, tactic: ChunkTactic, _arch: Arch) -> Geomet
 
 
 def share_of_sm(arch: Arch, ctas_per_sm: int) -> int:
-    """So much shared memory that no more CTAs than ``ctas_per_sm`` fit; 0 for no bound.
+    """The shared memory of a CTA, in bytes, with which at most ``ctas_per_sm`` CTAs fit on an SM; 0 for no bound.
 
-    With few, what is being written at a time stays close together, which DRAM rewards.
+    With fewer CTAs, the addresses written at a time are closer together, which makes DRAM faster.
     """
     return arch.shared_of(ctas_per_sm) if ctas_per_sm else 0
 
 
 def _geometry(problem: Problem, spec: WalkSpec | ChunkSpec, least_shared_bytes: int) -> Geometry:
-    """``value_dim / tile_v`` CTAs for each value head; requests along y and, past the limit of y, z."""
+    """``value_dim / tile_v`` CTAs for each value head along x; requests along y and, beyond the limit of y, z."""
     grid_y = min(problem.batch, _MAX_GRID_Y)
     grid = (problem.value_heads * (spec.value_dim // spec.tile_v), grid_y, ceil_div(problem.batch, grid_y))
     shared_bytes = max(spec.shared_bytes, least_shared_bytes)

@@ -1,7 +1,7 @@
-"""Which tactic a call of the gated delta rule gets, and the problems that meet every row.
+"""The tactics for calls of the gated delta rule, and the problems that reach every row.
 
-512 float32 states of 64 KiB stay in an L2 of 50 MB. What loads and stores without arithmetic reach is measured in
-bench/results/h200/gdn_ceiling.csv.
+512 float32 states of 64 KiB fit in an L2 cache of 50 MB. The speed of the same loads and stores without arithmetic is
+in bench/results/h200/gdn_ceiling.csv.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Tactic = WalkTactic | ChunkTactic
 
 
 def _rows(*rows: tuple[int, int | None, Tactic], **when: Any) -> Iterator[Row[Tactic]]:
-    """Rows of (tokens at most, value heads in the batch at most, tactic).
+    """Rows of (most tokens, most value heads in the batch, tactic).
 
-    Behind each tactic comes what is left of it where bulk stores, and then bursts, are not to be had.
+    Each tactic is followed by the same without bulk stores, and without prefetches, for problems and GPUs that cannot
+    have them.
     """
     for tokens, heads, tactic in rows:
         limits = {"tokens": tokens} | ({} if heads is None else {"heads": heads})
@@ -103,7 +104,7 @@ TABLE = Table(
     measured="h200/gdn_search.csv",
 )
 
-# Rows of a tile and of a lane, warps.
+# tile_v, ilp_rows, warps
 _CUTS = (
     (8, 1, 2),
     (16, 1, 4),
@@ -121,7 +122,7 @@ _AHEAD = (0, 32, 48, 96)
 
 
 def _walk_tactics() -> Iterator[WalkTactic]:
-    """Small batches live in L2, large ones are bound by memory, and kept states by writing."""
+    """Tactics for small batches, whose states fit in L2, for large ones, which memory bounds, and for stored steps."""
     yield from (row.tactic for row in TABLE.rows if isinstance(row.tactic, WalkTactic))
     for cut in _CUTS:
         for bulk_stores, keep_state in product((False, True), (False, True)):
@@ -137,7 +138,7 @@ CHUNK_TACTICS = tuple(ChunkTactic(warps, ahead) for warps, ahead in product((2, 
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
-    """Some that fall into each row of the table, in each dtype."""
+    """Problems that reach each row of the table, in each dtype."""
     tokens = sorted({row.when["tokens"] for row in TABLE.rows} | set(MAX_TOKENS) | set(MAX_CHUNK))
     heads = sorted({row.when.get("heads", 4096) for row in TABLE.rows})
     steps = ((True, False), (True, True), (False, False))

@@ -30,22 +30,22 @@ def prepare_fp4_weight(
     block_size: int = 16,
     sf_layout: SfLayout = SfLayout.layout_128x4,
 ) -> Fp4Weight:
-    """Bring an FP4 weight into the order in which the kernels read it. Done once, when a model is loaded.
+    """Bring an FP4 weight into the order in which the kernels read it; to be done once, when a model is loaded.
 
     Args:
         weight: codes [n, k / 2], uint8 or float4_e2m1fn_x2, contiguous, element 2j in the low nibble of byte j, as
-            nvfp4_quantize() and mxfp4_quantize() give them; n a multiple of 8, k of 32. A weight that is prepared
-            already is returned as it is, without scales.
-        scales: its block scales in ``sf_layout``, on the same device: E4M3 for blocks of 16, UE8M0 for 32; uint8 is
-            taken too. [n, k / block_size] padded as SfLayout.shape() says, or flat.
+            nvfp4_quantize() and mxfp4_quantize() return them; n a multiple of 8, k of 32. A weight that is already
+            prepared, given without scales, is returned unchanged.
+        scales: its block scales in ``sf_layout``, on the same device: E4M3 for blocks of 16, UE8M0 for 32, or the same
+            bytes as uint8. [n, k / block_size] padded as by SfLayout.shape(), or flat.
         block_size: 16 for NVFP4, 32 for MXFP4.
         sf_layout: layout of ``scales``.
     Returns:
-        The weight on the same device, for every number of rows of activations; see Fp4Weight. Its memory is that of
-        codes and scales, n rounded up to 64 and k to 128. Save Fp4Weight.tensors() with safetensors, and give what was
-        loaded to Fp4Weight.from_tensors().
+        The weight on the same device, for any number of rows of activations; see Fp4Weight. It takes as much memory as
+        codes and scales, with n rounded up to a multiple of 64 and k to one of 128. Save Fp4Weight.tensors() with
+        safetensors, and pass the loaded tensors to Fp4Weight.from_tensors().
     Numerics:
-        Exact, but for MXFP4 blocks whose scale is less than 2^-28 of the largest of their row: they become zero.
+        Exact, except that MXFP4 blocks become zero if their scale is less than 2^-28 of the largest scale in their row.
     Raises:
         ArgumentError, ArgumentTypeError
     """
@@ -95,9 +95,9 @@ def mm_bf16_fp4(
             copied.
         weight: [n, k], from prepare_fp4_weight(), on a's device. It must be complete when the call is made: with
             programmatic dependent launch the kernel reads it while its predecessor still runs.
-        alpha: one float32 on a's device, what the product is multiplied by: the weight's global *decode* scale. Read on
-            the device only. None means 1.
-        bias: [n] of the output's dtype, contiguous, 16-byte aligned, added last. None means none.
+        alpha: one float32 on a's device, a factor of the product: the weight's global *decode* scale. Read on the
+            device only. None means 1.
+        bias: [n] of the output's dtype, contiguous, 16-byte aligned, added last. None means no bias.
         out_dtype: torch.bfloat16 or torch.float16; None means a's dtype, or out's.
         out: [..., n] to fill in place, on a's device, 16-byte aligned; elements of a row adjacent, rows at multiples of
             16 bytes; sharing no memory with another argument. Allocated when None.
@@ -106,8 +106,8 @@ def mm_bf16_fp4(
         [..., n] in ``out_dtype``.
     Numerics:
         ``round(alpha * sum over k of a[m, k] * weight[n, k] + bias[n])``. Weights and products are exact, sums and the
-        rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends on shapes and
-        on the GPU, never on chance: equal calls give equal bits.
+        rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends only on the
+        shapes and the GPU: equal calls give equal bits.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

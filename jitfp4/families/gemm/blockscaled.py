@@ -1,4 +1,4 @@
-"""Products of two FP4 matrices on the tensor cores of the sm_100 family: how they can be cut, and how launched."""
+"""Products of two FP4 matrices on the tensor cores of the sm_100 family: tactics, specs and geometry of launches."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 NARROW_NS, WIDE_NS = (8, 16, 32), (64, 128, 192, 256)
 _TILE_ROWS = 128  # left rows of a CTA, and rows of a 128x4 block of scales, an "atom"
-_SLICE_BYTES = 128  # of one row of a slice: 256 codes
+_SLICE_BYTES = 128  # one row of a slice: 256 codes
 _ATOM_BYTES = 512  # 128 rows by four scales
-_SHARED_BYTES = 232448  # of a CTA
-_WRITERS = 4  # warps
-_SUMS_COLUMNS = 464  # of tensor memory, for two images of the sums of a tile
+_SHARED_BYTES = 232448  # that a CTA may have
+_WRITERS = 4  # warps that write tiles of the output
+_SUMS_COLUMNS = 464  # columns of tensor memory for two images of the sums of a tile
 _STAGES = range(2, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScaledSpec(KernelSpec):
-    """A tile is 128 * ``ctas`` rows of the left operand by ``tile_n`` of the right one.
+    """A tile is 128 * ``ctas`` rows of the left operand by ``tile_n`` rows of the right one.
 
-    The left operand is a, or with ``swap_ab`` b. ``stages`` slices of 256 columns are in flight. With ``tma_store``
-    tiles go out through shared memory, else from registers.
+    The left operand is a, or b with ``swap_ab``. ``stages`` slices of 256 columns are in flight. With ``tma_store``,
+    tiles of the output are written through shared memory, else from registers.
     """
 
     format: BlockFormat
@@ -58,7 +58,7 @@ class BlockScaledSpec(KernelSpec):
 
     @property
     def load_shape(self) -> str:
-        """How a warp loads tensor memory: rows, or fragments of 8 x 8 that it transposes."""
+        """The shape in which a warp loads tensor memory: rows, or fragments of 8 x 8, which it transposes."""
         return f"16x256b.x{self.part_n // 8}" if self.swap_ab else f"32x32b.x{self.part_n}"
 
     @property
@@ -67,51 +67,54 @@ class BlockScaledSpec(KernelSpec):
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes that a slice of both operands takes in the shared memory of a CTA."""
+        """Bytes of a slice of both operands in the shared memory of a CTA."""
         return (_TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
 
     @property
     def pieces(self) -> int:
-        """Number of copies that bring the scales of a step."""
+        """The number of copies in which the scales of a step are loaded."""
         return 1
 
     @property
     def scale_atoms(self) -> int:
-        """Atoms of 128 rows by 4 scales that such a copy brings, along the columns."""
+        """Atoms of 128 rows by 4 scales in one of these copies, along the columns."""
         return self.step // (4 * self.format.block * self.pieces)
 
     @property
     def scale_words(self) -> int:
-        """The same in words of 8 bytes: elements of a row of the box that is copied."""
+        """The same in words of 8 bytes, which are the elements of a row of the copied box."""
         return _ATOM_BYTES // 8 * self.scale_atoms
 
     @property
     def atoms(self) -> int:
-        """Atoms along the rows of both operands, in a CTA: one of the left, and all that a tile has of the right."""
+        """Atoms along the rows of both operands in a CTA: one of the left operand, and all of the tile's right one."""
         return 1 + ceil_div(self.tile_n, _TILE_ROWS)
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage of the ring of operands, with its two barriers."""
+        """Shared memory of a stage of the ring of operands with its two barriers, in bytes."""
         return self.slice_bytes + 16
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses."""
+        """Shared memory of a CTA, in bytes."""
         out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
-        barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of them: images that overlap share one
+        barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
         return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
 
     @property
     def scale_bytes(self) -> int:
-        """Shared memory of a separate ring for scales, with its barriers."""
+        """Shared memory of a separate ring for scales with its barriers, in bytes."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class K64Spec(BlockScaledSpec):
-    """Instructions of 64 columns. A stage holds a slice and its scales. ``prefetch``: to L2, ``stages`` steps ahead."""
+    """Instructions of 64 columns. A stage holds a slice and its scales.
+
+    With ``prefetch``, operands are prefetched into L2, ``stages`` steps ahead of their copies.
+    """
 
     prefetch: bool
 
@@ -133,7 +136,7 @@ class K64Spec(BlockScaledSpec):
 class K96Spec(BlockScaledSpec):
     """Instructions of 96 columns, which may begin in one slice and end in the next.
 
-    Scales have a ring of their own, of ``scale_stages`` stages.
+    Scales have a separate ring of ``scale_stages`` stages.
     """
 
     scale_stages: int
@@ -158,7 +161,7 @@ class K96Spec(BlockScaledSpec):
 
 @dataclass(frozen=True, slots=True)
 class K64Tactic:
-    """Fields of the kernel's Spec."""
+    """The tunable fields of K64Spec."""
 
     tile_n: int
     ctas: int
@@ -170,7 +173,7 @@ class K64Tactic:
 
 @dataclass(frozen=True, slots=True)
 class K96Tactic:
-    """Fields of the kernel's Spec."""
+    """The tunable fields of K96Spec."""
 
     tile_n: int
     ctas: int
@@ -184,17 +187,17 @@ Tactic = K64Tactic | K96Tactic
 
 
 def specialise(problem: Fp4Problem, tactic: Tactic) -> K64Spec | K96Spec:
-    """The kernel that a tactic makes for a problem."""
+    """The spec of a tactic for a problem."""
     kind = K64Spec if isinstance(tactic, K64Tactic) else K96Spec
     return kind(format=problem.format, out_dtype=problem.out_dtype, **asdict(tactic))
 
 
 def sides(problem: Fp4Problem, tactic: Tactic) -> tuple[int, int]:
-    """Rows of the left and of the right operand."""
+    """The numbers of rows of the left and of the right operand."""
     return (problem.n, problem.m) if tactic.swap_ab else (problem.m, problem.n)
 
 
-# ---- what is legal ---------------------------------------------------------------------------------------------------
+# ---- legal tactics ---------------------------------------------------------------------------------------------------
 
 
 def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
@@ -203,17 +206,17 @@ def rejects(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
-    """What the GPU lacks, or why the operands do not fit a tactic."""
+    """The feature that the GPU lacks for a tactic, or the reason why the operands do not fit it."""
     archs = ("sm_103a",) if isinstance(tactic, K96Tactic) else ("sm_100a", "sm_103a")
     if arch.name not in archs:
         return f"its products are instructions of {' and '.join(archs)}"
     if problem.a_layout is not SfLayout.layout_128x4:
-        return "scales go to tensor memory as they lie, in the layout 128x4"
+        return "scales are copied to tensor memory in the layout 128x4"
     if tactic.tile_n % 16 and (tactic.ctas == 2 or isinstance(tactic, K96Tactic)):
         return "pairs, and products of 96 columns, take multiples of 16 rows of the right operand"
     step = 64 if isinstance(tactic, K64Tactic) else 4 * problem.format.block
     if problem.k % step:
-        return f"its last product would meet scales behind the last column, which may be NaN: k % {step} == 0"
+        return f"its last product would use scales beyond the last column, which may be NaN: k % {step} == 0"
     needed = specialise(problem, tactic).shared_bytes
     if needed > arch.shared_bytes:
         return f"its {tactic.stages} stages need {needed} bytes of shared memory, a CTA has {arch.shared_bytes}"
@@ -221,14 +224,14 @@ def _lacks(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
-    """Why a tactic is not worth it for a problem, or has no code for it."""
+    """Why a tactic would be a waste for a problem, or has no code for it."""
     left, right = sides(problem, tactic)
     if tactic.tile_n in NARROW_NS and not tactic.swap_ab:
         return "tiles of fewer than 64 columns are written only by the epilogue of swap_ab"
     if tactic.tile_n in NARROW_NS and right > tactic.tile_n:
-        return f"tiles of {tactic.tile_n} columns begin within a word of scales: there may be one only"
+        return f"tiles of {tactic.tile_n} columns begin within a word of scales, so that there can be only one"
     if tactic.swap_ab and not tactic.tma_store:
-        return "with swap_ab a thread has columns of out, which only a tensor map stores well"
+        return "with swap_ab a thread has columns of out, which only a copy by a tensor map stores well"
     if tactic.ctas == 2 and left <= _TILE_ROWS:
         return "one CTA of each pair would have nothing to do"
     if tactic.tile_n > (NARROW_NS if tactic.swap_ab else WIDE_NS)[0] and 2 * right <= tactic.tile_n:
@@ -239,7 +242,7 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 
 
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """A persistent grid: as many clusters as there are tiles, and no more than the GPU runs at once."""
+    """A persistent grid: one cluster for each tile, but no more clusters than the GPU runs at once."""
     clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
     spec, grid = specialise(problem, tactic), (clusters * tactic.ctas, 1, 1)
     return Geometry(grid, block=(spec.threads, 1, 1), cluster=(tactic.ctas, 1, 1), shared_bytes=spec.shared_bytes)
@@ -251,16 +254,16 @@ def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
     return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
 
 
-# ---- what is worth trying --------------------------------------------------------------------------------------------
+# ---- all tactics -----------------------------------------------------------------------------------------------------
 
 
 def _most(spec: BlockScaledSpec, ring: str) -> int:
-    """The most stages of a ring that shared memory has room for."""
+    """The most stages of a ring that fit in shared memory."""
     return max(n for n in _STAGES if replace(spec, **{ring: n}).shared_bytes <= _SHARED_BYTES)  # type: ignore[arg-type]
 
 
 def _tactics() -> Iterator[Tactic]:
-    """Every cut, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
+    """Every tactic, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
     for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
         if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
             continue

@@ -1,4 +1,4 @@
-"""The kernels of mm_fp4 for the sm_100 family: what they take."""
+"""The kernels of mm_fp4 for the sm_100 family, and their parameters."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 
 
 def _atoms(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Scales in 128x4 as 8-byte words, the 64 of an atom behind each other: [rows / 128, 64 * cols / 4]."""
+    """Scales in 128x4 as 8-byte words, where the 64 words of an atom are adjacent: [rows / 128, 64 * cols / 4]."""
     padded_rows, padded_cols = SfLayout.layout_128x4.shape(rows, cols)
     return scales.view(-1).view(torch.int64).view(padded_rows // 128, padded_cols * 128 // 8)
 

@@ -1,12 +1,12 @@
-"""A model of what a product costs on the sm_100 family, from which selection takes the cheapest cut.
+"""A model of the time of a product on the sm_100 family, from which selection takes the fastest tactic.
 
-Nothing here was measured: no GPU of the family was at hand. The constants are assumptions of the right size, the same
-for every cut, and only the order of two results means anything. A call is waves of tiles, and a tile takes as long as
-its products or its copies, whichever is longer:
+Nothing in it is measured: no GPU of the family was available. The constants are assumptions of the right magnitude, the
+same for every tactic, so that only the order of two results means anything. A call is waves of tiles, and a tile takes
+as long as its products or its copies, whichever take longer:
 
 - an instruction of 128 rows by N takes N / 2 clocks, whether it multiplies 64 or 96 columns;
 - copies arrive at the rate of L2 or, if that is less, at bytes in flight divided by the latency;
-- the whole call takes no less than its operands and its output take from memory.
+- the whole call takes at least the time in which memory moves its operands and its output.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jitfp4.layouts import ceil_div
 if TYPE_CHECKING:
     from jitfp4.families.gemm.fp4_problem import Fp4Problem
 
-_L2_RATE = 64  # bytes a clock, to an SM
-_MEMORY_RATE = 4200  # bytes a clock, to all
+_L2_RATE = 64  # bytes per clock, to one SM
+_MEMORY_RATE = 4200  # bytes per clock, to all SMs
 _LATENCY = 1000  # clocks of a copy
 _TILE_ROWS = 128
 
 
 class Estimate(NamedTuple):
-    """What the model says of a tactic: counts, bytes and clocks."""
+    """The result of the model for a tactic: counts, bytes and clocks."""
 
     tiles: int
     waves: int
@@ -55,28 +55,30 @@ def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
     block = problem.format.block
     number = tiles(problem, tactic)
     waves = ceil_div(number, arch.num_sms // tactic.ctas)
-    rows = min(left, _TILE_ROWS) + min(right, tactic.tile_n // tactic.ctas)  # what is outside of the matrix is not read
+    rows = min(left, _TILE_ROWS) + min(right, tactic.tile_n // tactic.ctas)  # rows outside of the matrix are not read
     scale_rows = spec.atoms * _TILE_ROWS
     tile_bytes = rows * problem.k / 2 + scale_rows * problem.k / block
     in_flight = tactic.stages * (spec.slice_bytes * rows // (_TILE_ROWS + tactic.tile_n // tactic.ctas))
     products = ceil_div(problem.k, spec.products) * tactic.tile_n / 2
     copies = tile_bytes / min(_L2_RATE, in_flight / _LATENCY) + _LATENCY
     moved = (problem.m + problem.n) * problem.k * (1 / 2 + 1 / block) + 2 * problem.m * problem.n
-    written = min(left, _TILE_ROWS) * min(right, tactic.tile_n) * 2 / _L2_RATE  # after the last tile, nothing hides it
+    written = (
+        min(left, _TILE_ROWS) * min(right, tactic.tile_n) * 2 / _L2_RATE
+    )  # by the last tile, when nothing else runs
     clocks = max(waves * max(products, copies), moved / _MEMORY_RATE) + written
     return Estimate(number, waves, tactic.stages, in_flight, products, copies, clocks)
 
 
-# Few, so that all can be built ahead; a tuner tries the others too. Each is tile_n, ctas, swap_ab.
+# Only a few tactics, so that all can be built ahead of time; a tuner tries others too. Each is tile_n, ctas, swap_ab.
 _WIDE = ((256, 2, False), (128, 2, False), (128, 1, False))
 _NARROW = ((64, 1, False), (64, 1, True), (32, 1, True), (16, 1, True), (8, 1, True))
 _plain: dict[tuple[type, tuple[int, int, bool]], Tactic] = {
     (type(tactic), (tactic.tile_n, tactic.ctas, tactic.swap_ab)): tactic
-    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # so that the first of each stays: it has no prefetch
+    for tactic in reversed(K96_TACTICS + K64_TACTICS)  # so that the first of equal keys is kept, which has no prefetch
     if tactic.tma_store
 }
-# PTX lists products of 96 columns for pairs of CTAs only; CUTLASS uses them for one CTA too. A tactic may do that, but
-# none that is selected does.
+# PTX lists products of 96 columns only for pairs of CTAs; CUTLASS uses them for single CTAs too. Some tactics do that,
+# but none that selection returns.
 SELECTABLE = (
     *(_plain[K96Tactic, cut] for cut in _WIDE if cut[1] == 2),
     *(_plain[K64Tactic, cut] for cut in _WIDE + _NARROW),
@@ -85,7 +87,7 @@ SELECTABLE = (
 
 @functools.lru_cache(maxsize=4096)  # several rows of a table ask for the same problem
 def cheapest(problem: Fp4Problem, arch: Arch) -> Tactic | None:
-    """The cheapest of SELECTABLE that can run the problem, by the model; of equals, the one with fewer products."""
+    """The tactic of SELECTABLE that the model finds fastest for a problem; of equal ones, that with faster products."""
 
     def cost(tactic: Tactic) -> tuple[float, float]:
         figures = estimate(problem, tactic, arch)

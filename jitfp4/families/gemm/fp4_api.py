@@ -19,7 +19,7 @@ from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_device, check_dtype, check_same_device
 
 BACKENDS = ("auto", "cudnn", "trtllm", "cutlass", "cute-dsl", "b12x")
-_SHUFFLED_ROWS = 128  # of which a shuffled b has a multiple
+_SHUFFLED_ROWS = 128  # the rows of a shuffled b are a multiple of it
 
 
 @public
@@ -43,39 +43,39 @@ def mm_fp4(
 
     Args:
         a: codes [m, k / 2], uint8 or float4_e2m1fn_x2, element 2j in the low nibble of byte j, as nvfp4_quantize() and
-            mxfp4_quantize() give them; k a multiple of 32. 16-byte aligned, bytes of a row adjacent, rows at multiples
-            of 16 bytes.
+            mxfp4_quantize() return them; k a multiple of 32. 16-byte aligned, bytes of a row adjacent, rows at
+            multiples of 16 bytes.
         b: codes [k / 2, n], the transpose ``b_fp4.T`` of a matrix [n, k / 2] like a; n a multiple of 8.
         a_descale: block scales of a in the 128x4 layout, contiguous, 16-byte aligned: E4M3 for blocks of 16, UE8M0 for
-            32; uint8 is taken too. [m, k / block_size] padded as SfLayout.shape() says, or flat. What padding holds
-            does not matter.
+            32, or the same bytes as uint8. [m, k / block_size] padded as by SfLayout.shape(), or flat. Values in the
+            padding have no effect.
         b_descale: block scales of b likewise, always in 128x4: the transpose ``b_sf.T``, or flat.
-        alpha: one float32 on a's device, what the product is multiplied by: for NVFP4 the *decode* factor, the inverse
-            of the product of both global encode scales. Read on the device only. None means 1.
+        alpha: one float32 on a's device, a factor of the product: for NVFP4 the *decode* factor, the inverse of the
+            product of both global encode scales. Read on the device only. None means 1.
         out_dtype: torch.bfloat16 or torch.float16.
         out: [m, n] of out_dtype to fill in place, on a's device, 16-byte aligned; elements of a row adjacent, rows at
             multiples of 16 bytes; sharing no memory with another argument. Allocated when None.
         block_size: 16 with NVFP4, 32 with MXFP4.
         use_8x4_sf_layout: whether a_descale is in the 8x4 layout.
-        backend: "auto", or a name of FlashInfer's: cudnn, trtllm, cutlass, cute-dsl, b12x. All are the same kernels of
-            jitfp4, and what only the library of a name does not support is supported. Only "trtllm" changes what is
-            expected, as it does there. Then b and b_descale are shuffled (do_shuffle=True, or shuffle_matrix_a() and
-            shuffle_matrix_sf_a() with a tile of 128), n is a multiple of 128, and the result is put in order by a copy.
+        backend: "auto", or a name of FlashInfer's: cudnn, trtllm, cutlass, cute-dsl, b12x. All run the same kernels of
+            jitfp4, without the limits of the named library. Only "trtllm" changes the inputs, as in FlashInfer: b and
+            b_descale are shuffled (do_shuffle=True, or shuffle_matrix_a() and shuffle_matrix_sf_a() with a tile of
+            128), n is a multiple of 128, and the result is put in order by a copy.
         use_nvfp4: False for MXFP4.
         enable_pdl: programmatic dependent launch; True and None mean wherever the GPU has it.
-        skip_check: accepted and without effect: checks protect memory, and repeated calls do not pay for them.
+        skip_check: accepted, without effect: checks protect memory, and repeated calls do not repeat them.
     Returns:
         [m, n] in ``out_dtype``.
     Numerics:
-        ``round(alpha * sum over k of a[m, k] * b[k, n])``, where an element is its code times its block's scale, whose
-        sign does not count. Elements and products are exact, sums and alpha float32;
-        ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends on shapes and on the GPU,
-        never on chance: equal calls give equal bits. MXFP4 elements of 2^128 or more may count as infinite.
+        ``round(alpha * sum over k of a[m, k] * b[k, n])``, where an element is its code times its block's scale; the
+        sign of a scale is ignored. Elements and products are exact, sums and alpha float32;
+        ``jitfp4.reference.gemm.error_bound`` bounds the error. The order of a sum depends only on the shapes and the
+        GPU: equal calls give equal bits. MXFP4 elements of 2^128 or more may count as infinite.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
 
-    ``mm_fp4.is_backend_supported(backend, cc)`` says whether a backend's name is known and the compute capability, such
-    as 100, one that jitfp4 has kernels for.
+    ``mm_fp4.is_backend_supported(backend, cc)`` says whether the backend's name is known, and whether jitfp4 has
+    kernels for the compute capability, such as 100.
     """
     block = NVFP4.block if use_nvfp4 else MXFP4.block
     if backend not in BACKENDS:
@@ -110,13 +110,13 @@ def mm_fp4(
             enable_pdl=enable_pdl,
         )
     )
-    if is_shuffled:  # which took row 4 i + j of 32 to 8 j + i
+    if is_shuffled:  # the shuffle moved row 4 i + j of 32 to 8 j + i
         result.unflatten(-1, (-1, 8, 4)).copy_(product.unflatten(-1, (-1, 4, 8)).transpose(-1, -2))
     return result
 
 
 def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes [m, k / 2] of a and [n, k / 2] of b's transpose."""
+    """The bytes of a, [m, k / 2], and of b's transpose, [n, k / 2], after checks."""
     for name, codes, shape in (("a", a, "[m, k / 2]"), ("b", b, "[k / 2, n]")):
         check_dtype(name, codes, CODE_DTYPES)
         check_device(name, codes)
@@ -137,7 +137,7 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _scales(name: str, scales: torch.Tensor, shape: tuple[int, int], block: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of block scales that were given in ``shape``, those of b transposed, or flat."""
+    """The bytes of block scales, which must be of ``shape`` (those of b of its transpose) or flat."""
     check_dtype(name, scales, SCALE_DTYPES[block])
     check_same_device(name, scales, like)
     buffer = scales.T if name == "b_descale" and scales.dim() == 2 else scales

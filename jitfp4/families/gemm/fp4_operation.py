@@ -20,10 +20,10 @@ from jitfp4.spec import I64, Ptr
 
 
 class Arguments(NamedTuple):
-    """a [m, k / 2] and b [n, k / 2] to out [m, n]: a times the transpose of b.
+    """a [m, k / 2], b [n, k / 2] and out [m, n], which becomes a times the transpose of b.
 
-    Codes and scales are uint8. Rows of a, b and out lie at multiples of 16 bytes, their elements are neighbours. Scales
-    are contiguous: those of b in 128x4, those of a in 8x4 if ``use_8x4_sf_layout``, else in 128x4.
+    Codes and scales are uint8. Rows of a, b and out begin at multiples of 16 bytes, and their elements are adjacent.
+    Scales are contiguous: those of b in 128x4, those of a in 8x4 if ``use_8x4_sf_layout``, else in 128x4.
     """
 
     a: torch.Tensor
@@ -50,7 +50,7 @@ def _problem(arguments: Arguments) -> Fp4Problem:
 
 def _reference(arguments: Arguments) -> None:
     problem = _problem(arguments)
-    sign = 0x7F if problem.format is NVFP4 else 0xFF  # scales have none: tensor cores do not look at it
+    sign = 0x7F if problem.format is NVFP4 else 0xFF  # clears the sign of scales, which tensor cores ignore
     a = dequantize(arguments.a, arguments.a_descale & sign, problem.format, None, problem.a_layout)
     b = dequantize(arguments.b, arguments.b_descale & sign, problem.format, None, SfLayout.layout_128x4)
     arguments.out.copy_(reference.matmul(a, b, arguments.alpha, None))

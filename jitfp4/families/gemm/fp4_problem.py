@@ -1,4 +1,4 @@
-"""What selection sees of a product of two FP4 matrices, how its portable kernel can be cut, and how it is launched."""
+"""Problems of products of two FP4 matrices; tactics and spec of the portable kernel, and its launch geometry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jitfp4.spec import Geometry, KernelSpec
 
 CHUNK = 128  # columns that a group of warps takes at a time
 _ROW_BYTES = CHUNK // 2
-_SCALE_ROWS = 128  # of a tile of scales
+_SCALE_ROWS = 128  # rows of a tile of scales
 _MAX_CLUSTER = 8
 _MAX_GRID = 65535  # along y and z
 _MAX_THREADS = 1024
@@ -23,7 +23,7 @@ _WARP_TILES = (16, 32, 64)
 
 
 class Fp4Problem(NamedTuple):
-    """a [m, k] times the transpose of b [n, k], both FP4 with block scales; those of b lie in 128x4."""
+    """a [m, k] times the transpose of b [n, k], both FP4 with block scales; the scales of b are in 128x4."""
 
     format: BlockFormat
     a_layout: SfLayout  # 128x4 or 8x4
@@ -33,17 +33,17 @@ class Fp4Problem(NamedTuple):
     k: int
 
     def tiles_per_sm(self, arch: Arch) -> float:
-        """Tiles of 128 rows of a by 128 rows of b."""
+        """Tiles of 128 rows of a by 128 rows of b, for each SM."""
         return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
 
     def cheapest(self, arch: Arch) -> Tactic | None:
-        """By the model of the kernels of the sm_100 family; None where none of those that it weighs can run it."""
+        """The fastest tactic by the model of the sm_100 family; None if no selectable tactic can run the problem."""
         return cheapest(self, arch)
 
 
 @dataclass(frozen=True, slots=True)
 class PortableTactic:
-    """How the kernel is cut: fields of its Spec, and over how many CTAs of a cluster the columns are split."""
+    """The tunable fields of PortableSpec, and the number of CTAs of a cluster over which the columns are split."""
 
     tile_m: int
     tile_n: int
@@ -57,10 +57,10 @@ class PortableTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of a and ``tile_n`` rows of b, and a warp ``warp_m`` by ``warp_n`` of them.
+    """A CTA takes ``tile_m`` rows of a and ``tile_n`` rows of b; a warp takes ``warp_m`` by ``warp_n`` of them.
 
-    ``groups`` groups of warps share the columns, 128 each at a time; ``stages`` steps of that are in flight. Products
-    are of bf16, or with ``scaled_mma`` of codes and scales as they are.
+    ``groups`` groups of warps take chunks of 128 columns in turn, one chunk each in a step; ``stages`` steps are in
+    flight. Products are of bf16 or, with ``scaled_mma``, of codes with block scales.
     """
 
     format: BlockFormat
@@ -87,9 +87,9 @@ class PortableSpec(KernelSpec):
             if getattr(self, name) not in _WARP_TILES or tile % getattr(self, name):
                 raise ArgumentError(name, getattr(self, name), f"one of {_WARP_TILES} that divides {tile}")
         if self.warp_m * self.warp_n > 64 * 32:
-            raise ArgumentError("warp_n", self.warp_n, "so few that warp_m * warp_n is at most 2048: registers")
+            raise ArgumentError("warp_n", self.warp_n, "few enough for warp_m * warp_n <= 2048: registers")
         if not 0 < self.threads <= _MAX_THREADS:
-            raise ArgumentError("groups", self.groups, f"so few that threads are at most {_MAX_THREADS}")
+            raise ArgumentError("groups", self.groups, f"few enough for at most {_MAX_THREADS} threads")
 
     @property
     def threads(self) -> int:
@@ -97,7 +97,7 @@ class PortableSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
+        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
         a_rows = self.tile_m if self.a_layout is SfLayout.layout_8x4 else _SCALE_ROWS
         scales = (a_rows + _SCALE_ROWS) * CHUNK // self.format.block
         chunk = (self.tile_m + self.tile_n) * _ROW_BYTES + scales
@@ -107,7 +107,7 @@ class PortableSpec(KernelSpec):
 
 
 def specialise(problem: Fp4Problem, tactic: PortableTactic) -> PortableSpec:
-    """The kernel that a tactic makes for a problem."""
+    """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
     return PortableSpec(format=problem.format, a_layout=problem.a_layout, out_dtype=problem.out_dtype, **cut)
@@ -133,7 +133,7 @@ def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | No
 
 
 def geometry(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> Geometry:  # noqa: ARG001
-    """Grid: x over tiles of a's rows, ``split`` CTAs (a cluster) for each; y over tiles of b's rows."""
+    """Grid: x over tiles of a's rows, with a cluster of ``split`` CTAs for each; y over tiles of b's rows."""
     spec = specialise(problem, tactic)
     grid = (tactic.split * ceil_div(problem.m, spec.tile_m), ceil_div(problem.n, spec.tile_n), 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

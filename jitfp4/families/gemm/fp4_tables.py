@@ -1,4 +1,4 @@
-"""Which tactic a product of two FP4 matrices gets, and the problems that meet every row."""
+"""The tactics for products of two FP4 matrices, and the problems that reach every row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout
 from jitfp4.selection import Row, Table
 
-# Few rows of a: tiles of the output are few, so that groups of warps and CTAs of a cluster share the columns.
+# With few rows of a, the output has few tiles; then groups of warps and CTAs of a cluster share the columns of a tile.
 TABLE = Table(
     (
         Row(PortableTactic(16, 128, 16, 32, 2, 3, split=4), {"m": 16, "tiles_per_sm": 0.25}),
@@ -72,7 +72,7 @@ _BLOCKSCALED_SHAPES = (  # m and n
 
 
 def problems(arch: Arch) -> Iterator[Fp4Problem]:
-    """Few, some and many tiles of the output, for every number of rows of a that differs."""
+    """Few, some and many tiles of the output, for every number of rows of a that tables distinguish."""
     layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
     for block_format, layout, dtype in product(BlockFormat, layouts, dtypes):
         for m, load in product((16, 32, 64, 128), (0.2, 0.4, 2.0)):

@@ -1,4 +1,4 @@
-"""The operation behind mm_bf16_fp4: its arguments, its kernel, its reference."""
+"""The operation behind mm_bf16_fp4: its arguments, its kernels, its reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
 
 
 class Arguments(NamedTuple):
-    """a [m, k] and the prepared weight of n rows to out [m, n]. ``row_scale`` is there for MXFP4."""
+    """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4."""
 
     a: torch.Tensor
     data: torch.Tensor

@@ -1,4 +1,4 @@
-"""What selection sees of a product with an FP4 weight, how its kernel can be cut, and how it is launched."""
+"""Problems of products with an FP4 weight; tactics and spec of the kernel for few rows, and its launch geometry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TILE_MS = (8, 16, 32, 64)
 _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
-_ROW_BYTES = TILE_COLS * 2  # of a chunk of x
+_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
 
 
 class Problem(NamedTuple):
@@ -34,21 +34,21 @@ class Problem(NamedTuple):
     k: int
 
     def tiles_per_sm(self, arch: Arch) -> float:
-        """Tiles of 64 rows of the weight."""
+        """Tiles of 64 rows of the weight, for each SM."""
         return ceil_div(self.n, TILE_ROWS) / arch.num_sms
 
     def waves(self, arch: Arch) -> float:
-        """Of tiles of 128 rows of the weight by 256 of x, one on each SM."""
+        """Waves of tiles of 128 rows of the weight by 256 rows of x, with one tile on each SM."""
         return ceil_div(self.n, 128) * ceil_div(self.m, 256) / arch.num_sms
 
     def idle(self, arch: Arch) -> float:
-        """The share of those waves that has nothing to do."""
+        """The share of SMs without a tile in these waves."""
         return 1 - self.waves(arch) / math.ceil(self.waves(arch))
 
 
 @dataclass(frozen=True, slots=True)
 class NarrowTactic:
-    """How the kernel is cut: fields of its Spec, and over how many CTAs of a cluster the columns are split."""
+    """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split."""
 
     tile_m: int
     warp_blocks: int
@@ -62,11 +62,11 @@ class NarrowTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of x at a time and, of the weight, 16 * ``warp_blocks`` * ``row_warps`` rows.
+    """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` of them run on an SM. With ``early``, all stages of the
-    weight are asked for before x is there, and x has two stages only.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs run on an SM. With ``early``, the copies of all stages
+    of the weight are started before x is available, and x has only two stages.
     """
 
     dtype: DType
@@ -95,17 +95,17 @@ class NarrowSpec(KernelSpec):
 
     @property
     def rows(self) -> int:
-        """Of the weight, that a CTA takes."""
+        """Rows of the weight that a CTA takes."""
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
     def x_stages(self) -> int:
-        """Chunks of x that a group has room for."""
+        """Stages of a group for chunks of x."""
         return 2 if self.early else self.stages
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: the ring of stages, or the sums that take its place."""
+        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
@@ -115,7 +115,7 @@ class NarrowSpec(KernelSpec):
 
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
-    """The kernel that a tactic makes for a problem."""
+    """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
     return NarrowSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
@@ -129,7 +129,7 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
     if tactic.early and not arch.has_tma:
-        return "it needs copies that barriers count"
+        return "it needs bulk copies, which complete on barriers"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
@@ -138,7 +138,7 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:  # noqa: ARG001
-    """A cluster of CTAs shares the columns of a few rows of the weight; along z, ``tile_m`` rows of x at a time."""
+    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over rows of x."""
     spec = specialise(problem, tactic)
     grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

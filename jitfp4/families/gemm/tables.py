@@ -1,4 +1,4 @@
-"""Which tactic a product gets, and the problems that meet every row."""
+"""The tactics for products with an FP4 weight, and the problems that reach every row."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ _MOST_NARROW = 16  # rows of x
 TABLE = Table(
     (
         *rows(
-            (NarrowTactic(8, 4, 1, 16, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 2, 1, 16, 3, 1), {"tiles_per_sm": 0.5}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(8, 4, 1, 4, 2, 3, split=3), {"tiles_per_sm": 1.5}),
             (NarrowTactic(8, 4, 1, 4, 2, 4), {}),
             m=8,
         ),
         *rows(
+            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.5, "k": 4096}),
             (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 0.9}),
+            (NarrowTactic(16, 4, 2, 8, 2, 1, split=2), {"tiles_per_sm": 1.0}),
             (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 1.5}),
-            (NarrowTactic(16, 4, 2, 4, 2, 2), {}),
+            (NarrowTactic(16, 4, 2, 4, 2, 2), {"tiles_per_sm": 5.0}),
+            (NarrowTactic(16, 4, 1, 4, 2, 3), {}),
             m=16,
         ),
         *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
             (NarrowTactic(32, 4, 2, 4, 3, 1), {"tiles_per_sm": 1.5}),
             (NarrowTactic(32, 4, 2, 2, 3, 2), {}),
             m=32,
         ),
+        # the file has no case of 64 rows of x
         Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=4), {"tiles_per_sm": 0.5}),
         Row(NarrowTactic(64, 2, 4, 2, 3, 1, split=2), {"tiles_per_sm": 1.0}),
         Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
@@ -48,21 +54,14 @@ TABLE = Table(
     measured="h200/gemm_search.csv",
 )
 
-# Up to 16 rows of x, and of rows that ask for the same, the first.
+# The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Rows for small weights and for 32 rows of x were read from h200/gemm_variants.csv. Two layers of its twelve gained by
-# `early`: 2112 x 7168 and, with 16 rows of x, 4096 x 4096.
-_SMALL = (
-    Row(NarrowTactic(8, 1, 1, 8, 6, 2, early=True), {"m": 8, "tiles_per_sm": 0.25}),
-    Row(NarrowTactic(8, 4, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5, "k": 4096}),
-    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.25}),
-    Row(NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"m": 16, "tiles_per_sm": 0.5, "k": 4096}),
-)
+# Rows of gemm/wide were read from h200/gemm_variants.csv too, rows of gemm/narrow from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
-        *_SMALL,
         *reversed(_narrow.values()),
         *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 0.9}),
             (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
@@ -157,12 +156,10 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (1, 4, 2, 2, 2),
     ),
 }
-_EARLY_CUTS = {8: ((1, 1, 8, 6, 2), (2, 1, 8, 4, 2)), 16: ((1, 1, 8, 4, 2), (2, 1, 8, 2, 2))}
 _SPLITS = (1, 2, 3, 4, 6, 8)
 
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
-_early = (NarrowTactic(tile_m, *cut, early=True) for tile_m, cuts in _EARLY_CUTS.items() for cut in cuts)
-TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched, *_early)))
+TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
 
 # rows of x, groups, depth, splits
 _WIDE_CUTS = (
@@ -192,7 +189,7 @@ WIDE_TACTICS: tuple[WideTactic, ...] = tuple(dict.fromkeys((*_chosen, *_whole, *
 
 _LOADS = {  # of sm_90a
     8: (0.5,),
-    16: (0.5,),
+    16: (0.5, 0.95, 6.0),
     32: (1.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
     128: (0.5, 1.0, 1.3, 2.0),
@@ -203,8 +200,8 @@ _LOADS = {  # of sm_90a
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Few, some and many rows of the weight, for every number of rows of x that differs."""
-    loads = (0.25, 0.75, 1.25, 4.0)
+    """Few, some and many rows of the weight, for every number of rows of x that tables distinguish."""
+    loads = (0.25, 0.4, 0.75, 1.25, 4.0)
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)

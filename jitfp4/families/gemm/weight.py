@@ -3,20 +3,21 @@
 A prepared weight is a uint8 tensor of tiles, ``[ceil(n / 64), ceil(k / 128), tile_bytes]``: 64 rows by 128 columns,
 one piece of memory. Rows past n and columns past k hold zero.
 
-Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 columns. Of a step, lane ``4 g + t``
-holds the eight codes that the tensor cores want of it in one 32-bit word: columns 2 t and 2 t + 1 of row g, then of row
-g + 8; columns 2 t + 8 and 2 t + 9 of row g, then of row g + 8. The words of four steps are neighbours, then come the
-other lanes, then the other four steps. Of a pair of columns, the first has the low half of the word, and the four pairs
-share a half, so that one shift and one mask give them as bf16 (s: sign, e: exponent, m: mantissa of a pair's code)::
+Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 columns. For each step, lane ``4 g + t``
+has one 32-bit word with the eight codes that it passes to the tensor cores: columns 2 t and 2 t + 1 of row g, then of
+row g + 8; columns 2 t + 8 and 2 t + 9 of row g, then of row g + 8. The words of four steps are adjacent, then come the
+other lanes, then the other four steps. The first column of each of the four pairs is in the low half of the word, the
+second in the high half. In a half, codes are placed so that one shift and one mask turn a pair into bf16 (s: sign, e:
+exponent, m: mantissa of a pair's code)::
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
-             s  s  m  s  e  e  s  e  e  m  e  e  m  e  e  m
+    pair     0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
+             s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m
 
-Scales follow, one byte each: block by block, of each g the words of two columns of blocks: row g of both, then row
-g + 8 of both. A byte has no sign, five bits of exponent with a bias of 21 and three of mantissa: it holds every E4M3
-value but zero. A scale of zero is written as zero codes, a negative one as codes of the other sign, NaN as 0xFF.
-MXFP4's scales are relative to the largest of their row, which ``row_scale`` holds.
+Scales follow, one byte each: block after block, and for each g a word for two columns of blocks: row g of both, then
+row g + 8 of both. A byte has no sign, five bits of exponent with a bias of 21 and three bits of mantissa: it can hold
+every E4M3 magnitude except zero. A scale of zero is written as zero codes, a negative scale as codes of the opposite
+sign, NaN as 0xFF. MXFP4's scales are relative to the largest scale of their row, which ``row_scale`` holds.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Fp4Weight:
 
     Attributes:
         data: uint8 ``[ceil(n / 64), ceil(k / 128), 4608]`` (NVFP4) or ``[..., 4352]`` (MXFP4), contiguous.
-        row_scale: float32 ``[round_up(n, 64)]``, what the rows of an MXFP4 weight are multiplied by; None for NVFP4.
+        row_scale: float32 ``[round_up(n, 64)]``, a factor for each row of an MXFP4 weight; None for NVFP4.
         n, k: logical size.
-        format: of its blocks.
+        format: the format of its blocks.
     """
 
     data: torch.Tensor
@@ -89,7 +90,7 @@ class Fp4Weight:
 
     @staticmethod
     def from_tensors(named: Mapping[str, torch.Tensor]) -> Fp4Weight:
-        """The inverse of tensors(). Raises ArgumentError, naming the tensor too, where they do not fit together."""
+        """The inverse of tensors(). Raises ArgumentError, which names the tensor, if they do not fit together."""
         if not isinstance(named, Mapping):
             raise ArgumentTypeError("named", type(named).__name__, "a mapping, as tensors() gives it")
         if not {"data", "size"} <= named.keys() <= {"data", "size", "row_scale"}:
@@ -125,7 +126,7 @@ def _check_part(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tupl
 
 
 def _e4m3_byte(byte: int) -> int:
-    """The magnitude of an E4M3 byte, no zero, as a scale byte."""
+    """The magnitude of an E4M3 byte, which is not zero, as a scale byte."""
     exponent, mantissa = byte >> 3 & 15, byte & 7
     if byte & 0x7F == 0x7F:
         return _NAN
@@ -139,7 +140,7 @@ _E4M3_BYTES = [_ONE if byte & 0x7F == 0 else _e4m3_byte(byte) for byte in range(
 
 
 def _encode_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and E4M3 bytes to what a tile holds of them: no zero scale and no sign."""
+    """Codes and E4M3 bytes as a tile holds them: without zero scales and without signs of scales."""
     table = torch.tensor(_E4M3_BYTES, dtype=torch.uint8, device=scales.device)
     blocks = codes.unflatten(-1, (-1, NVFP4.block)) ^ (scales >> 7 << 3).unsqueeze(-1)
     blocks = blocks.masked_fill((scales & 0x7F == 0).unsqueeze(-1), 0)
@@ -147,7 +148,7 @@ def _encode_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
 
 
 def _encode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and UE8M0 bytes to what a tile holds of them, and to each row's scale."""
+    """Codes and UE8M0 bytes as a tile holds them, and the scale of each row."""
     blocks, bytes_ = codes.unflatten(-1, (-1, MXFP4.block)), scales.to(torch.int32)
     counts = (blocks & 7 != 0).any(-1) & (bytes_ != _UE8M0_NAN)
     top = torch.where(counts, bytes_, 0).amax(-1, keepdim=True)
@@ -168,7 +169,7 @@ def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Tiles of codes [rows, cols] (0 to 15) and scale bytes [rows, cols / block], both uint8, of whole tiles."""
+    """Pack codes [rows, cols] (0 to 15) and scale bytes [rows, cols / block], both uint8, into tiles."""
     tiles, chunks = codes.shape[0] // TILE_ROWS, codes.shape[1] // TILE_COLS
     # [tile, block, row half, g, chunk, step half, step, column half, t, parity]
     c = codes.to(torch.int16).reshape(tiles, 4, 2, 8, chunks, 2, 4, 2, 4, 2)
@@ -176,8 +177,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     c = c.permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2)
     first, second, third, fourth = c[..., 0, 0], c[..., 0, 1], c[..., 1, 0], c[..., 1, 1]
     low = (first & 3) << 6 | (second & 7) << 3 | third & 7
-    high = (first & 8) << 4 | (fourth & 8) << 3 | (fourth & 1) << 5 | (second & 8) << 1
-    high = high | (fourth & 6) << 1 | (third & 8) >> 2 | (first & 4) >> 2
+    high = (first & 8) << 4 | (third & 8) << 3 | (fourth & 8) << 2 | (second & 8) << 1
+    high = high | (fourth & 7) << 1 | (first & 4) >> 2
     code_bytes = torch.stack((low, high), -1).to(torch.uint8).reshape(tiles, chunks, CODE_BYTES)
     # [tile, block, row half, g, chunk, word, column of a word]
     s = scales.reshape(tiles, 4, 2, 8, chunks, -1, 2).permute(0, 4, 1, 3, 5, 2, 6)
@@ -191,8 +192,8 @@ def unpack(data: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor,
     low, high = halves.unbind(-1)
     first = (high & 0x80) >> 4 | (high & 1) << 2 | low >> 6
     second = (high & 0x10) >> 1 | low >> 3 & 7
-    third = (high & 2) << 2 | low & 7
-    fourth = (high & 0x40) >> 3 | (high & 0x20) >> 5 | (high & 0x0C) >> 1
+    third = (high & 0x40) >> 3 | low & 7
+    fourth = (high & 0x20) >> 2 | high >> 1 & 7
     c = torch.stack((first, second, third, fourth), -1).to(torch.uint8).unflatten(-1, (2, 2))
     codes = c.permute(0, 2, 9, 4, 1, 3, 6, 8, 5, 7).reshape(tiles * TILE_ROWS, chunks * TILE_COLS)
     s = data[..., CODE_BYTES:].reshape(tiles, chunks, 4, 8, -1, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
@@ -200,7 +201,7 @@ def unpack(data: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor,
 
 
 def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat) -> Fp4Weight:
-    """Packed codes [n, k / 2] and linear scales [n, k / block], both uint8 on one device, in the kernels' order."""
+    """The prepared weight of packed codes [n, k / 2] and linear scales [n, k / block], both uint8 on one device."""
     n, k = codes.shape[0], codes.shape[1] * 2
     cols = round_up(k, TILE_COLS)
     tiles = ceil_div(n, TILE_ROWS)

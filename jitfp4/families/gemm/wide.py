@@ -1,4 +1,4 @@
-"""The kernel for many rows of activations: how it can be cut, where it runs, and how it is launched."""
+"""The kernel for many rows of activations: its tactics, its spec, and the geometry of its launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jitfp4.spec import Geometry, KernelSpec
 
 WIDE_TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
-_SHARED_BYTES = 232448  # of a CTA
+_SHARED_BYTES = 232448  # that a CTA may have
 _MOST_SLOTS = 24
 _HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
 _BARRIERS = 16  # bytes of a slot
@@ -25,7 +25,7 @@ _MAX_CLUSTER = 8
 
 @dataclass(frozen=True, slots=True)
 class WideTactic:
-    """How the kernel is cut: the fields of its Spec."""
+    """The tunable fields of WideSpec."""
 
     tile_m: int
     groups: int
@@ -40,9 +40,9 @@ class WideTactic:
 class WideSpec(KernelSpec):
     """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
 
-    ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster those of a tile. Instead, a
-    cluster may be ``cluster`` CTAs that share rows of x, and the last tiles may be ``divided`` among all clusters.
-    Tiles follow each other in bands of ``band`` along the rows of x.
+    ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
+    Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
+    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
     """
 
     dtype: DType
@@ -70,7 +70,7 @@ class WideSpec(KernelSpec):
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
         if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
-            raise ArgumentError("groups", self.groups, "so few that shared memory has room for their sums")
+            raise ArgumentError("groups", self.groups, "few enough for their sums to fit in shared memory")
 
     @property
     def teams(self) -> int:
@@ -83,18 +83,18 @@ class WideSpec(KernelSpec):
 
     @property
     def sharers(self) -> int:
-        """Warpgroups that have sums of the same elements."""
+        """Warpgroups with partial sums of the same elements."""
         return self.split * self.depth
 
     @property
     def parts(self) -> int:
-        """Of the rows of x of a tile, each of which one sharer adds up and writes: a power of two."""
+        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer."""
         return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
     def slots(self) -> int:
-        """Half steps of x in flight: as many as shared memory has room for."""
-        counts = range(2, _MOST_SLOTS + 1, self.depth)  # warpgroups of a group have slots of their own
+        """Half steps of x in flight: as many as fit in shared memory."""
+        counts = range(2, _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
         return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
@@ -104,16 +104,16 @@ class WideSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses."""
+        """Shared memory of a CTA, in bytes."""
         return self._bytes(self.slots)
 
     @property
     def words_bytes(self) -> int:
-        """Of the workspace, before the sums: a word of each warpgroup."""
+        """Bytes of the workspace before the sums, where each warpgroup has a word."""
         return 16384
 
     def workspace_bytes(self, ctas: int) -> int:
-        """What CTAs need to leave sums for each other; 0 where they do not."""
+        """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
         return self.words_bytes + ctas * self._sums if self.divided else 0
 
     @property
@@ -135,7 +135,7 @@ def _weight_slots(slots: int) -> int:
 
 
 def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
-    """The kernel that a tactic makes for a problem."""
+    """The spec of a tactic for a problem."""
     return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
 
 
@@ -151,7 +151,7 @@ def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
-    """As many clusters as tiles; persistent ones no more than fill the GPU, divided tiles just as many."""
+    """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     spec = specialise(problem, tactic)
     width = tactic.cluster * tactic.split
     rows = TILE_ROWS * tactic.groups * tactic.cluster

@@ -36,11 +36,11 @@ def rmsnorm_fp4quant(
 
     Args:
         input: [m, h] or [b, s, h], fp16 or bf16, 16-byte aligned; h a multiple of block_size from 64 to 65536. Leading
-            dimensions count as m rows. One that is not contiguous, as a slice of a packed projection, is copied first.
+            dimensions count as m rows. If it is not contiguous, such as a slice of a packed projection, it is copied.
         weight: [h] of input's dtype.
         y_fp4, block_scale: contiguous tensors on input's device to fill in place, of the shapes below; allocated when
-            None. Buffers of dtype uint8 are taken too, float8_e8m0fnu for "ue8m0", and the 128x4 layout in its two
-            dimensions.
+            None. They may also be of dtype uint8, or float8_e8m0fnu for "ue8m0"; scales in the 128x4 layout may also
+            have two dimensions.
         global_scale: the *encode* scale, ``448 * 6 / amax(y)``: one float32 on input's device (fp16 and bf16 are
             widened), or a Python float. Read on the device only. None means 1. An error with "ue8m0".
         eps: added to the mean of squares.
@@ -91,18 +91,18 @@ def add_rmsnorm_fp4quant(
 
     Args:
         input: [m, h] or [b, s, h], as in rmsnorm_fp4quant().
-        residual: like input, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``. One that is not
-            contiguous is copied, and copied back.
+        residual: like input, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``. If it is not
+            contiguous, it is copied, and the result is copied back.
         weight: [h] of input's dtype.
-        y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant(); block_scale is the swizzled one where
-            both are asked for.
+        y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant(); with output_both_sf_layouts, block_scale
+            has the 128x4 layout.
         global_scale: the *encode* scale, ``448 * 6 / amax(y)``, as in rmsnorm_fp4quant().
         eps: added to the mean of squares.
         block_size, scale_format: the FP4 format, as in rmsnorm_fp4quant().
         is_sf_swizzled_layout: scales in the 128x4 layout instead of the linear one; padding is zero.
-        output_both_sf_layouts: give the scales in both layouts; is_sf_swizzled_layout then does not matter.
-        block_scale_unswizzled: the linear scales to fill in place when output_both_sf_layouts; allocated when None.
-            Without output_both_sf_layouts it stays as it is; engines always pass one.
+        output_both_sf_layouts: return the scales in both layouts; is_sf_swizzled_layout then has no effect.
+        block_scale_unswizzled: the linear scales to fill in place with output_both_sf_layouts; allocated when None.
+            Without output_both_sf_layouts it is accepted and not written, because engines always pass it.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         y_out: like input, contiguous, 16-byte aligned, overlapping neither input nor residual: receives y as well.
     Returns:
@@ -129,7 +129,7 @@ def add_rmsnorm_fp4quant(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recipe:
-    """What is made of the normalised rows."""
+    """The block size, the type and the layouts of scales with which normalised rows are quantized."""
 
     block: int
     scale: Scale
@@ -176,7 +176,7 @@ def _fused(
     if h % recipe.block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
         raise ArgumentError("input", f"h = {h}", f"a multiple of {recipe.block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
     as_rows("input", input, recipe.block)
-    input, given = input.contiguous(), residual  # noqa: A001 - as it is, where it is
+    input, given = input.contiguous(), residual  # noqa: A001 - FlashInfer's name
     if residual is not None:
         check_dtype("residual", residual, (input.dtype,))
         check_same_device("residual", residual, input)
@@ -231,7 +231,7 @@ def _fused(
 
 
 def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
-    """``tensor`` has input's shape, dtype and device, and is contiguous."""
+    """Check that ``tensor`` has input's shape, dtype and device, and is contiguous."""
     check_dtype(name, tensor, (input.dtype,))
     check_same_device(name, tensor, input)
     if differ(tensor.shape, input.shape):

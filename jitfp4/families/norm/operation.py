@@ -26,7 +26,7 @@ from jitfp4.spec import F32, I64, Ptr
 
 
 class Arguments(NamedTuple):
-    """[m, h] rows to codes and block scales. ``block_scale`` is the 128x4 one where both layouts are asked for."""
+    """Rows [m, h], and the outputs. ``block_scale`` has the 128x4 layout, ``block_scale_unswizzled`` the linear one."""
 
     input: torch.Tensor
     residual: Written | None

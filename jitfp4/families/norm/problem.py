@@ -1,4 +1,4 @@
-"""What selection sees of a norm, how its kernel can be cut, and how it is launched."""
+"""Problems, tactics and specs of the norm kernel, and the geometry of its launches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jitfp4.spec import Geometry, KernelSpec
 IN_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 MIN_HIDDEN, MAX_HIDDEN = 64, 65536
 
-_UNIT = 16  # elements that a thread takes at once
+_UNIT = 16  # elements of a unit, which one thread takes
 _WARP = 32
 TURN = _UNIT * _WARP
-"""Elements that a warp takes at once."""
+"""Elements of a turn: a unit for each lane of a warp."""
 
-_FEW_ELEMENTS = 8192  # for each SM
+_FEW_ELEMENTS = 8192  # of each SM
 _MAX_CTAS = 8  # of a cluster
 
 
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """How the kernel is cut: fields of its Spec."""
+    """The tunable fields of Spec."""
 
     units: int
     warps: int
@@ -63,10 +63,10 @@ class Tactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec(KernelSpec):
-    """A kernel in which up to ``warps`` warps of a CTA share a row, or a cluster of such CTAs.
+    """A row is shared by up to ``warps`` warps of a CTA or, if ``clustered``, by the CTAs of a cluster.
 
-    A thread holds ``units`` units of 16 elements in registers or, when ``stream``, reads them twice. With one warp and
-    one unit, rows may share the warp.
+    A thread holds ``units`` units of 16 elements in registers or, if ``stream``, reads them twice. With one warp and
+    one unit, several rows may share a warp.
     """
 
     in_dtype: DType
@@ -80,28 +80,28 @@ class Spec(KernelSpec):
 
     @property
     def max_threads(self) -> int:
-        """Threads of a CTA, at most. Where one warp takes a row, a CTA has four warps."""
+        """The most threads of a CTA. Where one warp takes a row, a CTA has four warps."""
         return _WARP * (4 if self.warps == 1 else self.warps)
 
     @property
     def min_ctas(self) -> int:
-        """CTAs for which an SM must have registers: so many that a thread gets 64, 80, 96 or 128, as its units need."""
+        """CTAs that an SM must hold at once. They leave a thread 64, 80, 96 or 128 registers, as its units need."""
         threads = {1: 1024, 2: 768, 3: 512 if self.add else 640}.get(self.units, 512)
         return threads // self.max_threads
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory of a thread for its inputs."""
+        """Shared memory of a thread for its inputs, in bytes."""
         return 2 * _UNIT * self.units * (2 if self.add else 1)
 
     @property
     def weight_bytes(self) -> int:
-        """Shared memory of a thread for its weights: 16-bit floats where there are two inputs, else float32."""
+        """Shared memory of a thread for its weights, in bytes: 16-bit floats if there are two inputs, else float32."""
         return (2 if self.add else 4) * _UNIT * self.units
 
     @property
     def common_bytes(self) -> int:
-        """What else a CTA has in shared memory: two sets of partial sums of 32 lanes, and 256 multipliers."""
+        """Other shared memory of a CTA, in bytes: two sets of partial sums of 32 lanes, and 256 multipliers."""
         return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
 
     def shared_bytes(self, threads: int) -> int:
@@ -116,7 +116,7 @@ class Spec(KernelSpec):
 
 
 def specialise(problem: Problem, tactic: Tactic) -> Spec:
-    """The kernel that a tactic makes for a problem."""
+    """The spec of a tactic for a problem."""
     return Spec(in_dtype=problem.in_dtype, block=problem.block, scale=problem.scale, add=problem.add, **asdict(tactic))
 
 
@@ -129,7 +129,7 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """A persistent grid, no larger than the rows need."""
+    """A persistent grid, with no more CTAs than the rows need."""
     spec = specialise(problem, tactic)
     rows = SfLayout.layout_128x4.shape(problem.m, 1)[0] if problem.padded else problem.m
     share = row_threads(problem.h, spec)
@@ -145,10 +145,10 @@ def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
 
 
 def row_threads(h: int, spec: Spec) -> int:
-    """How many threads of a CTA share a row."""
+    """The number of threads of a CTA that share a row."""
     if spec.clustered:
         return spec.max_threads
     if spec.warps > 1 or spec.units > 1:
         return ceil_div(h, TURN * spec.units) * _WARP
-    # At least 8: 4 scales, a whole tile of the layout, also with blocks of 32
+    # At least 8, which with blocks of 32 have 4 scales: the columns of a tile of the 128x4 layout
     return max(8, 1 << (ceil_div(h, _UNIT) - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Which tactic of the norm kernel a problem gets, and the problems that meet every row.
+"""The tactics of the norm kernel, and the problems that reach every row.
 
-A plain norm is bound by instructions, of which more units in a thread cost fewer; with an addition, memory is the
-bound, and warps that wait are what helps.
+A norm without addition is bound by instructions, and threads with more units need fewer of them. With an addition it is
+bound by memory, and more warps hide the latency.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jitfp4.arch import Arch
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, TURN, Problem, Scale, Tactic
 from jitfp4.selection import Row, Table, rows
 
-_MANY_ELEMENTS = 76000  # for each SM
+_MANY_ELEMENTS = 76000  # of each SM
 
 TABLE = Table(
     (
@@ -53,7 +53,7 @@ TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Few, some and many rows of every length that differs."""
+    """Few, some and many rows of every length, in steps of a turn."""
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
     loads = (0, _MANY_ELEMENTS // 2, 2 * _MANY_ELEMENTS)

@@ -37,15 +37,15 @@ def nvfp4_dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """NVFP4 codes and scales, as nvfp4_quantize() returns them, to floats.
+    """Dequantize NVFP4 codes and scales, as nvfp4_quantize() returns them.
 
     Args:
         a_fp4: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading
             dimensions count as m rows.
         a_sf: E4M3 block scales, uint8 or float8_e4m3fn, contiguous, ``sfLayout.shape(m, k/16)``.
-        global_decode_scale: the *decode* scale, the inverse of what nvfp4_quantize() took: one float32 on a_fp4's
+        global_decode_scale: the *decode* scale, the inverse of nvfp4_quantize()'s encode scale: one float32 on a_fp4's
             device (fp16 and bf16 are widened), or a Python float.
-        sfLayout: where the block scales lie.
+        sfLayout: the layout of the block scales.
         sf_vec_size: 16, the block size of NVFP4.
         out_dtype: float32, bfloat16 or float16.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -74,16 +74,16 @@ def mxfp4_dequantize(
     enable_pdl: bool | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """MXFP4 codes and scales, as mxfp4_quantize() returns them, to floats.
+    """Dequantize MXFP4 codes and scales, as mxfp4_quantize() returns them.
 
     Args:
         a_fp4: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous, element 2j in the low nibble of byte j; leading
             dimensions count as m rows; k is a multiple of 32.
         a_sf: UE8M0 block scales, uint8 or float8_e8m0fnu, contiguous, ``sfLayout.shape(m, k/32)``.
-        sfLayout: where the block scales lie.
+        sfLayout: the layout of the block scales.
         out_dtype, enable_pdl, out: as in nvfp4_dequantize().
     Returns:
-        [..., k] of out_dtype, on the device of a_fp4 (FlashInfer's always is on the CPU).
+        [..., k] of out_dtype, on the device of a_fp4 (FlashInfer returns it on the CPU).
     Numerics:
         ``x = e2m1(code) * 2^(b - 127)``, rounded once to out_dtype; byte 0 is 2^-127, byte 255 NaN.
     Raises:
@@ -103,7 +103,7 @@ def _to_float(
     out: torch.Tensor | None,
     names: tuple[str, str] = ("a_fp4", "a_sf"),
 ) -> torch.Tensor:
-    """Check what both formats have in common, and run the operation. ``names`` are those of codes and scales."""
+    """Check the arguments that both formats have, and run the operation. ``names``: of codes and scales, for errors."""
     codes_name, scales_name = names
     check_dtype(scales_name, sf, SF_DTYPES[block_format])
     layout = check_layout("sfLayout", sf_layout)
@@ -151,18 +151,17 @@ def e2m1_and_ufp8sf_scale_to_float(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
 ) -> torch.Tensor:
-    """FP4 codes and scales to float32, with FlashInfer's general signature.
+    """Dequantize FP4 codes and scales to float32, with FlashInfer's general signature.
 
     Args:
         e2m1_tensor: uint8 or float4_e2m1fn_x2 [..., k/2], contiguous.
         ufp8_scale_tensor: block scales in the layout that the two flags name.
-        global_scale_tensor: the *decode* scale, one float32; required for E4M3 scales. UE8M0 scales have none: there it
-            is not looked at.
+        global_scale_tensor: the *decode* scale, one float32; required for E4M3 scales, ignored for UE8M0 scales.
         sf_vec_size: 16 with E4M3 scales, 32 with UE8M0 scales.
         ufp8_type: 1 for E4M3 scales (NVFP4), 0 for UE8M0 scales (MXFP4).
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both flags) or linear (neither).
     Returns:
-        float32 [..., k] on the device of e2m1_tensor (FlashInfer's always is on the CPU). Numerics as
+        float32 [..., k] on the device of e2m1_tensor (FlashInfer returns it on the CPU). Numerics as in
         nvfp4_dequantize() and mxfp4_dequantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
@@ -185,14 +184,14 @@ def e2m1_and_ufp8sf_scale_to_float(
 
 @public
 def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
-    """MXFP4 with linear scales to float32, under FlashInfer's name; here on any device.
+    """Dequantize MXFP4 with linear scales to float32, under FlashInfer's name; unlike FlashInfer's, on any device.
 
     Args:
         weight: uint8 or float4_e2m1fn_x2 [n, k/2], contiguous.
         scale: UE8M0, uint8 or float8_e8m0fnu, [n, k/32], contiguous.
         group_size: 32.
     Returns:
-        float32 [n, k] on weight's device. Numerics as mxfp4_dequantize().
+        float32 [n, k] on weight's device. Numerics as in mxfp4_dequantize().
     Raises:
         ArgumentError, ArgumentTypeError
     """

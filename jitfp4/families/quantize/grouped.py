@@ -1,4 +1,4 @@
-"""NVFP4 quantization of a batch of matrices, as mixture-of-experts layers need it: one scale each, some rows filled."""
+"""NVFP4 quantization of batches of matrices, for mixture-of-experts layers: each has a scale, some rows are filled."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def nvfp4_batched_quantize(
     """Quantize each matrix of a batch to NVFP4 with 128x4 scales.
 
     Args:
-        a: [b, m, k] fp16, bf16 or float8_e4m3fn, contiguous; k a positive multiple of 16. float8_e4m3fn is widened to
-            fp16 first as nvfp4_quantize() says, in a pass of its own.
+        a: [b, m, k] fp16, bf16 or float8_e4m3fn, contiguous; k a positive multiple of 16. float8_e4m3fn is first
+            converted to fp16 as in nvfp4_quantize(), in a separate pass.
         a_global_sf: the *encode* scale: one float32 on a's device, or m of them, one for each row of every matrix.
         sf_vec_size: 16.
     Returns:
         codes, uint8 [b, m, k/2]; E4M3 block scales, uint8 [b, round_up(m, 128) * round_up(k/16, 4)], each matrix padded
-        on its own, padding zero. Numerics as nvfp4_quantize().
+        separately, padding zero. Numerics as in nvfp4_quantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -60,8 +60,8 @@ def scaled_fp4_grouped_quantize(
         a_global_sf: the *encode* scale of each matrix, float32 [b] on a's device.
     Returns:
         codes, uint8 [m, k/2, b], a view of [b, m, k/2]; and E4M3 scales, float8_e4m3fn [32, 4, rm, 4, rk, b], a view of
-        [b, rm, rk, 32, 4, 4] with rm = ceil(m/128) and rk = ceil(k/64): the 128x4 layout of each matrix. Rows at and
-        behind mask[b] hold no values; padding is zero. Numerics as nvfp4_quantize().
+        [b, rm, rk, 32, 4, 4] with rm = ceil(m/128) and rk = ceil(k/64): the 128x4 layout of each matrix. Rows from
+        mask[b] on are not written; padding is zero. Numerics as in nvfp4_quantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -78,7 +78,7 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
         a: [b, m, 2k] fp16 or bf16, contiguous; k a positive multiple of 16.
         mask, a_global_sf: as in scaled_fp4_grouped_quantize().
     Returns:
-        As scaled_fp4_grouped_quantize(). Numerics of the activation as silu_and_mul_nvfp4_quantize().
+        As scaled_fp4_grouped_quantize(). Numerics of the activation as in silu_and_mul_nvfp4_quantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

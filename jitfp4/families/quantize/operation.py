@@ -26,8 +26,8 @@ _SF = Ptr("sf", "uint8", "block scales in kSfLayout")
 
 
 class Arguments(NamedTuple):
-    """[m, k] rows (of silu_and_mul [m, 2k]) to codes and scales; ``scale`` holds one float32, one for each row, or
-    None.
+    """Rows [m, k], or [m, 2k] for silu_and_mul, and their codes and scales. ``scale``: one float32, one for each row,
+    or None.
     """
 
     a: torch.Tensor
@@ -47,7 +47,7 @@ def _matrix_problem(arguments: Arguments) -> p.Problem:
     layout = SfLayout(arguments.layout)
     plain = layout is SfLayout.layout_linear and arguments.a.stride(0) == k and not (by_row or arguments.silu)
     if plain and m * k < _MAX_ROW:
-        m, k = 1, m * k  # as one long row, which gives the same bytes: a short row would not fill a warp
+        m, k = 1, m * k  # as one long row, which has the same bytes: a short row would leave lanes of a warp idle
     dtype = p.DTYPES[arguments.a.dtype]
     return p.Problem(BlockFormat(arguments.format), dtype, layout, arguments.silu, by_row, m, k)
 
@@ -162,8 +162,8 @@ QUANTIZE = Operation(
 
 
 class BatchArguments(NamedTuple):
-    """[batch, m, k] to NVFP4 with 128x4 scales. ``scale``: one float32, one for each matrix, or (``by_row``) each
-    row.
+    """Matrices [batch, m, k], and their NVFP4 codes and 128x4 scales. ``scale``: one float32, one for each matrix, or
+    with ``by_row`` one for each row.
     """
 
     a: torch.Tensor
@@ -193,7 +193,7 @@ def _batch_reference(arguments: BatchArguments) -> None:
         x = reference.silu_and_mul(a[b, :filled]) if silu else a[b, :filled]
         codes, bytes_ = reference.quantize_blocks(x, NVFP4, scales[b, :filled] if by_row else scales[b])
         q[b, :filled] = codes
-        linear = unswizzle(sf[b].view(padded), layout, *padded).clone()  # rows from filled to m stay as they are
+        linear = unswizzle(sf[b].view(padded), layout, *padded).clone()  # rows from filled to m are not changed
         linear[:filled], linear[m:] = 0, 0
         linear[:filled, :cols] = bytes_
         sf[b] = swizzle(linear, layout).view(sf[b].shape)
@@ -257,7 +257,7 @@ QUANTIZE_BATCH = Operation(
 
 
 class RowScaleArguments(NamedTuple):
-    """Per-token encode and decode scales of [m, k] rows."""
+    """Rows [m, k], and an encode and a decode scale for each."""
 
     a: torch.Tensor
     inverse_base: torch.Tensor
@@ -318,7 +318,7 @@ ROW_SCALE = Operation(
 
 
 class DequantizeArguments(NamedTuple):
-    """Codes and block scales to [m, k] floats."""
+    """Codes and block scales, and the floats [m, k] of ``out``."""
 
     a_fp4: torch.Tensor
     a_sf: torch.Tensor

@@ -1,4 +1,4 @@
-"""What selection sees of a quantization, how its kernels can be cut, and how they are launched."""
+"""Problems, tactics and specs of quantization and dequantization, and the geometry of their launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARP = 32
 _MAX_GRID_YZ = 65535
 _MAX_MAP_SIZE = 1 << 32  # elements along a dimension of a tensor map
 
-# FlashInfer #2838 measured a B200: copies by TMA win from log2(m) + log2(k) = 25 on, with these shapes.
+# FlashInfer #2838 measured on a B200 that copies by TMA are faster from log2(m) + log2(k) = 25 on, with these shapes.
 _TMA_LOG2_WORK, _TMA_MIN_ROWS, _TMA_K_MULTIPLE = 25, 1024, 512
 
 
@@ -29,7 +29,7 @@ _TMA_LOG2_WORK, _TMA_MIN_ROWS, _TMA_K_MULTIPLE = 25, 1024, 512
 
 
 class Problem(NamedTuple):
-    """[m, k] to codes and scales; ``by_row``: every row has its own global scale."""
+    """A matrix [m, k] to quantize; ``by_row``: every row has its own global scale."""
 
     block_format: BlockFormat
     in_dtype: DType
@@ -64,7 +64,7 @@ class VectorTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSpec(KernelSpec):
-    """Every thread loads and converts whole blocks, ``blocks_per_thread`` of them along k."""
+    """Every thread loads and quantizes ``blocks_per_thread`` whole blocks along k."""
 
     block_format: BlockFormat
     in_dtype: DType
@@ -92,11 +92,11 @@ def vector_spec(problem: Problem, tactic: VectorTactic) -> VectorSpec:
 
 
 def vector_rejects(_problem: Problem, _tactic: VectorTactic, _arch: Arch) -> None:
-    """It runs everything."""
+    """The kernel runs every problem."""
 
 
 def vector_geometry(problem: Problem, tactic: VectorTactic, _arch: Arch) -> Geometry:
-    """As many warps as there are groups of ``blocks_per_thread`` sectors."""
+    """A warp for each group of ``blocks_per_thread`` sectors."""
     return sector_geometry(
         problem.sf_layout,
         m=problem.m,
@@ -117,7 +117,7 @@ class TmaTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TmaSpec(KernelSpec):
-    """Persistent CTAs: a producer warp keeps ``stages`` tiles in flight, consumer warps convert them to NVFP4."""
+    """Persistent CTAs: a producer warp keeps ``stages`` tiles in flight, consumer warps quantize them to NVFP4."""
 
     in_dtype: DType
     sf_layout: SfLayout
@@ -130,7 +130,7 @@ class TmaSpec(KernelSpec):
 
     @property
     def box_rows(self) -> int:
-        """Rows of a box: a tile's, or in 128x4 the 8 neighbours in each of its four outer rows."""
+        """Rows of a box: those of a tile, or in 128x4 8 neighbouring rows, one box for each of four outer rows."""
         return {SfLayout.layout_128x4: 8, SfLayout.layout_8x4: 32, SfLayout.layout_linear: 16}[self.sf_layout]
 
     @property
@@ -141,7 +141,7 @@ class TmaSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """A ring of tiles of 16-bit elements, then two barriers each."""
+        """Shared memory of a CTA in bytes: a ring of tiles of 16-bit elements, then two barriers for each tile."""
         rows, blocks = self.tile
         return round_up(self.stages * (rows * blocks * NVFP4.block * 2 + 16), 1024)
 
@@ -169,7 +169,7 @@ def tma_rejects(problem: Problem, tactic: TmaTactic, arch: Arch) -> str | None:
 
 
 def tma_geometry(problem: Problem, tactic: TmaTactic, arch: Arch) -> Geometry:
-    """As many CTAs as fit on the GPU at once, and no more than there are tiles."""
+    """As many CTAs as run on the GPU at once, but no more than tiles."""
     spec = tma_spec(problem, tactic)
     rows, blocks = spec.tile
     tiles = ceil_div(problem.m, rows) * ceil_div(problem.cols, blocks)
@@ -190,7 +190,7 @@ class TableTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec(KernelSpec):
-    """E4M3 input to NVFP4 through a table of thresholds that each CTA makes; for GPUs without E2M1 conversion."""
+    """E4M3 to NVFP4 by a table of thresholds, which each CTA computes; for GPUs without an instruction for E2M1."""
 
     sf_layout: SfLayout
     blocks_per_thread: int
@@ -218,7 +218,7 @@ def table_geometry(problem: Problem, tactic: TableTactic, arch: Arch) -> Geometr
         cols=problem.cols,
         sectors_per_warp=tactic.blocks_per_thread,
         threads=_WARP,
-    )  # a CTA of one warp: what is left is the tasks
+    )  # with CTAs of one warp, the grid has one CTA for each task
     tasks = per_cta.grid[0] * per_cta.grid[1] * per_cta.grid[2]
     ctas = min(ceil_div(tasks * _WARP, TableSpec.threads), tactic.ctas_per_sm * arch.num_sms)
     return Geometry(grid=(ctas, 1, 1), block=(TableSpec.threads, 1, 1))
@@ -227,7 +227,7 @@ def table_geometry(problem: Problem, tactic: TableTactic, arch: Arch) -> Geometr
 def sector_geometry(
     sf_layout: SfLayout, *, m: int, cols: int, sectors_per_warp: int, threads: int, batch: int | None = None
 ) -> Geometry:
-    """A CTA is w warps along k by h sectors of 32 scales down the matrix; ``cols`` counts blocks. z is the batch's."""
+    """A CTA is w warps along k by h sectors of 32 scales down the matrix; ``cols`` counts blocks, z the ``batch``."""
     outer, inner, tile_cols = sf_layout.tile
     sector_cols = _WARP if sf_layout is SfLayout.layout_linear else tile_cols
     sectors = ceil_div(m, outer * inner) * ceil_div(outer * inner * sector_cols, _WARP)
@@ -244,7 +244,7 @@ def sector_geometry(
 
 
 class BatchProblem(NamedTuple):
-    """[batch, m, k] to NVFP4 with 128x4 scales; ``masked`` matrices fill only their first rows."""
+    """Matrices [batch, m, k] to NVFP4 with 128x4 scales; if ``masked``, only the first rows of each are quantized."""
 
     in_dtype: DType
     masked: bool
@@ -264,7 +264,7 @@ class GroupedTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec(KernelSpec):
-    """A batch of matrices to NVFP4 with 128x4 scales; ``masked`` ones fill only their first rows."""
+    """A batch of matrices to NVFP4 with 128x4 scales; if ``masked``, only the first rows of each are quantized."""
 
     in_dtype: DType
     masked: bool
@@ -317,7 +317,7 @@ class RowScaleProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowScaleTactic:
-    """There is one way: a CTA takes a row."""
+    """The only tactic: a CTA takes a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from jitfp4.tensors import (
 
 _BACKENDS = ("cuda", "cute-dsl", "auto")
 _HALVES = (torch.bfloat16, torch.float16)
-_SHUFFLE_TILE = 128  # rows of the epilogue tile that do_shuffle prepares for
+_SHUFFLE_TILE = 128  # rows of the epilogue tile for which do_shuffle permutes
 
 
 @public
@@ -48,7 +48,7 @@ def nvfp4_quantize(
     out: torch.Tensor | None = None,
     out_sf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Quantize to NVFP4: E2M1 codes in blocks of 16, one E4M3 scale each, one float32 scale for the tensor.
+    """Quantize to NVFP4: E2M1 codes, an E4M3 scale for each block of 16, and one float32 scale for the tensor.
 
     Args:
         a: [..., k] fp16, bf16 or float8_e4m3fn; k a positive multiple of 16; leading dimensions count as m rows. Rows
@@ -56,12 +56,12 @@ def nvfp4_quantize(
         a_global_sf: the *encode* scale, ``448 * 6 / amax(a)``: one float32 on a's device (fp16 and bf16 are widened),
             or a Python float. Read on the device only; finite and positive. With per_token_activation the inverse base,
             ``1 / (448 * 6)``.
-        sfLayout: where the block scales lie; see SfLayout.
+        sfLayout: the layout of the block scales; see SfLayout.
         do_shuffle: permute the rows for TensorRT-LLM's epilogue tile of 128 (FlashInfer's shuffle_matrix_a); needs the
             128x4 layout and m % 128 == 0.
         sf_vec_size: 16, the block size of NVFP4.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; each runs this package's kernels.
+        backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; all run the kernels of this package.
         per_token_activation: give every row its own global scale; a is fp16 or bf16.
         expanded_idx_to_permuted_idx: not supported; None.
         out, out_sf: contiguous tensors on a's device to fill in place, of the shapes below: uint8, or float4_e2m1fn_x2
@@ -76,9 +76,9 @@ def nvfp4_quantize(
             s = amax(|x|) * (g * float32(1/6));   b = e4m3(s)
             o = min(1 / (dec8(b) * (1/g)), FLT_MAX), 0 when amax == 0;   code = e2m1(x * o)
 
-        Both conversions round to nearest even and saturate. A NaN element gives code 7 and counts for amax only when
-        its whole block is NaN; Inf saturates. ``x ~= e2m1(code) * dec8(b) / g``. float8_e4m3fn input is first replaced
-        by ``fp16(x * ((1/g) * 6))``, so that ``6 x / g`` comes back. Per token, ``g = min((1 / a_global_sf) /
+        Both conversions round to nearest even and saturate. A NaN element gives code 7; amax ignores it unless its
+        whole block is NaN. Inf saturates. ``x ~= e2m1(code) * dec8(b) / g``. float8_e4m3fn input is first replaced by
+        ``fp16(x * ((1/g) * 6))``, so that dequantization gives ``6 x / g``. Per token, ``g = min((1 / a_global_sf) /
         amax(row), FLT_MAX)`` (1 where that is 0), and the decode scale is ``1 / g``, 0 for a row of zeros.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
@@ -125,12 +125,12 @@ def mxfp4_quantize(
     out: torch.Tensor | None = None,
     out_sf: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize to MXFP4: E2M1 codes in blocks of 32, one power-of-two scale (UE8M0) each, no global scale.
+    """Quantize to MXFP4: E2M1 codes, a power-of-two scale (UE8M0) for each block of 32, and no global scale.
 
     Args:
         a: [..., k] fp16, bf16 or float8_e4m3fn; k a positive multiple of 32; leading dimensions count as m rows. Rows
             may be strided by a multiple of 16 bytes. float8_e4m3fn is copied to bf16 first, which is exact.
-        backend, enable_pdl, sfLayout, out, out_sf: as in nvfp4_quantize(); native scales are float8_e8m0fnu.
+        backend, enable_pdl, sfLayout, out, out_sf: as in nvfp4_quantize(), but out_sf is uint8 or float8_e8m0fnu.
     Returns:
         codes, uint8 [..., k/2]; and UE8M0 block scales, uint8, 2-D: ``sfLayout.shape(m, k/32)``, padding zero.
     Numerics:
@@ -166,16 +166,16 @@ def fp4_quantize(
 
     Args:
         input: [..., k] fp16, bf16 or float8_e4m3fn; as ``a`` of nvfp4_quantize() and mxfp4_quantize(). A column-major
-            input (unit stride in the last dimension but one) is quantized along that, and the last two dimensions of
-            both results are transposed back.
+            input (unit stride in the last dimension but one) is quantized along its columns, and the last two
+            dimensions of both results are transposed back.
         global_scale: the *encode* scale: one float32, or one for each of the m rows; None is 1 (not for float8 input).
-            Engines pass one with MXFP4 too, where it is not used.
+            With MXFP4 it is accepted and ignored, because engines pass it.
         sf_vec_size, sf_use_ue8m0: (16, False) for NVFP4, (32, True) for MXFP4.
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
         is_global_scale_inversed: global_scale is the decode scale; its correctly rounded inverse is used.
         enable_pdl, backend: as in nvfp4_quantize().
     Returns:
-        codes, uint8 [..., k/2]; block scales, uint8, 2-D. Numerics as nvfp4_quantize() and mxfp4_quantize().
+        codes, uint8 [..., k/2]; block scales, uint8, 2-D. Numerics as in nvfp4_quantize() and mxfp4_quantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -205,7 +205,7 @@ def silu_and_mul_nvfp4_quantize(
     is_sf_8x4_layout: bool = False,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 of ``silu(input[..., :k]) * input[..., k:]``, the activation of SwiGLU, in one pass over memory.
+    """Quantize ``silu(input[..., :k]) * input[..., k:]``, the activation of SwiGLU, to NVFP4 in one pass over memory.
 
     Args:
         input: [..., 2k] fp16 or bf16; k a positive multiple of 16; leading dimensions count as m rows.
@@ -216,7 +216,7 @@ def silu_and_mul_nvfp4_quantize(
     Returns:
         codes, uint8 [m, k/2]; E4M3 block scales, uint8, 2-D.
     Numerics:
-        ``silu(v) = v / (1 + exp(-v))`` and the product in float32, rounded to the input's dtype, then as
+        ``silu(v) = v / (1 + exp(-v))`` and the product in float32, rounded to the input's dtype, then as in
         nvfp4_quantize(). The GPU's exp is ``ex2.approx``, with a relative error of up to 2^-22 + |v| 2^-23: the only
         step in which the CPU and the GPU may differ.
     Raises:
@@ -242,14 +242,14 @@ def silu_and_mul(
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """``silu(input[..., :k]) * input[..., k:]`` without quantizing, by torch operations: no kernel of this package.
+    """``silu(input[..., :k]) * input[..., k:]`` without quantization, by torch operations: no kernel of this package.
 
     Args:
         input: [..., 2k] fp16 or bf16.
         out: contiguous [..., k] of input's dtype to fill in place; allocated when None.
-        enable_pdl: accepted; there is no kernel of its own to launch.
+        enable_pdl: accepted, without effect.
     Returns:
-        [..., k]. Numerics as silu_and_mul_nvfp4_quantize(), with torch's exp.
+        [..., k]. Numerics as in silu_and_mul_nvfp4_quantize(), with torch's exp.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -283,7 +283,7 @@ def _outputs(
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """E4M3 rows as bf16, which holds every E4M3 value; others as they are."""
+    """E4M3 rows converted to bf16, which holds every E4M3 value; other rows unchanged."""
     return rows.to(torch.bfloat16) if rows.dtype == torch.float8_e4m3fn else rows
 
 

@@ -1,4 +1,4 @@
-"""Rearranging scales and weights once, at load time. These are torch permutations: they need no kernel of their own."""
+"""Rearranging scales and weights once, at load time, by torch permutations, without kernels of this package."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _BYTES = tuple(dict.fromkeys((*SF_DTYPES[NVFP4], *SF_DTYPES[MXFP4])))
 
 @public
 def block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
-    """Linear block scales to the 128x4 layout.
+    """Rearrange linear block scales to the 128x4 layout.
 
     Args:
         unswizzled_sf: uint8, float8_e4m3fn, float8_e8m0fnu or bf16, [rows, cols] or [experts, rows, cols], on any
             device.
     Returns:
         1-D, same dtype and device: ``experts * round_up(rows, 128) * round_up(cols, 4)`` elements, each expert padded
-        on its own, padding zero.
+        separately, padding zero.
     Raises:
         ArgumentError, ArgumentTypeError: another dtype or rank.
     """
@@ -48,13 +48,13 @@ nvfp4_block_scale_interleave = block_scale_interleave
 def make_nvfp4_global_scale(
     input_tensor: torch.Tensor, per_token_activation: bool, global_scale: float | None = None
 ) -> torch.Tensor:
-    """The *encode* scale with which a tensor fills the range of NVFP4: what nvfp4_quantize() takes.
+    """The *encode* scale for nvfp4_quantize() with which a tensor fills the range of NVFP4.
 
     Args:
-        input_tensor: any floating-point tensor, on any device but meta; its values count where the two below leave it
-            open.
-        per_token_activation: give ``1 / (448 * 6)``, which nvfp4_quantize(per_token_activation=True) takes.
-        global_scale: give this number.
+        input_tensor: any floating-point tensor, on any device but meta. Its values are used only if neither
+            per_token_activation nor global_scale is given.
+        per_token_activation: return ``1 / (448 * 6)``, for nvfp4_quantize(per_token_activation=True).
+        global_scale: return this number.
     Returns:
         float32 [1] on input_tensor's device: ``448 * 6 / amax(input_tensor)``, the largest float32 where amax is 0.
     Raises:
@@ -77,7 +77,7 @@ def make_nvfp4_global_scale(
 
 @public
 def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:
-    """The rows of a weight in the order that TensorRT-LLM's epilogue with this tile expects.
+    """Permute the rows of a weight to the order that TensorRT-LLM's epilogue with this tile expects.
 
     Args:
         input_tensor: [m, n] of any dtype; m a multiple of 32 (16 when the tile is no multiple of 128).
@@ -85,7 +85,7 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
     Returns:
         [m, n], a new tensor: source row i of a block goes to ``i // 4 + 8 * (i % 4)`` (``i // 2 + 8 * (i % 2)``).
     Raises:
-        ArgumentError: another rank, or m is no multiple of the block of rows.
+        ArgumentError: another rank, or m is not a multiple of the block of rows.
     """
     _check_matrix("input_tensor", input_tensor)
     _check_tile(epilogue_tile_m)
@@ -94,14 +94,14 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
 
 @public
 def shuffle_matrix_sf_a(input_tensor: torch.Tensor, epilogue_tile_m: int, num_elts_per_sf: int = 16) -> torch.Tensor:
-    """Linear block scales of a weight, shuffled with its rows and then put in the 128x4 layout.
+    """Shuffle linear block scales like the rows of their weight, and rearrange them to the 128x4 layout.
 
     Args:
         input_tensor: uint8, float8_e4m3fn or float8_e8m0fnu [m, n/num_elts_per_sf], linear; m a multiple of 128.
         epilogue_tile_m: rows of the epilogue tile, a multiple of 8 up to 1024.
-        num_elts_per_sf: 16 or 32 elements of the weight share a scale; checked, the permutation is the same.
+        num_elts_per_sf: 16 or 32 elements of the weight share a scale. It is checked, but does not change the result.
     Returns:
-        1-D of the same dtype, as block_scale_interleave() gives it: ``m * round_up(columns, 4)`` elements.
+        1-D of the same dtype, as block_scale_interleave() returns it: ``m * round_up(columns, 4)`` elements.
     Raises:
         ArgumentError, ArgumentTypeError: another dtype, rank, number of rows or block size.
     """

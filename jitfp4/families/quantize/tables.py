@@ -1,4 +1,4 @@
-"""Which tactic a quantization gets, and the problems that meet every row."""
+"""The tactics for quantization and dequantization, and the problems that reach every row."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _SILU: Rows = rows(
     silu=True,
 )
 _SMALL: Row[Tactic] = Row(VectorTactic(1, 128), {"work": (1 << 23) - 1})
-_E4M3: Row[Tactic] = Row(TABLE_TACTICS[0])  # without the conversion to E2M1, instructions are the bound
+_E4M3: Row[Tactic] = Row(TABLE_TACTICS[0])  # without an instruction for E2M1, other kernels are bound by instructions
 _NVFP4: Rows = (Row(VectorTactic(2, 128), {"work": (1 << 25) - 1}), Row(VectorTactic(4, 256)))
 _TMA: Row[Tactic] = Row(TMA_TACTICS[0], {"suits_tma": True})
 
-# On an H200 the vector kernel wins at every size. On these two, copies by TMA are selected where FlashInfer #2838
-# measured them to win on a B200; that is not measured by us.
+# On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
+# FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
     Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, archs=("sm_100a", "sm_103a")),
@@ -63,7 +63,7 @@ DEQUANTIZE_TABLES = (Table((Row(DEQUANTIZE_TACTICS[0]),), "h200/quantize_others.
 
 
 def matrix_problems(_arch: Arch) -> Iterator[Problem]:
-    """Each kind of input in each layout, from small to large."""
+    """Each kind of input in each layout, in several sizes."""
     kinds = [(NVFP4, in_dtype, False) for in_dtype in (*HALVES, DType.E4M3)]
     kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES] + [(MXFP4, in_dtype, False) for in_dtype in HALVES]
     sizes = (1 << 10, 1 << 13, 1 << 14, 1 << 16)
@@ -72,7 +72,7 @@ def matrix_problems(_arch: Arch) -> Iterator[Problem]:
 
 
 def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
-    """Masked with and without silu, the plain batch without."""
+    """Masked batches with and without silu, and plain batches without silu."""
     for in_dtype, (masked, silu) in product(HALVES, ((False, False), (True, False), (True, True))):
         yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
 

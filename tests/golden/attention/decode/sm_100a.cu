@@ -43,7 +43,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -55,7 +55,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -218,7 +218,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -228,7 +228,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -275,7 +275,7 @@ template <typename A, typename B> struct Choice<false, A, B> { using Type = B; }
 template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
 
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -352,7 +352,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -361,7 +361,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -370,7 +370,7 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
 // Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
@@ -453,14 +453,15 @@ struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
 // ---- partials/prefetch_line ------------------------------------------------
 namespace ptx {
-// Brings the line of 128 bytes that has *p to L2.
+// Prefetches the 128-byte line of *p into L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 }  // namespace ptx
 
 // ---- attention/work --------------------------------------------------------
-// The work of a call in units of kTile tokens for kHeadWarps KV heads and one block of kRows query rows, in the order
-// request, heads, rows, tokens. Every CTA takes the same number of units, in one piece; where it begins is found from
-// the lengths on the device. A request without tokens counts one unit, in which nothing is present.
+// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
+// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
+// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
+// without tokens counts as one unit, in which no token is present.
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -534,7 +535,7 @@ struct Request {
   __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
 };
 
-// a / b of numbers that are not negative, soon where it is 0 or a, as it mostly is
+// a / b for a >= 0 and b > 0; fast in the most frequent cases, where it is 0 or a
 __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
   return b == 1 ? a : a / b;
@@ -547,15 +548,15 @@ __device__ __forceinline__ int token_of(const Operands& p, int row) {
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
-  int b, heads, block;  // heads: kHeadWarps of them; block: of rows
-  int tile, count;  // of the request's tiles
-  int left;         // units of this CTA behind the segment
+  int b, heads, block;  // numbers of the request, of a group of kHeadWarps heads, and of a block of rows
+  int tile, count;  // the first of the request's tiles, and how many
+  int left;         // units of this CTA after the segment
 
-  // The KV head of the `i`th of the warps that share tokens
+  // The KV head of warp i of those that take the same tokens
   __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
   __device__ __forceinline__ int first_row() const { return block * kRows; }
   __device__ __forceinline__ bool whole() const { return count == request.tiles; }
-  // Where this warp's first tile begins. Warps take turns from one segment to the next, as if it were one piece.
+  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments.
   __device__ __forceinline__ int first_token() const {
     const int turn = int(threadIdx.x) / kWarp / kHeadWarps;
     return (request.first_tile + tile + (left + count - turn + kTokenWarps) % kTokenWarps) * kTile;
@@ -579,7 +580,7 @@ struct Segment {
   }
 };
 
-// The next segment in place of a warp's own, which lies in shared memory to save registers. Returns whether one is.
+// Replaces a warp's segment, which is in shared memory to save registers, by the next one; false where there is none.
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
@@ -589,13 +590,14 @@ __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   return true;
 }
 
-// Brings line i of some bytes to L2.
+// Prefetches line i of `bytes` bytes into L2; none if the bytes end before it.
 __device__ __forceinline__ void prefetch_line(const void* from, int64 bytes, int i) {
   constexpr int kLine = 128;
   if (int64(i) * kLine < bytes) ptx::prefetch_line(static_cast<const uint8*>(from) + int64(i) * kLine);
 }
 
-// What every CTA begins with is on its way to L2 while the kernel before ends. Nothing is read, which it may yet write.
+// Prefetches into L2 what CTAs read first, while the previous kernel ends. It may still write this memory, so nothing
+// is loaded.
 __device__ __forceinline__ void prefetch_inputs(const Operands& p) {
   const int line = blockIdx.x * kThreads + threadIdx.x;
   prefetch_line(p.seq_lens, int64(p.batch) * 4, line);
@@ -604,12 +606,12 @@ __device__ __forceinline__ void prefetch_inputs(const Operands& p) {
 }
 
 struct Shares {
-  int units[kWarps];  // of all requests, by the warp that counted them
-  int b, before;      // where this CTA's share begins, and the units of all requests ahead
+  int units[kWarps];  // units of the requests that each warp has counted
+  int b, before;      // the request in which this CTA's share begins, and the units of all requests before it
 };
 
-// A share of `size` units or a little more, so that shares end where items of `tiles` do: whole items need no sum over
-// CTAs. Up to kRounding units of memory traffic cost less than such a sum.
+// Rounds the size of a share up a little, if shares then end where items of `tiles` units end: whole items need no sum
+// over CTAs, and such a sum costs more than the memory traffic of kRounding units.
 constexpr int kRounding = 32;
 __device__ __forceinline__ int rounded(int size, int tiles) {
   const int parts = max(1, tiles / size);
@@ -618,11 +620,12 @@ __device__ __forceinline__ int rounded(int size, int tiles) {
 }
 
 struct Share {
-  int size;   // of every CTA but the last
-  int begin;  // of this CTA's
+  int size;   // units of every CTA but the last
+  int begin;  // this CTA's first unit
 };
 
-// Returns whether anything is left for this CTA. Every thread counts a piece of the requests.
+// Finds the share of this CTA and its first segment; false where no unit is left for it. Every thread counts the units
+// of a part of the requests.
 __device__ __forceinline__ bool find_share(
     const Operands& p, Shares& s, Share& share, Segment& now, Segment& ahead) {
   const int each = (p.batch + kThreads - 1) / kThreads, b0 = threadIdx.x * each, b1 = min(b0 + each, p.batch);
@@ -757,8 +760,8 @@ class Producer {
     seek();
   }
 
-  // Starts the copies of the next tile, if there is one, to the stage so many bytes from the first. Every call makes one
-  // group.
+  // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
+  // call makes one group.
   __device__ __forceinline__ void issue(int stage) {
     partial_ <<= 1;
     if (token_ < end_) {
@@ -1443,7 +1446,8 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int 
 }
 
 // ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
 namespace ptx {
 __device__ __forceinline__ void barrier_arrive(int i, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
@@ -1455,14 +1459,14 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 }  // namespace ptx
 
 // ---- attention/combine -----------------------------------------------------
-// Parts of a softmax, each against a reference of its own, become one: those of the warps in shared memory, those of
-// the CTAs that share an item in the workspace, where the last one to arrive adds them up in the order of the tokens.
-// Of many CTAs, the parts of each group are added up first, and then the groups' sums: reading all parts would take one
-// CTA long.
-constexpr int kPitch = kHeadDim + 4;  // of a row in shared memory: its pieces start in different banks
-constexpr int kLines = kHeadWarps * kRows;  // of a CTA: the query rows of all its heads
+// Adds up parts of a softmax, each of which has its own reference. Parts of warps are added in shared memory. Parts of
+// CTAs that share an item are in the workspace, and the last CTA to arrive adds them in the order of the tokens. If
+// many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the groups: one CTA would
+// take long to read all parts.
+constexpr int kPitch = kHeadDim + 4;  // floats of a row in shared memory; rows start in different banks
+constexpr int kLines = kHeadWarps * kRows;  // lines of a CTA: the query rows of all its heads
 constexpr int kQuads = kLines * kHeadDim / 4;
-constexpr int kMostLines = 8 * kWarp;  // of all parts that one CTA adds up in one step
+constexpr int kMostLines = 8 * kWarp;  // lines of all parts that one CTA adds up in one round, at most
 
 struct Part {
   float o[kRows][kPitch];
@@ -1477,9 +1481,9 @@ struct Quad {
   }
 };
 
-// The workspace: counters of kernels of any size, which are zero between launches, then the parts. A CTA has two of
-// each: counters of the item that begins there and of the group that ends there, and parts of an item that began before
-// it and of one that goes on after it.
+// The workspace has counters, as many as the largest kernel needs, then the parts. Counters are zero between launches.
+// A CTA has two counters, one for the item that begins in it and one for the group that ends with it, and two parts,
+// one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
 constexpr int kCounterBytes = 65536;
 struct Slot {
   float* p;
@@ -1523,7 +1527,7 @@ __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad
   store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
 }
 
-// The state of a warp to its part
+// Writes the state of a warp to its part.
 __device__ __forceinline__ void put(State& state, Part& part) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
 #pragma unroll
@@ -1541,7 +1545,7 @@ __device__ __forceinline__ void put(State& state, Part& part) {
           part.o[row][value_dim(m, false, g)] = state.o[n][m][i];
           part.o[row][value_dim(m, true, g)]  = state.o[n][m][i + 2];
         }
-      } else {  // a lane has neighbours
+      } else {  // a lane has four neighbouring dimensions
 #pragma unroll
         for (int m = 0; m < kSteps; m += 2) {
           *reinterpret_cast<float4*>(&part.o[row][value_dim(m, false, g)]) = {
@@ -1569,9 +1573,9 @@ __device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int li
   return quad;
 }
 
-// Parts that one CTA adds up: those of every `step`th CTA up to `last`, which is one of them.
+// The parts that one CTA adds up: the last part of every `step` CTAs from `begin` on, and that of CTA `last`.
 struct Round {
-  int first;  // where the item begins
+  int first;  // the CTA in which the item begins
   int begin, step, last;
 
   __device__ __forceinline__ int count() const { return (last - begin) / step + 1; }
@@ -1581,8 +1585,8 @@ struct Round {
   }
 };
 
-// The parts of a round, no more than a warp has lanes, to the outputs of its item, or to the last of them. A warp takes
-// whole lines, and reads some parts at a time.
+// Adds up the parts of a round, at most as many as a warp has lanes, and writes the outputs of the item (`finishes`) or
+// the last of the parts. A warp takes whole lines, and reads kAtOnce parts at a time.
 __device__ __forceinline__ void merge(const Operands& p, const Segment& s, const Round& round, bool finishes) {
   constexpr int kDims = kHeadDim < 4 * kWarp ? kHeadDim : 4 * kWarp, kAtOnce = 8;
   const int lane = threadIdx.x % kWarp, count = round.count();
@@ -1630,7 +1634,7 @@ __device__ __forceinline__ void merge(const Operands& p, const Segment& s, const
   }
 }
 
-// Counts this CTA, which has written its part. Returns whether `others` had come before.
+// Counts this CTA, which has written its part. Returns whether `others` CTAs were counted before it.
 __device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& last) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -1641,7 +1645,8 @@ __device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& la
   return last;
 }
 
-// Whole items are added up by a few warps, the settlers, each after its next tile: meanwhile, others need not wait.
+// Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
+// warps need not wait for that.
 constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
 enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 
@@ -1655,7 +1660,7 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
   ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
 }
 
-// The parts of a segment's warps to the outputs of its item, or to the workspace.
+// Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace.
 __device__ __forceinline__ void combine(
     const Operands& p, const Segment& s, int item_begin, int share, Part (&parts)[kWarps], bool& last) {
   const int cta = blockIdx.x;
@@ -1822,7 +1827,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
 #pragma unroll 1
     for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
       ptx::copy_async_wait_for<kStages - 2>();
-      __syncwarp();  // what all lanes copied is there, and all have read the stage that comes next
+      __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
       ahead.issue(stage == 0 ? kLast : stage - kStageBytes);
       attend(p, now, inner, lane, ring, stage, ahead.partial(), start, queries, scales, state);
       stage = stage == kLast ? 0 : stage + kStageBytes;

@@ -1,18 +1,11 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
 // for all of them. Producer warps expand tiles of K and V to 16-bit floats in shared memory; each consumer warpgroup
-// has 64 rows, and its products with V of a tile run beside its softmax of the next one.
-
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
+// has 64 rows, and its products with V of a tile run beside its softmax of the next one. Two CTAs of a cluster can
+// share the expansion: they take neighbouring rows, and one expands K for both, the other V.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -44,7 +37,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -56,7 +49,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -143,7 +136,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -158,6 +151,142 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   return d;
 }
 }  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// Returns true in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// ---- attention/cluster_copies ----------------------------------------------
+// Writes to shared memory of another CTA of the cluster, and arrivals at its barriers.
+namespace ptx {
+// The place in the CTA `rank` that an address of this CTA's shared memory has in this one.
+__device__ __forceinline__ uint32 map_shared(uint32 address, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(address), "r"(rank));
+  return a;
+}
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 b) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(b) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_at(uint32 b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+// From this CTA's shared memory; the bytes count towards the barrier, which lies where they go.
+__device__ __forceinline__ void copy_shared(uint32 to, uint32 from, uint32 bytes, uint32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(b) : "memory");
+}
+__device__ __forceinline__ void st_async(uint32 to, uint32 v, uint32 b) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(v), "r"(b) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/pairs --------------------------------------------------------
 // Two 16-bit floats in one register, the first element in the low half.
@@ -219,7 +348,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -229,7 +358,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -275,40 +404,9 @@ template <bool kFirst, typename A, typename B> struct Choice { using Type = A; }
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
 
-// ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
-using Barrier = uint64;
-
-namespace ptx {
-__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
-  uint32 done = 0;
-  while (!done)
-    asm volatile("{\n"
-                 "  .reg .pred p;\n"
-                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "  selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
 namespace ptx {
 __device__ __forceinline__ void barrier_arrive(int i, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
@@ -319,19 +417,19 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 }
 }  // namespace ptx
 
-// ---- warpgroup -------------------------------------------------------------
-// Warpgroups: the order of their matrix products, their registers.
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
 namespace ptx {
-// Before the first product, and whenever registers of one were written.
+// To be called before the first product, and whenever registers of a product were written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last kAllowed groups are through.
+// Waits until all but the last kAllowed groups of products are complete.
 template <int kAllowed>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
 }
 
-// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
 template <int N> __device__ __forceinline__ void registers_fewer() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -339,7 +437,7 @@ template <int N> __device__ __forceinline__ void registers_more() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
 __device__ __forceinline__ uint32 thread_index() {
   uint32 i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
@@ -353,15 +451,16 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // ---- attention/products ----------------------------------------------------
 // Matrix products of warpgroups.
 namespace ptx {
-// Rows of 128 bytes with the 128-byte swizzle, in blocks `across` bytes apart. Where the rows are those of the product,
-// 16 columns more lie 32 bytes on and a block is not left; where they are its depth, blocks are 64 columns of the
-// product each and 16 rows more lie 2048 bytes on. Both are added in units of 16 bytes.
+// The descriptor of a matrix: rows of 128 bytes with the 128-byte swizzle, in blocks that are `across` bytes apart. If
+// the rows are rows of the product, a step of 16 columns is 32 bytes further in the same block. If the rows are its
+// depth, a block has 64 columns of the product, and a step of 16 rows is 2048 bytes further. Both are added to the
+// descriptor in units of 16 bytes.
 __device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
   return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
 }
 // d = a b, or d += a b, of 64 rows by 16 and 128 rows by 16, both in shared memory.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4)
-// + 2 t + i % 2. It belongs to the tensor cores until a wait.
+// + 2 t + i % 2. It may not be accessed before a wait.
 __device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64 a, uint64 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
@@ -424,10 +523,11 @@ constexpr int  kTile        = 128;   // tokens
 constexpr int  kTeams       = 2;  // consumer warpgroups
 constexpr int  kStages      = 3;  // tiles of K, and of V, in shared memory
 constexpr bool kTurns       = true;  // teams start their products in turn
-constexpr int  kProducers   = 2;  // producer warpgroups: one for K and V, or one for each
+constexpr int  kProducers   = 2;  // producer warpgroups
+constexpr int  kCtas        = 2;  // of a cluster
 
 constexpr int kTeamRows  = 64;
-constexpr int kRows      = kTeams * kTeamRows;
+constexpr int kRows      = kCtas * kTeams * kTeamRows;  // of an item
 constexpr int kConsumers = kTeams * 128;  // threads
 constexpr int kThreads   = kConsumers + kProducers * 128;
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
@@ -437,12 +537,19 @@ constexpr int kBlocks     = kHeadDim / 64;  // of columns: 128 bytes of 16-bit f
 constexpr int kBlockBytes = kTile * 128;
 constexpr int kSteps      = kTile / 16;
 
+// A group of producer warps takes a tile of K or V. Groups have one of the two, and its tiles in turn, if there are
+// enough of them.
+constexpr int kWarps  = kCacheBits == 16 ? 4 : kTile / 32;  // of a group
+constexpr int kGroups = kProducers * 4 / kWarps;
+constexpr int kSides  = kCtas == 1 ? 2 : 1;  // that a CTA expands
+constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
+
 // ---- shared memory ---------------------------------------------------------
-enum Side { kKeys, kValues };
+enum Side { kKeys, kValues };  // of two CTAs, the one whose rank this is expands it
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   q[kTeams][kBlocks * kTeamRows * 128];
   uint8   tiles[2][kStages][kBlocks * kBlockBytes];
-  uint32  absent[kStages][kTile / 32];  // a bit for each token without a page
+  uint32  absent[kStages][kWarps];  // a bit for each token without a page, by the warp that has it
   Barrier full[2][kStages], empty[2][kStages];
 };
 static_assert(sizeof(Shared) == 230400, "the launch counts on it");
@@ -451,15 +558,20 @@ enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
 
 struct Ring {
   uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int by = 1) {
+#pragma unroll
+    for (int i = 0; i < by; ++i) {
+      if (++slot == kStages) slot = 0, parity ^= 1;
+    }
   }
 };
+
+__device__ __forceinline__ uint32 rank_in_cluster() { return kCtas == 1 ? 0 : ptx::cluster_rank(); }
 
 // ---- attention/items -------------------------------------------------------
 // The work of a call in items of kRows query rows for one KV head, in the order request, head, rows. A query row is a
 // query head of the group at a query token, heads first. Rows come in descending order: under a causal mask the long
-// items then start first. CTAs take items in turn; where they lie is found from the lengths on the device.
+// items then start first. Clusters take items in turn; where they lie is found from the lengths on the device.
 constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
 struct Operands {
   const Query* q;
@@ -554,7 +666,7 @@ struct Item {
 // Warps walk alone, 32 requests at a time, one in each lane.
 class Items {
  public:
-  __device__ __forceinline__ explicit Items(const Operands& p) : p_(p), next_(blockIdx.x) {}
+  __device__ __forceinline__ explicit Items(const Operands& p) : p_(p), next_(blockIdx.x / kCtas) {}
 
   __device__ __forceinline__ bool next(Item& item) {
     for (; b_ < p_.batch; b_ += kWarp) {
@@ -575,7 +687,7 @@ class Items {
       if (behind != 0) {
         const int found = __ffs(behind) - 1, items = __shfl_sync(~0u, own, found);
         set(item, b_ + found, next_ - before_ - (__shfl_sync(~0u, upto, found) - items), items / p_.kv_heads);
-        next_ += gridDim.x;
+        next_ += gridDim.x / kCtas;
         return true;
       }
       before_ += __shfl_sync(~0u, upto, kWarp - 1);
@@ -600,7 +712,7 @@ class Items {
 };
 
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -632,7 +744,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -641,7 +753,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -651,12 +763,12 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 
 // ---- partials/prefetch_line ------------------------------------------------
 namespace ptx {
-// Brings the line of 128 bytes that has *p to L2.
+// Prefetches the 128-byte line of *p into L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 }  // namespace ptx
 
 // ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
 // Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
@@ -708,18 +820,16 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 
 // ---- attention/expand ------------------------------------------------------
 // Tiles of K and V on their way from pages to shared memory, as 16-bit floats in rows of 128 bytes with the 128-byte
-// swizzle. A warp takes kGroup tokens at a time, a lane 16 bytes of one in each pass: eight lanes with neighbouring
-// tokens write to all banks. What it has of the next tile is on its way while it waits for a free one.
+// swizzle. A warp has kOwnTokens neighbours of a tile. A lane expands a whole row, as it must work out where that lies;
+// four lanes share one of 16-bit floats, which are copied. Eight lanes with neighbouring tokens write to all banks. What
+// a warp has of its next tile is on its way while it waits for a free one.
 constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
-constexpr int  kUnits  = kRowBytes / 16;             // of a row
-constexpr int  kShared = kIsHalf ? 4 : 128 / kTile;  // lanes that share a row: few, as each works out where it lies
-constexpr int  kAcross = kUnits < kShared ? kUnits : kShared;
-constexpr int  kGroup  = kWarp / kAcross;            // tokens
-constexpr int  kPasses = kUnits / kAcross;
-constexpr int  kApart  = kIsHalf ? kAcross : 1;      // units from one pass to the next
-constexpr int  kWarps  = 4;                          // that take a tile: a warpgroup
-constexpr int  kLoads  = kTile / (kGroup * kWarps);
-static_assert(kLoads * kGroup * kWarps == kTile, "every warp takes as many tokens");
+constexpr int  kUnits     = kRowBytes / 16;  // of a row
+constexpr int  kOwnTokens = kTile / kWarps;
+constexpr int  kAcross    = kIsHalf ? 4 : 1;        // lanes that share a row
+constexpr int  kGroup     = kWarp / kAcross;        // tokens that a warp takes at a time
+constexpr int  kLoads     = kOwnTokens / kGroup;
+static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a word a bit for each of a warp");
 
 // As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
 // 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
@@ -786,53 +896,52 @@ struct Tile {
   __device__ __forceinline__ bool has(const Operands& p, int i) const {
     return uint32(page[i]) < uint32(p.num_pages) && (!kTwoTables || uint32(v_page[i]) < uint32(p.num_pages));
   }
-  // Of a lane's load i
-  __device__ __forceinline__ static int token_of(int i) {
-    const int thread = ptx::thread_index(), lane = thread % kWarp, warp = thread / kWarp % kWarps;
-    return (i * kWarps + warp) * kGroup + lane / 8 / kAcross * 8 + lane % 8;
+  // The first token of a warp, and that of a lane
+  __device__ __forceinline__ static int first_of_warp() {
+    return ptx::thread_index() / kWarp % kWarps * kOwnTokens;
   }
-  // Of which of a lane's tokens, bit i for load i, there is no page
-  __device__ __forceinline__ uint32 missing(const Operands& p) const {
+  __device__ __forceinline__ static int first_of_lane() {
+    const int lane = ptx::thread_index() % kWarp;
+    return first_of_warp() + lane / 8 / kAcross * 8 + lane % 8;
+  }
+  // A bit for each token of the warp that has no page, for the masks
+  __device__ __forceinline__ uint32 absent(const Operands& p) const {
     uint32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) bits |= has(p, i) ? 0 : 1u << i;
-    return bits;
-  }
-  // A bit for each token of the tile, for the masks
-  __device__ __forceinline__ static void mark(uint32 missing, uint32* absent) {
-    const int lane = ptx::thread_index() % kWarp;
-#pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const uint32 all = __ballot_sync(~0u, missing >> i & 1);
-      if (lane % (8 * kAcross) == 0) reinterpret_cast<uint8*>(absent)[token_of(i) / 8] = uint8(all >> lane);
+      const uint32 lanes = __ballot_sync(~0u, !has(p, i));
+#pragma unroll
+      for (int j = 0; j < kGroup; j += 8) bits |= (lanes >> j * kAcross & 255) << (i * kGroup + j);
     }
+    return bits;
   }
 };
 
-// Tiles in the order of the work. Their pages are looked up one tile ahead.
+// Every kEvery-th tile in the order of the work, from tile `first` on. Pages are looked up one of them ahead.
 class Tiles {
  public:
-  __device__ __forceinline__ explicit Tiles(const Operands& p)
-      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page), own_(Tile::token_of(0)) {}
+  __device__ __forceinline__ Tiles(const Operands& p, int first)
+      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page), own_(Tile::first_of_lane()), ahead_(first) {}
 
   __device__ __forceinline__ bool next(Tile& tile) {
-    if (left_ == 0) {
+    while (left_ <= ahead_) {
+      ahead_ -= left_;
       if (!items_.next(item_)) return false;
       left_ = item_.tiles(), start_ = item_.start;
       fetch_queries();
     }
+    left_ -= ahead_, start_ += ahead_ * kTile, ahead_ = kEvery;
     const int32* table = p_.tables + item_.request.table;
     tile.head = item_.head;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int  token  = start_ + own_ + i * (kWarps * kGroup);
+      const int  token  = start_ + own_ + i * kGroup;
       const int  column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
       const bool inside = token >= item_.first && token < item_.end;
       tile.slot[i] = token - column * p_.page;
       tile.page[i] = inside ? table[column] : -1;
       if constexpr (kTwoTables) tile.v_page[i] = inside ? table[column + p_.v_table] : -1;
     }
-    --left_, start_ += kTile;
     return true;
   }
 
@@ -840,7 +949,8 @@ class Tiles {
   // To L2, some tiles before the consumers need them.
   __device__ __forceinline__ void fetch_queries() const {
     constexpr int kLines = (kHeadDim * sizeof(Query) + 127) / 128;
-    for (int i = ptx::thread_index() % (kWarps * kWarp); i < kRows * kLines; i += kWarps * kWarp) {
+    const int thread = rank_in_cluster() * (kThreads - kConsumers) + ptx::thread_index() - kConsumers;
+    for (int i = thread; i < kRows * kLines; i += kCtas * (kThreads - kConsumers)) {
       const int row = item_.row + i / kLines;
       if (row >= item_.request.q_len * p_.group) break;
       const Query* q = p_.q + int64(item_.request.q_begin + row / p_.group) * p_.q_token_stride +
@@ -854,6 +964,7 @@ class Tiles {
   Item  item_;
   const uint32 inverse_;
   const int own_;  // a lane's first token of a tile
+  int ahead_;      // tiles from start_ to the next
   int left_ = 0, start_;
 };
 
@@ -861,42 +972,37 @@ class Tiles {
 template <Side kSide> class Raw {
  public:
   __device__ __forceinline__ void load(const Operands& p, const Tile& tile) {
-    const uint8* base = keep((kSide == kValues ? p.v + tile.head * p.v_head_stride
-                                               : p.k + tile.head * p.k_head_stride) + first_unit() * 16);
-    const uint8* scales = keep((kSide == kValues ? p.v_scales + tile.head * p.v_scales_head_stride
-                                                 : p.k_scales + tile.head * p.k_scales_head_stride) +
-                               first_unit() * (kByFour ? 0 : 2));
+    if (tile.head != head_) {
+      head_   = tile.head;
+      base_       = kSide == kValues ? p.v + head_ * p.v_head_stride : p.k + head_ * p.k_head_stride;
+      scale_base_ = kSide == kValues ? p.v_scales + head_ * p.v_scales_head_stride
+                                     : p.k_scales + head_ * p.k_scales_head_stride;
+    }
+    const bool   there = tile.has(p, 0);
+    const uint8* from  = row(p, tile, base_, 0);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const bool   there = tile.has(p, i);
-      const uint8* from  = row(p, tile, base, i);
+    for (int i = 0; i < kUnits; ++i) {
+      if constexpr (!kIsNvfp4) bytes_[i] = {0, 0, 0, 0};  // of NVFP4, scales of zero suffice: codes are finite
+      if (there) bytes_[i] = ptx::ld<uint4>(from + i * 16);
+    }
+    if constexpr (kIsNvfp4) {
 #pragma unroll
-      for (int j = 0; j < kPasses; ++j) {
-        bytes_[i][j] = {0, 0, 0, 0};
-        if (there) bytes_[i][j] = ptx::ld<uint4>(from + j * kApart * 16);
-      }
-      if constexpr (kIsNvfp4) {
-#pragma unroll
-        for (int j = 0; j < kScaleWords; ++j) scales_[i][j] = 0;
-        if (there) load_scales(p, tile, scales, i);
-      }
+      for (int i = 0; i < kScaleWords; ++i) scales_[i] = 0;
+      if (there) load_scales(p, tile);
     }
   }
   // To where Raw::first_chunk() of the tile stands
   __device__ __forceinline__ void store(uint32 to) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
+    for (int i = 0; i < kUnits; ++i) {
+      const uint32 words[4] = {bytes_[i].x, bytes_[i].y, bytes_[i].z, bytes_[i].w};
+      uint32 two = 0;
+      if constexpr (kIsNvfp4) two = decode_scales(scales_of(i));
 #pragma unroll
-      for (int j = 0; j < kPasses; ++j) {
-        const uint32 words[4] = {bytes_[i][j].x, bytes_[i][j].y, bytes_[i][j].z, bytes_[i][j].w};
-        uint32 two = 0;
-        if constexpr (kIsNvfp4) two = decode_scales(scales_of(i, j));
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
-          const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
-          ptx::st_shared(chunk_at(to, i, j, c), chunk);
-        }
+      for (int c = 0; c < kChunks; ++c) {
+        const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
+        const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
+        ptx::st_shared(chunk_at(to, i * kChunks + c, 0), chunk);
       }
     }
   }
@@ -909,63 +1015,57 @@ template <Side kSide> class Raw {
       const bool   there = tile.has(p, i);
       const uint8* from  = row(p, tile, base, i);
 #pragma unroll
-      for (int j = 0; j < kPasses; ++j)
-        ptx::copy_or_clear<16, false>(chunk_at(to, i, j, 0), from + j * kApart * 16, there);
+      for (int j = 0; j < kUnits; j += kAcross)
+        ptx::copy_or_clear<16, false>(chunk_at(to, j, i), from + j * 16, there);
     }
   }
   // Where a lane's first chunk stands in a tile
   __device__ __forceinline__ static uint32 first_chunk() {
-    const int token = Tile::token_of(0), chunk = first_unit() * kChunks;
+    const int token = Tile::first_of_lane(), chunk = first_unit();
     return chunk / 8 * kBlockBytes + token * 128 + ((chunk % 8 ^ token % 8) * 16);
   }
 
  private:
   static constexpr int  kChunks = 16 / kCacheBits;  // of 16 bytes that 16 bytes become
   static constexpr bool kByFour = kSide == kValues && kInterleaved;
-  static constexpr int  kScaleWords = kByFour ? 2 * kPasses : (kPasses + 1) / 2;
+  static constexpr int  kScaleWords = kByFour ? 2 * kUnits : (kUnits + 1) / 2;
 
-  __device__ __forceinline__ static int first_unit() {
-    return ptx::thread_index() % kWarp / 8 % kAcross * (kIsHalf ? 1 : kPasses);
-  }
-  // Keeps the compiler from adding it up anew for every row.
-  __device__ __forceinline__ static const uint8* keep(const uint8* base) {
-    asm volatile("" : "+l"(base));
-    return base;
-  }
+  __device__ __forceinline__ static int first_unit() { return ptx::thread_index() % kWarp / 8 % kAcross; }
   __device__ __forceinline__ static const uint8* row(const Operands& p, const Tile& tile, const uint8* base, int i) {
     const uint8* page =
         ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
     return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
   }
-  // The scales of a lane's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
+  // The scales of a row's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
   // over all blocks of the four: a word for each block.
-  __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile, const uint8* base, int i) {
+  __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile) {
     const uint8* page = ptx::mad_wide(
-        tile.page_of<kSide>(i), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, base);
-    const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[i];
+        tile.page_of<kSide>(0), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, scale_base_);
+    const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[0];
     if constexpr (!kByFour) {
-      ld_halves<kPasses>(ptx::mad_wide(slot, stride, page), scales_[i]);
+      ld_halves<kUnits>(ptx::mad_wide(slot, stride, page), scales_);
     } else {
 #pragma unroll
-      for (int j = 0; j < kScaleWords; ++j) {
-        const int at = 4 * (2 * first_unit() + j);
-        const int row = slot / 4 * 4 + at / kScaleBytes;
-        scales_[i][j] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
+      for (int i = 0; i < kScaleWords; ++i) {
+        const int at = 4 * i, row = slot / 4 * 4 + at / kScaleBytes;
+        scales_[i] = ptx::ld<uint32>(ptx::mad_wide(row, stride, page) + at % kScaleBytes);
       }
     }
   }
-  // Of the two blocks of pass j
-  __device__ __forceinline__ uint32 scales_of(int i, int j) const {
-    if constexpr (!kByFour) return scales_[i][j / 2] >> j % 2 * 16;
-    return __byte_perm(scales_[i][2 * j], scales_[i][2 * j + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
+  // Of the two blocks of unit i
+  __device__ __forceinline__ uint32 scales_of(int i) const {
+    if constexpr (!kByFour) return scales_[i / 2] >> i % 2 * 16;
+    return __byte_perm(scales_[2 * i], scales_[2 * i + 1], ptx::thread_index() % 4 * 0x11 + 0x40);
   }
-  __device__ __forceinline__ static uint32 chunk_at(uint32 first, int i, int j, int c) {
-    const int chunk = j * kApart * kChunks + c;
-    return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kWarps * kGroup * 128);
+  // Of a lane's load i
+  __device__ __forceinline__ static uint32 chunk_at(uint32 first, int chunk, int i) {
+    return (first ^ chunk % 8 * 16) + chunk / 8 * kBlockBytes + i * (kGroup * 128);
   }
 
-  uint4  bytes_[kLoads][kPasses];
-  uint32 scales_[kLoads][kScaleWords];
+  int head_ = -1;
+  const uint8 *base_, *scale_base_;  // of that head
+  uint4  bytes_[kUnits] = {};
+  uint32 scales_[kScaleWords];
 };
 
 // ---- attention/team --------------------------------------------------------
@@ -981,16 +1081,16 @@ using Sums    = float[kHeadDim / 2];
 
 // Which tokens of a tile have no page
 struct Absent {
-  uint32 words[kTile / 32];
+  uint32 words[kWarps];  // of kOwnTokens
 
   __device__ __forceinline__ explicit Absent(const uint32* from) {
 #pragma unroll
-    for (int i = 0; i < kTile / 32; ++i) words[i] = from[i];
+    for (int i = 0; i < kWarps; ++i) words[i] = from[i];
   }
   __device__ __forceinline__ bool any() const {
     uint32 all = 0;
 #pragma unroll
-    for (int i = 0; i < kTile / 32; ++i) all |= words[i];
+    for (int i = 0; i < kWarps; ++i) all |= words[i];
     return all != 0;
   }
 };
@@ -1022,8 +1122,9 @@ struct Rows {
     }
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) {
-      const int  token = i / 4 * 8 + column + i % 2, at = i / 2 % 2;
-      const bool there = (absent.words[i / 16] >> (i / 4 % 4 * 8 + column + i % 2) & 1) == 0;
+      const int  token = i / 4 * 8 + column + i % 2, at = i / 2 % 2, first_of_8 = i / 4 * 8;
+      const uint32 word = absent.words[first_of_8 / kOwnTokens];
+      const bool there = (word >> (first_of_8 % kOwnTokens + column + i % 2) & 1) == 0;
       if (!there || token < first[at] || token >= end[at]) s[i] = __uint_as_float(0xFF800000u);
     }
   }
@@ -1223,15 +1324,16 @@ struct State {
 };
 
 // ---- producers -------------------------------------------------------------
-// K or V of one tile after the other, by one warpgroup.
+// K or V of one tile after the other, by one group of warps.
 template <Side kSide> class Producer {
  public:
   __device__ __forceinline__ Producer(const Operands& p, Shared& shared)
-      : p_(p), shared_(shared), to_(ptx::shared_address(shared.tiles[kSide]) + Raw<kSide>::first_chunk()) {}
+      : p_(p), shared_(shared), to_(ptx::shared_address(shared.tiles[kSide]) + Raw<kSide>::first_chunk()),
+        own_(__shfl_sync(~0u, Tile::first_of_warp(), 0)) {}
 
   // Starts to load what put() then stores; 16-bit floats are on their way to shared memory.
   __device__ __forceinline__ void load(const Tile& tile, const Ring& ring) {
-    if constexpr (kSide == kKeys) missing_ = tile.missing(p_);
+    if constexpr (kSide == kKeys) absent_ = tile.absent(p_);
     if constexpr (kCacheBits < 16) raw_.load(p_, tile);
     else Raw<kSide>::copy(p_, tile, take(ring));
   }
@@ -1240,31 +1342,49 @@ template <Side kSide> class Producer {
     else ptx::copy_async_wait();
   }
   // By one lane, when all lanes have fenced what they put.
-  __device__ __forceinline__ void arrive(const Ring& ring) { ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]); }
+  __device__ __forceinline__ void arrive(const Ring& ring) {
+    uint32* const absent = &shared_.absent[ring.slot][own_ / kOwnTokens];
+    if constexpr (kSide == kKeys) *absent = absent_;
+    ptx::mbarrier_arrive(&shared_.full[kSide][ring.slot]);
+    if constexpr (kCtas == 2) share(ring, absent);
+  }
 
  private:
+  // The same to the other CTA of the cluster
+  __device__ __forceinline__ void share(const Ring& ring, const uint32* absent) {
+    constexpr uint32 kOther = 1 - kSide, kBytes = kOwnTokens * 128;
+    const uint32 full = ptx::map_shared(ptx::shared_address(&shared_.full[kSide][ring.slot]), kOther);
+    const uint32 from = ptx::shared_address(shared_.tiles[kSide][ring.slot]) + own_ * 128;
+    const uint32 to   = ptx::map_shared(from, kOther);
+    ptx::mbarrier_arrive_expect_at(full, kBlocks * kBytes + (kSide == kKeys ? sizeof(absent_) : 0));
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) ptx::copy_shared(to + i * kBlockBytes, from + i * kBlockBytes, kBytes, full);
+    if constexpr (kSide == kKeys) ptx::st_async(ptx::map_shared(ptx::shared_address(absent), kOther), absent_, full);
+  }
   // A slot that everybody is through with: where this lane stores to
   __device__ __forceinline__ uint32 take(const Ring& ring) const {
     ptx::mbarrier_wait(&shared_.empty[kSide][ring.slot], ring.parity ^ 1);
-    if constexpr (kSide == kKeys) Tile::mark(missing_, shared_.absent[ring.slot]);
     return to_ + ring.slot * sizeof(shared_.tiles[0][0]);
   }
 
   const Operands& p_;
   Shared& shared_;
   const uint32 to_;
-  uint32 missing_;  // bits of K's tokens
+  const int    own_;  // this warp's first token
+  uint32 absent_;     // bits of its tokens
   Raw<kSide> raw_;
 };
 
+// From tile `first` on
 template <bool kHasKeys, bool kHasValues>
-__device__ __forceinline__ void produce(const Operands& p, Shared& shared) {
-  Tiles tiles(p);
+__device__ __forceinline__ void produce(const Operands& p, Shared& shared, int first) {
+  Tiles tiles(p, first);
   Tile  tile;
   if (!tiles.next(tile)) return;
   Producer<kKeys>   keys(p, shared);
   Producer<kValues> values(p, shared);
   Ring ring;
+  for (int i = 0; i < first; ++i) ring.advance();
   if constexpr (kHasKeys) keys.load(tile, ring);
   if constexpr (kHasValues) values.load(tile, ring);
   for (bool more = true; more;) {
@@ -1273,11 +1393,11 @@ __device__ __forceinline__ void produce(const Operands& p, Shared& shared) {
     if constexpr (kHasValues) values.put(ring);
     ptx::fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
+    if (ptx::elect_one()) {
       if constexpr (kHasKeys) keys.arrive(ring);
       if constexpr (kHasValues) values.arrive(ring);
     }
-    ring.advance();
+    ring.advance(kEvery);
     if (more) {
       if constexpr (kHasKeys) keys.load(tile, ring);
       if constexpr (kHasValues) values.load(tile, ring);
@@ -1317,7 +1437,11 @@ struct Consumer {
   }
   __device__ __forceinline__ void release(Side side, Ring& ring) {
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&shared.empty[side][ring.slot]);
+    if (threadIdx.x % kWarp == 0) {
+      Barrier* const empty = &shared.empty[side][ring.slot];
+      if constexpr (kCtas == 1) ptx::mbarrier_arrive(empty);
+      else ptx::mbarrier_arrive_at(ptx::map_shared(ptx::shared_address(empty), side));  // who expands it
+    }
     ring.advance();
   }
   // Teams start products one after the other, so that one's softmax falls into the products of the others.
@@ -1431,17 +1555,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * kStages; ++i) {
       ptx::mbarrier_init(&shared.full[0][0] + i, kWarps);
-      ptx::mbarrier_init(&shared.empty[0][0] + i, kTeams * 4);
+      ptx::mbarrier_init(&shared.empty[0][0] + i, kCtas * kTeams * 4);
     }
+    if constexpr (kCtas == 2) ptx::fence_mbarrier_init();
   }
-  __syncthreads();
+  if constexpr (kCtas == 1) __syncthreads();
+  else ptx::cluster_sync();
   ptx::griddep_wait();
   ptx::griddep_launch();
   if (team >= kTeams) {
     ptx::registers_fewer<kProducerRegisters>();
-    if constexpr (kProducers == 1) produce<true, true>(p, shared);
-    else if (team == kTeams) produce<true, false>(p, shared);
-    else produce<false, true>(p, shared);
+    const int group = __shfl_sync(~0u, (threadIdx.x - kConsumers) / (kWarps * kWarp), 0);
+    if constexpr (kGroups < kSides) produce<true, true>(p, shared, 0);
+    else if ((kCtas == 1 ? group % 2 : rank_in_cluster()) == kKeys) produce<true, false>(p, shared, group / kSides);
+    else produce<false, true>(p, shared, group / kSides);
+    if constexpr (kCtas == 2) ptx::cluster_sync();
     return;
   }
   ptx::registers_more<kConsumerRegisters>();
@@ -1449,7 +1577,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
   if (kTurns && team == kTeams - 1) consumer.pass_turn();
   Items items(p);
   for (Item item; items.next(item);) {
-    Rows rows(p, item, team);
+    Rows rows(p, item, rank_in_cluster() * kTeams + team);
     ptx::barrier_sync(kTeamBarrier + team, 128);  // the last item's queries are no longer read
     rows.load(p, item, shared.q[team]);
     ptx::fence_proxy_async();
@@ -1460,4 +1588,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     state.finish(p, item, rows);
   }
   if (kTurns && team == 0) consumer.take_turn();  // the one that is left
+  if constexpr (kCtas == 2) ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
 }

@@ -1,18 +1,18 @@
 // gdn_chunk, generated from templates/gdn/chunk.cu.j2
 // spec: {"ahead":0,"dtype":"bf16","general":false,"head_dim":128,"max_tokens":8,"state_dtype":"f32","value_dim":128,"warps":8}
 //
-// For many tokens whose states are not kept. A CTA owns kTileV rows (V index) of one value head's state; a warp holds
-// 16 of them in registers and takes all tokens of its request at once, in the chunkwise form of the delta rule. With h
-// the state before the first token:
+// The delta rule for many tokens, of which only the last state is stored. A CTA owns kTileV rows (V index) of one value
+// head's state; a warp holds 16 of them in registers and takes all tokens of its request at once, in the chunkwise form
+// of the delta rule. With h the state before the first token:
 //   u_t   = beta_t (v_t - D_t h k_t - sum over s < t of E_ts (k_s k_t) u_s)
 //   out_t = D_t h q_t + sum over s <= t of E_ts (k_s q_t) u_s
 //   h becomes D_T h + sum over t of E_Tt u_t k_t,  T the last token
-// where D_t and E_ts are the products of the decays up to t, from the first token or from the one after s. All h k_t
-// and h q_t are one product of matrices, as are all k_s k_t and k_s q_t and the sums over u_t k_t; only u is a walk, on
-// a few numbers of a row instead of its columns.
+// where D_t is the product of the decays from the first token to t, and E_ts that from the token after s to t. All
+// h k_t and h q_t are one matrix product; so are all k_s k_t and k_s q_t, and the sums over u_t k_t. Only u is computed
+// token by token, from a few numbers of a row instead of all its columns.
 //
-// The products run on the tensor cores. k and q are exact in TF32; h and u go in as two TF32 numbers with 22 bits of
-// their 24 (a bf16 state as one). Everything else is float32; 1 / sqrt is approximate.
+// The products run on the tensor cores. k and q are exact in TF32; h and u are split into two TF32 numbers, which keep
+// 22 of their 24 bits (h of a bf16 state is one TF32 number). Everything else is float32; 1 / sqrt is approximate.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -52,7 +52,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -64,7 +64,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -151,7 +151,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -193,7 +193,7 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/f32x2 --------------------------------------------------------
-// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
+// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
 constexpr bool kHasF32x2 = false;
 
 struct alignas(8) f32x2 { float x, y; };
@@ -278,7 +278,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -288,7 +288,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -346,7 +346,7 @@ namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// kOnce: evict the lines from L2 first.
+// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
 template <bool kOnce>
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
   const uint32 source = shared_address(from);
@@ -361,11 +361,11 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 by
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Brings memory into L2.
+// Prefetches `bytes` bytes into L2.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// Until all but the last kAllowed copies of this thread have read their source.
+// Waits until all but the last kAllowed stores of this thread have read their source.
 template <int kAllowed>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
@@ -377,42 +377,42 @@ enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 // ---- spec ------------------------------------------------------------------
 using In    = bf16;
 using State = float;
-constexpr bool kGeneral   = false;  // a and b may be float, heads of a slot apart
+constexpr bool kGeneral   = false;  // a and b may be float32, heads of a slot have gaps
 constexpr int kHeadDim   = 128;  // K
 constexpr int kValueDim  = 128;  // V
 constexpr int kMaxTokens = 8;
 constexpr int kWarps     = 8;
 constexpr int kTileV     = 128;
-constexpr int kAhead     = 0;  // heads that are brought into L2 at a time; 0: none
+constexpr int kAhead     = 0;  // heads whose states are prefetched into L2 at a time; 0: none
 
 // ---- work of a lane --------------------------------------------------------
 // Lane 4 g + t of a warp holds columns of rows 2 g and 2 g + 1: rows g and g + 8 of a matrix of the tensor cores.
-constexpr int kLanes   = 4;  // of a row
-constexpr int kIlpRows = 2;  // of a lane
+constexpr int kLanes   = 4;  // lanes that share a row
+constexpr int kIlpRows = 2;  // rows of a lane
 constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
 constexpr int kTiles    = kValueDim / kTileV;
 constexpr int kThreads  = kWarps * kWarp;
 constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
-constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
-constexpr int kQuads    = kHeadDim / (kLanes * 4);     // a lane's columns, in fours
+constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // accesses of a lane to a row
+constexpr int kQuads    = kHeadDim / (kLanes * 4);     // groups of four columns that a lane has of a row
 constexpr int kPairs    = 2 * kQuads;
 
 static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
 
 using Rows = f32x2[kIlpRows][kPairs];
 
-// The vectors that h is multiplied with: k of every token, then q of every token.
+// The vectors that h is multiplied by: k of every token, then q of every token.
 constexpr int kVectors = 2 * kMaxTokens;
-constexpr int kBlocks  = kVectors / 8;  // an mma covers 8 columns
+constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors
 constexpr int kTokenBlocks = kMaxTokens / 8;
 constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
-constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // padded against bank conflicts
+constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // of a vector, padded against bank conflicts
 
 static_assert(kValueDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
 static_assert(kMaxTokens % 8 == 0, "whole blocks");
 
 // ---- gdn/rows --------------------------------------------------------------
-// A lane's rows of a state, between memory and registers, in 16-byte accesses.
+// Moves a lane's rows of a state between memory and registers, in 16-byte accesses.
 template <int N>
 __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
   const uint32 words[4] = {w.x, w.y, w.z, w.w};
@@ -440,7 +440,7 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a lane's share of rows `row`, row + 1, ... of a head's state begins.
+// The offset in a head's state of a lane's part of rows row, row + 1, ...
 template <StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
   if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
@@ -572,8 +572,8 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes). Whether it exists is
-// asked where it is used: a comparison here would wait for the load before later loads are issued.
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
+// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
 __device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
   if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
@@ -607,8 +607,9 @@ __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
 constexpr int kShare = 4;  // heads that one CTA prefetches
 static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
 
-// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups, and
-// the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in bursts.
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
+// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
+// bursts.
 __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
   if constexpr (kAhead > 0) {
     const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
@@ -626,7 +627,7 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
 // ---- gdn/inputs ------------------------------------------------------------
 constexpr float kNormEps = 1e-6f;
 
-// The gates of a token, and the offset in `steps` (in elements) to which h goes after it; negative: h is not kept
+// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
 template <bool kStep> struct Token { float decay, beta; int64 step; };
 template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
 
@@ -637,10 +638,10 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-// kSteps: the state after every token is kept.
+// kSteps: the state after every token is stored.
 template <bool kSteps> struct ItemInputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;   // each takes one row of k or q at a time
   static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
   static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
 
@@ -683,14 +684,14 @@ template <bool kSteps> struct ItemInputs {
     for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
   }
 
-  // The square of the length of the team's row
+  // The squared length of the team's row
   static __device__ __forceinline__ float squares(const float (&x)[4]) {
     float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
     group_sum<kRowLanes>(ssq);
     return ssq[0];
   }
 
-  // Token threadIdx.x
+  // The gates of token threadIdx.x
   __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
     Token<kSteps> token;
     token.decay = expf(-expf(a_log) * softplus(a + bias));
@@ -724,17 +725,17 @@ using Inputs = ItemInputs<false>;
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
-  alignas(16) float vectors[kVectors][kStride];   // not normalised; zero past the last token
+  alignas(16) float vectors[kVectors][kStride];   // not normalised; zero beyond the last token
   float mix[kMaxTokens][kVectors];                // [s][n]: the factor of u_s in the result of vector n
   float start[kVectors];                          // [n]: the factor of (h times vector n) in the result of vector n
   float norms[kVectors];                          // 1 / length of k; 1 / length of q, times scale
   float span[kMaxTokens][kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
-  Token<false> tokens[kMaxTokens];                // past the last one, decay and beta are zero
+  Token<false> tokens[kMaxTokens];                // beyond the last one, decay and beta are zero
 };
 
 static_assert(sizeof(Shared) == 10208, "the launch counts on it");
 
-// The first of a lane's four columns number i.
+// The first column of a lane's group i of four columns.
 __device__ __forceinline__ int column(int i, int lane) {
   constexpr int kFours = kVec / 4;
   return i / kFours * (kLanes * kVec) + lane * kVec + i % kFours * 4;
@@ -747,7 +748,7 @@ __device__ __forceinline__ float4 columns_of(const Shared& s, int vector, int i,
 __device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
 
 // ---- once for all rows of an item ------------------------------------------
-// Gates of every token, and the products of decays: lane s + 1 multiplies those after s.
+// Computes the gates of every token, and the products of decays: lane s + 1 multiplies the decays of tokens after s.
 __device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
   Token<false> token = {};
   const int lane = threadIdx.x;
@@ -774,12 +775,13 @@ __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& 
   });
 }
 
-// What becomes of a product with vector n: what is subtracted from v, times beta; or a part of the output.
+// The factor of a product with vector n: with k, it is subtracted from v and multiplied by beta; with q, it is a part
+// of the output.
 __device__ __forceinline__ float weight(const Shared& s, int n) {
   return n < kMaxTokens ? -s.norms[n] * s.tokens[n].beta : s.norms[n];
 }
 
-// Every k_s k_t and k_s q_t with their factors, and the factors of every h k_t and h q_t.
+// Computes every k_s k_t and k_s q_t times its factors, and the factors of every h k_t and h q_t.
 __device__ __forceinline__ void stage_mix(Shared& s) {
   if (threadIdx.x < kVectors) {
     const int n = threadIdx.x;
@@ -789,7 +791,7 @@ __device__ __forceinline__ void stage_mix(Shared& s) {
   const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
   for (int tile = kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += kWarps) {
     const int source = tile % kSources * 8, target = tile / kSources * 16 + g;
-    float products[4][4] = {};  // four independent accumulators, so that no mma waits for the one before
+    float products[4][4] = {};  // four independent accumulators, so that no mma waits for the previous one
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const float4 k = columns_of(s, source + g, i, t);
@@ -808,14 +810,14 @@ __device__ __forceinline__ void stage_mix(Shared& s) {
 }
 
 // ---- a warp's rows ---------------------------------------------------------
-// A number for each of a lane's rows and of its vectors 8 b + 2 t, 8 b + 2 t + 1.
+// [b][r][i]: a number for row r of a lane and vector 8 b + 2 t + i.
 using Sums = float[kBlocks][kIlpRows][2];
 
-// v of a lane's rows at tokens 8 b + 2 t, 8 b + 2 t + 1.
+// words[b][i] has v of a lane's two rows at token 8 b + 2 t + i.
 struct Values {
   uint32 words[kTokenBlocks][2];
 
-  // `v` at the first of the rows
+  // `v` points to the first of the lane's rows.
   __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * kTokenBlocks; ++i) {
@@ -827,7 +829,7 @@ struct Values {
 
 using Factor = uint32[4];
 
-// Floats as sums of one or two TF32 numbers.
+// Splits floats into sums of one or two TF32 numbers.
 template <int N>
 __device__ __forceinline__ void split(Factor (&terms)[N], const float (&whole)[4]) {
   static_assert(N == 1 || N == 2, "the second takes what the first leaves");
@@ -838,7 +840,7 @@ __device__ __forceinline__ void split(Factor (&terms)[N], const float (&whole)[4
   }
 }
 
-// h times every vector
+// Sets `sums` to h times every vector.
 __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared& s, int g, int t) {
   float products[kTerms][kBlocks][4] = {};
 #pragma unroll
@@ -867,7 +869,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared
   }
 }
 
-// Solves for u token by token; sums then hold u and the outputs.
+// Computes u token by token. `sums` has the products with h before, u and the outputs after.
 __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values& values, int tokens, int t) {
 #pragma unroll
   for (int i = 0; i < kBlocks * 2; ++i) {
@@ -892,7 +894,7 @@ __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values&
       const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][n]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if ((n + i) % kMaxTokens < token) continue;  // this token's result is final, and u may be NaN
+        if ((n + i) % kMaxTokens < token) continue;  // an earlier token: its factor is 0, but u may be NaN
         const float factor = i ? mix.y : mix.x;
         sums[b][0][i] = fmaf(u[0], factor, sums[b][0][i]);
         sums[b][1][i] = fmaf(u[1], factor, sums[b][1][i]);
@@ -901,7 +903,7 @@ __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values&
   }
 }
 
-// `out` is at the first of the lane's rows.
+// `out` points to the first of the lane's rows.
 __device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 stride, int tokens, int t) {
 #pragma unroll
   for (int i = 0; i < kTokenBlocks * 2; ++i) {
@@ -911,7 +913,7 @@ __device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 s
   }
 }
 
-// The state after the last token.
+// Updates h to the state after the last token.
 __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& s, int tokens, int g, int t) {
   Factor left[kTokenBlocks][2];
 #pragma unroll
@@ -941,7 +943,8 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& 
 }
 
 // ---- kernel ----------------------------------------------------------------
-// Warps that must fit on an SM: this caps registers at 168 or 128 a thread. Packed floats need register pairs, so more.
+// Warps that an SM must hold at once: they limit a thread to 168 or 128 registers. Packed floats need register pairs,
+// and so the higher limit.
 constexpr int kMinWarps = kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
 extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_chunk(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
@@ -991,7 +994,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Item item = this_item();
-  if constexpr (kGeneral) state += item.head * state_head_gap;  // this head's states lie as if heads were dense
+  if constexpr (kGeneral) state += item.head * state_head_gap;  // so that offsets in a state are those without gaps
   const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
       int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
       k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
@@ -1020,7 +1023,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   Sums sums;
   multiply(sums, h, s, g, t);
   __syncthreads();
-  // Loaded only now: ptxas may wait for a load where it stands, and above there is no register for the slot.
+  // Loaded late: ptxas may wait for a load at once, and above no register is free for the slot.
   const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   solve(sums, s, values, p.tokens, t);
   store_outputs(sums, out + first_row, value_heads * kValueDim, p.tokens, t);

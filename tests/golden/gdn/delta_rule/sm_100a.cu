@@ -1,12 +1,12 @@
 // gdn_delta_rule, generated from templates/gdn/delta_rule.cu.j2
 // spec: {"ahead":0,"bulk_stores":false,"dtype":"bf16","general":false,"head_dim":128,"ilp_rows":1,"keep_state":false,"max_tokens":4,"state_dtype":"f32","state_layout":"vk","store_steps":true,"tile_v":32,"use_smem_v":false,"value_dim":128,"warps":8}
 //
-// A CTA owns kTileV rows (V index) of one value head's state and walks the tokens of its request with them in
-// registers. Eight lanes share a row, so that a warp access moves whole 128-byte lines of four rows; every lane holds
-// kIlpRows rows. For each token and row, in float32:
+// A CTA owns kTileV rows (V index) of one value head's state. It keeps them in registers and takes the tokens of its
+// request one by one. Eight lanes share a row, so that an access of a warp covers whole 128-byte lines of four rows;
+// every lane has its columns of kIlpRows rows. For each token and row, in float32:
 //   h = decay * h;  u = (v - sum(h * k)) * beta;  h = fma(u, k, h);  out = sum(h * q)
-// A lane sums its even and its odd columns in ascending order by fma and adds the two; then lanes at distance 1, 2, 4
-// add up.
+// A lane sums its even and its odd columns, each in ascending order by fma, and adds the two sums. Then the sums of
+// lanes at distance 1, 2, 4 are added.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -46,7 +46,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -58,7 +58,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -145,7 +145,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -187,7 +187,7 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/f32x2 --------------------------------------------------------
-// Two floats that one instruction works on where the GPU has packed arithmetic; each half rounds as a float of its own.
+// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
 constexpr bool kHasF32x2 = true;
 
 struct alignas(8) f32x2 { float x, y; };
@@ -272,7 +272,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -282,7 +282,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -328,7 +328,7 @@ namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// kOnce: evict the lines from L2 first.
+// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
 template <bool kOnce>
 __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
   const uint32 source = shared_address(from);
@@ -343,11 +343,11 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 by
   }
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Brings memory into L2.
+// Prefetches `bytes` bytes into L2.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// Until all but the last kAllowed copies of this thread have read their source.
+// Waits until all but the last kAllowed stores of this thread have read their source.
 template <int kAllowed>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
@@ -360,7 +360,7 @@ enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 using In    = bf16;
 using State = float;
 constexpr StateLayout kStateLayout = StateLayout::kVk;
-constexpr bool kGeneral     = false;  // a and b may be float, heads of a slot apart
+constexpr bool kGeneral     = false;  // a and b may be float32, heads of a slot have gaps
 constexpr int  kHeadDim    = 128;  // K
 constexpr int  kValueDim   = 128;  // V
 constexpr int  kMaxTokens  = 4;
@@ -369,18 +369,18 @@ constexpr int  kIlpRows    = 1;
 constexpr int  kWarps      = 8;
 constexpr bool kUseSmemV   = false;
 constexpr bool kStoreSteps = true;
-constexpr bool kKeepState  = false;  // in L2, for the next call
-constexpr bool kBulkStores = false;  // states leave through shared memory
-constexpr int  kAhead      = 0;  // heads that are brought into L2 at a time; 0: none
+constexpr bool kKeepState  = false;  // the state stays in L2, for the next call
+constexpr bool kBulkStores = false;  // states are stored by bulk copies from shared memory
+constexpr int  kAhead      = 0;  // heads whose states are prefetched into L2 at a time; 0: none
 
 // ---- work of a lane --------------------------------------------------------
-constexpr int kLanes = 8;  // of a row
+constexpr int kLanes = 8;  // lanes that share a row
 constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
 constexpr int kTiles    = kValueDim / kTileV;
 constexpr int kThreads  = kWarps * kWarp;
 constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
-constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // of a row
-constexpr int kQuads    = kHeadDim / (kLanes * 4);     // a lane's columns, in fours
+constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // accesses of a lane to a row
+constexpr int kQuads    = kHeadDim / (kLanes * 4);     // groups of four columns that a lane has of a row
 constexpr int kPairs    = 2 * kQuads;
 
 static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
@@ -388,8 +388,8 @@ static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
 using Rows = f32x2[kIlpRows][kPairs];
 
 constexpr int kPassRows = kWarps * kWarpRows;
-// Warps that must fit on an SM: this caps registers at 80 or 96 a thread, which measured faster than what the compiler
-// would take. Packed floats need register pairs, so more.
+// Warps that an SM must hold at once: they limit a thread to 80 or 96 registers, which measured faster than the number
+// that the compiler chooses. Packed floats need register pairs, and so a higher limit.
 constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
 
 static_assert(kValueDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
@@ -398,7 +398,7 @@ static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t a
 static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
 
 // ---- gdn/rows --------------------------------------------------------------
-// A lane's rows of a state, between memory and registers, in 16-byte accesses.
+// Moves a lane's rows of a state between memory and registers, in 16-byte accesses.
 template <int N>
 __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
   const uint32 words[4] = {w.x, w.y, w.z, w.w};
@@ -426,7 +426,7 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Where a lane's share of rows `row`, row + 1, ... of a head's state begins.
+// The offset in a head's state of a lane's part of rows row, row + 1, ...
 template <StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
   if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
@@ -505,14 +505,15 @@ template <bool kBulk> struct RowWriter {
   Slices<kBulk>& slices;
   int turn = 0;
 
-  // `p` is the lane's; the first lane's is where the warp's rows begin. kOnce: they are not read again soon.
+  // `p` points to the lane's rows; that of the first lane is where the warp's rows begin. kOnce: the rows are not read
+  // again soon.
   template <bool kOnce>
   __device__ __forceinline__ void write(Rows& h, State* p) {
     if constexpr (kBulk) {
       const int thread = threadIdx.x % kWarp;
       State* slice = slices.rows[threadIdx.x / kWarp][turn];
       turn ^= 1;
-      if (thread == 0) ptx::bulk_wait_read<1>();  // the copy that still reads this buffer
+      if (thread == 0) ptx::bulk_wait_read<1>();  // for the copy that still reads this buffer
       __syncwarp();
       store_rows<To::kShared, kStateLayout>(
           h, slice + lane_offset<kStateLayout>(thread / kLanes * kIlpRows, thread % kLanes));
@@ -595,8 +596,8 @@ struct Item {
   }
 };
 
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is none (0 bytes). Whether it exists is
-// asked where it is used: a comparison here would wait for the load before later loads are issued.
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
+// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
 __device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
   if (bytes == 0) return n;
   if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
@@ -630,8 +631,9 @@ __device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
 constexpr int kShare = 4;  // heads that one CTA prefetches
 static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
 
-// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups, and
-// the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in bursts.
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
+// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
+// bursts.
 __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
   if constexpr (kAhead > 0) {
     const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
@@ -649,7 +651,7 @@ __device__ __forceinline__ void bring_next_group(const Operands& p, const Item& 
 // ---- gdn/inputs ------------------------------------------------------------
 constexpr float kNormEps = 1e-6f;
 
-// The gates of a token, and the offset in `steps` (in elements) to which h goes after it; negative: h is not kept
+// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
 template <bool kStep> struct Token { float decay, beta; int64 step; };
 template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
 
@@ -660,10 +662,10 @@ __device__ __forceinline__ void set_step(Token<false>&, int64) {}
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-// kSteps: the state after every token is kept.
+// kSteps: the state after every token is stored.
 template <bool kSteps> struct ItemInputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row of k or q, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;
+  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row, four columns each
+  static constexpr int kTeams    = kThreads / kRowLanes;   // each takes one row of k or q at a time
   static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
   static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
 
@@ -706,14 +708,14 @@ template <bool kSteps> struct ItemInputs {
     for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
   }
 
-  // The square of the length of the team's row
+  // The squared length of the team's row
   static __device__ __forceinline__ float squares(const float (&x)[4]) {
     float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
     group_sum<kRowLanes>(ssq);
     return ssq[0];
   }
 
-  // Token threadIdx.x
+  // The gates of token threadIdx.x
   __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
     Token<kSteps> token;
     token.decay = expf(-expf(a_log) * softplus(a + bias));
@@ -765,13 +767,14 @@ __device__ __forceinline__ int column_slot(int column) {
 }
 
 // ---- rows of a lane --------------------------------------------------------
-// v of a lane's rows at every token. It lies in shared memory, or lane t of a row holds v of tokens t and t + kLanes.
+// v of a lane's rows at every token: in shared memory (kSmem), or in registers, where lane t of a row has v of tokens t
+// and t + kLanes.
 template <bool kSmem> struct Values {
   static constexpr int kSets  = kSmem ? 1 : (kMaxTokens + kLanes - 1) / kLanes;
   static constexpr int kWords = (kIlpRows + 1) / 2;
   uint32 words[kSets][kWords];
 
-  // `v` at the first of the rows
+  // `v` points to the first of the lane's rows.
   __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
 #pragma unroll
     for (int i = 0; i < kSets && !kSmem; ++i) {
@@ -849,7 +852,7 @@ __device__ __forceinline__ void scale_rows(Rows& h, float factor) {
   }
 }
 
-// The lane's share of sum(h * c) for every row
+// Sets sum[r] to the lane's part of sum(h * c) for row r.
 __device__ __forceinline__ void dot_rows(const Rows& h, const Columns& c, float* sum) {
 #pragma unroll
   for (int r = 0; r < kIlpRows; ++r) {
@@ -867,12 +870,13 @@ __device__ __forceinline__ void store_out(In* out, const float* sum) {
   st_halves<kIlpRows>(out, words);
 }
 
-// All tokens of a lane's rows. `offset` is theirs in a state, `row` in the item.
+// Takes a lane's rows through all tokens. `offset` is the offset of the rows in a state, `row` the number of the first
+// one in the item.
 __device__ __forceinline__ void walk(
     Block& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
-  float sum[2 * kIlpRows] = {};  // h k of this token, and h q of the one before: one reduction serves both
+  float sum[2 * kIlpRows] = {};  // h k of this token, and h q of the previous one, in one reduction
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
     const Token<kStoreSteps> token = s.tokens[t];
@@ -897,8 +901,8 @@ __device__ __forceinline__ void walk(
   if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + kIlpRows);
 }
 
-// Writes all outputs of an item at once, in 16-byte stores, which DRAM takes better than scattered ones. `out` points
-// to the item's first row.
+// Writes all outputs of an item at once, in 16-byte stores, which use DRAM better than scattered ones. `out` points to
+// the item's first row.
 __device__ __forceinline__ void store_outputs(const Shared& s, const Operands& p, In* out) {
   constexpr int kPiece = kTileV < 8 ? kTileV : 8, kPieces = kTileV / kPiece;
   __syncthreads();
@@ -960,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Item item = this_item();
-  if constexpr (kGeneral) {  // from here on, this head's states lie as if heads were dense
+  if constexpr (kGeneral) {  // so that offsets in a state are those without gaps
     state += item.head * state_head_gap;
     steps += item.head * steps_head_gap;
   }
@@ -982,7 +986,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
   if constexpr (kHasPdl) ptx::griddep_launch();
   bring_next_group(p, item);
   stage(s, p, item, inputs);
-  // Loaded only now: ptxas may wait for a load where it stands, and nothing above should wait for this one.
+  // Loaded late: ptxas may wait for a load at once, and nothing above should wait for this one.
   const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   __syncthreads();
 

@@ -49,7 +49,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -61,7 +61,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -148,7 +148,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -190,14 +190,14 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
 // Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
-// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
-// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
-// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
-// checked.
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -220,7 +220,7 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -303,8 +303,8 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
 }
 
 // ---- partials/ue8m0 --------------------------------------------------------
-// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
-// 0 up to 2^-127.
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v
+// becomes byte 0.
 __device__ __forceinline__ uint8 encode_ue8m0(float v) {
   const uint32 bits = __float_as_uint(v);
   return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
@@ -319,8 +319,8 @@ __device__ __forceinline__ float decode_ue8m0(uint8 b) {
 }
 
 // ---- partials/formats ------------------------------------------------------
-// The block formats under one interface: the scale byte of a block, what its elements are multiplied by before they are
-// rounded, and what the codes stand for. g is the encode scale, in dequantize() the decode scale.
+// The block formats under one interface: scale() gives the scale byte of a block, multiplier() the factor of elements
+// before they are rounded, value() the factor of decoded codes. g is the encode scale; for value(), the decode scale.
 enum class Format { kNvfp4, kMxfp4 };
 template <Format> struct Recipe;
 template <> struct Recipe<Format::kNvfp4> {
@@ -385,7 +385,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -395,7 +395,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -444,7 +444,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -453,7 +453,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -463,8 +463,8 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 
 // ---- partials/store_matrices -----------------------------------------------
 namespace ptx {
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
 __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
@@ -476,7 +476,7 @@ __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) 
 }  // namespace ptx
 
 // ---- partials/ring ---------------------------------------------------------
-// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
 template <int kSize> struct Ring {
   uint32 slot = 0, parity = 0;
   __device__ __forceinline__ void advance() {
@@ -485,8 +485,9 @@ template <int kSize> struct Ring {
 };
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -521,7 +522,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Gives true in exactly one lane of a converged warp.
+// Returns true in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -543,7 +544,7 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 }
 }  // namespace ptx
 
-// Where the 16-byte chunk of a row lies in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
 // ---- partials/cluster ------------------------------------------------------

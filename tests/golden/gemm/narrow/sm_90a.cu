@@ -1,16 +1,16 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","early":true,"format":"nvfp4","groups":8,"out_dtype":"bf16","row_warps":1,"stages":6,"tile_m":8,"warp_blocks":1}
+// spec: {"ctas":1,"dtype":"bf16","early":false,"format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":3,"tile_m":8,"warp_blocks":2}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the weight is read once, as
-// fast as memory gives it. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
+// weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
 // are columns of the product.
 //
-// A CTA takes kRows rows of the weight and a share of its columns; the CTAs of a cluster share the columns out. Its
-// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and warps of a group share a chunk
-// of x, each with rows of its own. A warp has a ring of stages: copies fill a stage with a piece of the weight while
-// the warp works on others. With kEarly, every stage of the weight is asked for before the kernel waits for x, and x
-// has two stages only. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always
-// in the same order.
+// A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
+// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
+// chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
+// the weight while the warp multiplies others. With kEarly, copies of all stages of the weight are started before the
+// kernel waits for x, and x has only two stages. Sums are float32: over a warp's chunks in order, then over groups,
+// then over the cluster, always in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -50,7 +50,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -62,7 +62,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -149,7 +149,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -225,7 +225,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -235,7 +235,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -284,7 +284,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -293,7 +293,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -302,8 +302,9 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -334,7 +335,8 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 }  // namespace ptx
 
 // ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
 namespace ptx {
 __device__ __forceinline__ void barrier_arrive(int i, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
@@ -413,7 +415,7 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
 // Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
@@ -477,18 +479,18 @@ constexpr float kWeightUnit = 0x1p8f;
 // 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
 template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
 template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  constexpr uint32 kMask = 0x81C081C0u;
-  pairs[0] = w & kMask;
-  pairs[1] = w << 3 & kMask;
-  pairs[2] = w << 6 & kMask;
-  pairs[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
+  constexpr uint32 kSigns = 0x80008000u, kMask = 0x01C001C0u;
+  pairs[0] = w & (kSigns | kMask);
+  pairs[1] = w << 3 & (kSigns | kMask);
+  pairs[2] = (w << 1 & kSigns) | (w << 6 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w >> 3 & kMask);
 }
 template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
   constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
   pairs[0] = (w & kSigns) | (w << 3 & kMask);
   pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
-  pairs[2] = (w << 6 & kSigns) | (w << 9 & kMask);
-  pairs[3] = (w << 1 & kSigns) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
+  pairs[2] = (w << 1 & kSigns) | (w << 9 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w & kMask);
 }
 
 // Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
@@ -551,16 +553,16 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 1;  // of 16 rows
+constexpr int kWarpBlocks = 2;  // of 16 rows
 constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 8;
-constexpr int kStages     = 6;
-constexpr int kCtas       = 2;  // of an SM
-constexpr bool kEarly     = true;
+constexpr int kGroups     = 16;
+constexpr int kStages     = 3;
+constexpr int kCtas       = 1;  // of an SM
+constexpr bool kEarly     = false;
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
-constexpr int kXStages      = 2;
+constexpr int kXStages      = 3;
 constexpr int kWarps        = kGroups * kRowWarps;
 constexpr int kThreads      = kWarps * kWarp;
 constexpr int kGroupThreads = kRowWarps * kWarp;
@@ -657,9 +659,9 @@ struct Output {
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
   alignas(128) uint8 x[kGroups][kXStages][kTileM][kRowBytes];
-  Barrier full[kWarps][kStages];  // the weight is there
+  Barrier full[kWarps][kStages];  // the weight is copied
 };
-constexpr int kPitch = kRows + 4;  // lanes of a fragment meet no bank conflict
+constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
 struct Sums {
   float rows[kGroups][kTileM][kPitch];
 };
@@ -668,7 +670,7 @@ union Shared {
   Sums sums;  // once every warp is through
 };
 
-static_assert(sizeof(Shared) == 88448, "the launch counts on it");
+static_assert(sizeof(Shared) == 209280, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
 // What a warp works on: rows of the weight, and of the columns every kGroups-th chunk of its CTA's.
@@ -760,13 +762,15 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, in
   }
 }
 
-// Of four neighbours over all groups; `p` is where those of the first lie.
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
 __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
   for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
   return sum;
 }
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
 __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   float4 sum = ptx::ld_cluster(p, 0);
   for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));

@@ -47,7 +47,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -59,7 +59,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -146,7 +146,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -222,7 +222,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -232,7 +232,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -273,7 +273,7 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -351,7 +351,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -360,7 +360,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -369,8 +369,9 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -468,7 +469,7 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }  // namespace ptx
 
 // ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
 // Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
@@ -725,13 +726,15 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, ui
   }
 }
 
-// Sums of four neighbours over all groups; `p` points to those of the first group.
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
 __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
   for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
   return sum;
 }
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
 __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   float4 sum = ptx::ld_cluster(p, 0);
   for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));

@@ -57,7 +57,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -69,7 +69,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -156,7 +156,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -232,7 +232,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -242,7 +242,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -291,7 +291,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -300,7 +300,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -309,8 +309,9 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -345,7 +346,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Gives true in exactly one lane of a converged warp.
+// Returns true in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -367,7 +368,7 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 }
 }  // namespace ptx
 
-// Where the 16-byte chunk of a row lies in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
 // ---- partials/cluster ------------------------------------------------------
@@ -410,7 +411,7 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }  // namespace ptx
 
 // ---- partials/ring ---------------------------------------------------------
-// The position of a thread in a ring of slots, and the parity of the phase of the slot's barrier.
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
 template <int kSize> struct Ring {
   uint32 slot = 0, parity = 0;
   __device__ __forceinline__ void advance() {
@@ -419,7 +420,7 @@ template <int kSize> struct Ring {
 };
 
 // ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for the older ones while the newest are under way.
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
 // Copies 16 bytes: the first `bytes` are read, the others are zero.
 __device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
@@ -469,7 +470,8 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }  // namespace ptx
 
 // ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` is how many arrive or wait, in whole warps.
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
 namespace ptx {
 __device__ __forceinline__ void barrier_arrive(int i, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
@@ -480,19 +482,19 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 }
 }  // namespace ptx
 
-// ---- warpgroup -------------------------------------------------------------
-// Warpgroups: the order of their matrix products, their registers.
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
 namespace ptx {
-// Before the first product, and whenever registers of one were written.
+// To be called before the first product, and whenever registers of a product were written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last kAllowed groups are through.
+// Waits until all but the last kAllowed groups of products are complete.
 template <int kAllowed>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
 }
 
-// Registers of each thread, from now on: one warpgroup gives some back, the others get them.
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
 template <int N> __device__ __forceinline__ void registers_fewer() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -500,7 +502,7 @@ template <int N> __device__ __forceinline__ void registers_more() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// threadIdx.x, read anew: what follows from it need not live in registers where these are few.
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
 __device__ __forceinline__ uint32 thread_index() {
   uint32 i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
@@ -513,8 +515,8 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 
 // ---- partials/store_matrices -----------------------------------------------
 namespace ptx {
-// 8 x 8 matrices, transposed: lane l has of matrix i row l / 4, columns 2 (l % 4) and the next, in r[i]; lane 8 i + c
-// has the address of column c of matrix i, 16 bytes.
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
 __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
@@ -611,18 +613,18 @@ constexpr float kWeightUnit = 0x1p8f;
 // 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
 template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
 template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  constexpr uint32 kMask = 0x81C081C0u;
-  pairs[0] = w & kMask;
-  pairs[1] = w << 3 & kMask;
-  pairs[2] = w << 6 & kMask;
-  pairs[3] = (w << 1 & 0x80008000u) | (w >> 3 & 0x01800180u) | (w >> 7 & 0x00400040u);
+  constexpr uint32 kSigns = 0x80008000u, kMask = 0x01C001C0u;
+  pairs[0] = w & (kSigns | kMask);
+  pairs[1] = w << 3 & (kSigns | kMask);
+  pairs[2] = (w << 1 & kSigns) | (w << 6 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w >> 3 & kMask);
 }
 template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
   constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
   pairs[0] = (w & kSigns) | (w << 3 & kMask);
   pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
-  pairs[2] = (w << 6 & kSigns) | (w << 9 & kMask);
-  pairs[3] = (w << 1 & kSigns) | (w & 0x0C000C00u) | (w >> 4 & 0x02000200u);
+  pairs[2] = (w << 1 & kSigns) | (w << 9 & kMask);
+  pairs[3] = (w << 2 & kSigns) | (w & kMask);
 }
 
 // Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five

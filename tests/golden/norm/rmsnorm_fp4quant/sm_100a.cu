@@ -1,10 +1,10 @@
 // norm_rmsnorm_fp4quant, generated from templates/norm/rmsnorm_fp4quant.cu.j2
 // spec: {"add":false,"block":16,"clustered":false,"in_dtype":"bf16","scale":"e4m3","stream":false,"units":1,"warps":1}
 //
-// Persistent groups of threads take row after row: part of a warp or a warp (kWarps is 1), up to kWarps warps of a CTA,
-// or all CTAs of a cluster. A thread owns kUnits units of a row and keeps them as floats between the
-// sum of squares and the quantization, while its next row is being copied to shared memory. A row that is too long for
-// that (kStream) is read twice.
+// Persistent groups of threads take one row after another. A group is a part of a warp or a warp (kWarps is 1), up to
+// kWarps warps of a CTA, or all CTAs of a cluster. A thread owns kUnits units of a row and keeps them as floats between
+// the sum of squares and the quantization, while its next row is being copied to shared memory. A row that is too long
+// for that (kStream) is read twice.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -44,7 +44,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -56,7 +56,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -143,7 +143,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -193,7 +193,7 @@ __device__ __forceinline__ uint4 ld_shared(uint32 p) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// For data that nobody writes any more: the compiler may move such loads, and merge those of one address.
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
 __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
   uint4 v;
   asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
@@ -202,7 +202,7 @@ __device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
 __device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// 16 bytes from global memory, cached in L2 only.
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
 __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -245,7 +245,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -255,7 +255,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -296,14 +296,14 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- partials/units --------------------------------------------------------
-// A unit is 16 neighbouring elements: what a thread normalises and quantizes at once. 32 units are a turn of a warp.
+// A unit is 16 neighbouring elements, which one thread normalises and quantizes. 32 units are a turn of a warp.
 constexpr int kUnit = 16, kTurn = kUnit * kWarp;
 
 using Unit = uint32[kUnit / 2];  // pairs
 
 // A turn of 16-bit floats in shared memory is 64 vectors of 16 bytes. Copies write them in order, neighbouring lanes to
-// neighbouring vectors; a thread then reads the two vectors of its unit. Their places avoid bank conflicts in both: the
-// two of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
+// neighbouring vectors; a thread then reads the two vectors of its unit. Their offsets avoid bank conflicts in both
+// accesses: the two vectors of a unit are at addresses p and p ^ 16, and vector i + 32 is half a turn after vector i.
 constexpr int kTurnBytes = kTurn * 2;
 __device__ __forceinline__ uint32 vector_offset(uint32 i) { return (i ^ (i >> 3 & 1)) * 16; }
 
@@ -316,7 +316,8 @@ __device__ __forceinline__ void store_unit(uint32 p, const Unit& u) {
 }
 
 namespace ptx {
-// Volatile, so that the compiler keeps it after griddep_wait; coherent, because the thread may write the unit later.
+// Volatile, so that the compiler keeps the load after griddep_wait; coherent, because the thread may write the unit
+// later.
 __device__ __forceinline__ void ld_unit(Unit& u, const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(u[0]), "=r"(u[1]), "=r"(u[2]), "=r"(u[3]) : "l"(p));
@@ -361,7 +362,7 @@ __device__ __forceinline__ void scale(Unit& to, const float (&x)[kUnit], float s
   for (int i = 0; i < kUnit / 2; ++i) to[i] = to_pair<T>(x[2 * i] * s * w[2 * i], x[2 * i + 1] * s * w[2 * i + 1]);
 }
 
-// The weights of a thread's unit in shared memory, which it reads back for every row: as 16-bit floats (kPacked), or
+// The weights of a thread's unit in shared memory, which the thread loads for every row: as 16-bit floats (kPacked), or
 // widened to float once. place() is the offset of a lane's weights in those of a turn, p is their address.
 template <typename T, bool kPacked> struct Weights {
   static constexpr int kBytes = kPacked ? kTurnBytes : 2 * kTurnBytes;  // of a turn
@@ -434,10 +435,10 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 }  // namespace ptx
 
 // ---- partials/row_sum ------------------------------------------------------
-// The sum of a row of units, whatever threads they are spread over. Unit j belongs to lane j % 32 and turn j / 32. A
-// lane adds its turns as a binary tree, neighbours first, then the lanes are added in the same way. A thread may hold
-// any 2^n turns that follow each other, or all of them, and a CTA any 2^n such warps: the bits of the sum do not depend
-// on n.
+// The sum of a row of units, with the same bits for any number of threads that share the row. Unit j belongs to lane
+// j % 32 and turn j / 32. A lane adds its turns as a binary tree, neighbours first, then the lanes are added in the
+// same way. A thread may hold 2^n consecutive turns, or all of them, and a CTA 2^n warps with consecutive turns: the
+// bits of the sum do not depend on n.
 constexpr int kMaxCtas = 8;  // of a cluster
 
 template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) {
@@ -451,13 +452,13 @@ template <int N> __device__ __forceinline__ float tree_sum(const float (&x)[N]) 
   }
 }
 
-// Partial sums of a row, one of each lane: of up to kWarps warps of this CTA, then of the CTAs of its cluster. Two sets
-// of them are used in turn, so that one barrier a row is enough.
+// Partial sums of a row, one for each lane: of up to kWarps warps of this CTA, and of the CTAs of its cluster. Rows use
+// two sets of them in turn, so that one barrier for each row is enough.
 template <int kWarps, bool kClustered> struct RowSum {
   float warps[2][kWarps][kWarp];
   float ctas[2][kClustered ? kMaxCtas : 1][kWarp];
 
-  // mine: the sum of a lane's turns. All threads of a row call this; `lanes` of a warp share it.
+  // mine: the sum of a lane's turns. All threads of a row call this; `lanes` lanes of a warp share the row.
   __device__ __forceinline__ float operator()(float mine, uint32 use, uint32 lanes) {
     const uint32 warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if constexpr (kWarps > 1) {
@@ -486,8 +487,8 @@ template <int kWarps, bool kClustered> struct RowSum {
 };
 
 // ---- partials/ue8m0 --------------------------------------------------------
-// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up; at most byte 254, also for Inf and NaN. A subnormal takes byte
-// 0 up to 2^-127.
+// UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v
+// becomes byte 0.
 __device__ __forceinline__ uint8 encode_ue8m0(float v) {
   const uint32 bits = __float_as_uint(v);
   return min((bits + (bits < 0x00800000u ? 0x003FFFFFu : 0x007FFFFFu)) >> 23, 254u);
@@ -548,14 +549,14 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
 // Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
-// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
-// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
-// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
-// checked.
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -578,7 +579,7 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -671,16 +672,16 @@ constexpr int   kUnits     = 1;
 constexpr int   kWarps     = 1;
 constexpr bool  kClustered = false;
 constexpr bool  kStream    = false;
-constexpr int   kThreads   = 128;  // of a CTA, at most
-constexpr int   kMinCtas   = 8;  // of kThreads, for which an SM must have registers
+constexpr int   kThreads   = 128;  // the most threads of a CTA
+constexpr int   kMinCtas   = 8;  // that an SM must hold at once; bounds the registers
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
   RowSum<kWarps, kClustered> row_sum;
   float multiplier[256];  // by scale byte
 };
-// After it come the weights (widened to float once, where the inputs leave room for that) and then the next row of each
-// warp, which is being copied. Warps that take a row each share the weights.
+// It is followed by the weights (widened to float once, where the inputs leave room for that), then by the next row of
+// each warp, which is being copied. Warps that take a row each share the weights.
 using Weight = Weights<In, kAdd>;
 constexpr int kWeightBytes = kUnits * Weight::kBytes;  // of a warp
 constexpr int kFills       = kWarps > 1 ? kUnits : 1;  // turns of weights that a warp copies
@@ -698,16 +699,16 @@ constexpr bool kWholeWarps    = kUnits > 1 || kWarps > 1;  // no two rows share 
 using Tile = SfTile<SfLayout::k128x4>;
 constexpr int kTileRows = Tile::kOuter * Tile::kInner;
 
-// Turns from unit `first` on, in steps of a warp.
+// The turns of a lane that has units first, first + 32, ... of `units`.
 __device__ __forceinline__ int turns_from(uint32 first, uint32 units) {
   return first < units ? int((units - first + kWarp - 1) / kWarp) : 0;
 }
 
 // Which rows and units a thread works on.
 struct Place {
-  uint32 lane, thread, threads;  // lane of a warp; thread of those that share a row
-  uint32 row0, row, row_step;    // the first rows of the warp and of the thread
-  uint32 turn, unit;             // the first of the warp and of the thread
+  uint32 lane, thread, threads;  // lane of its warp; thread of the `threads` that share a row
+  uint32 row0, row, row_step;    // the first row of the warp, and that of the thread
+  uint32 turn, unit;             // the first turn of the warp, and the first unit of the thread
   int    shift;                  // 2^shift lanes of a warp share a row
   __device__ __forceinline__ explicit Place(uint32 row_threads) {
     const uint32 warp = threadIdx.x / kWarp, rank = kClustered ? ptx::cluster_rank() : 0;
@@ -736,15 +737,15 @@ struct Operands {
   uint32    rows, units;  // units of a row
 };
 
-// What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. Where rows share a warp, the
-// second belongs to a later row than the first.
+// What a lane copies of each row: vectors lane and lane + 32 of each turn of its warp. Where several rows share a warp,
+// the second vector belongs to a later row than the first.
 struct Vectors {
   static constexpr int kMiddle = kUnits / 2 * kTurn;  // the immediate offset of a copy reaches 2 KiB either way
   const In* x;
-  In*       residual;      // both kMiddle elements after the first vector
+  In*       residual;      // both point kMiddle elements behind the first vector
   int64     step, second;  // elements from a row to the next, and from the first vector to the second
-  uint32    to;            // address of the first in the slots
-  uint32    row, rows, row_step, later_rows;  // row of the first; rows from it to that of the second
+  uint32    to;            // shared address of the first vector
+  uint32    row, rows, row_step, later_rows;  // row of the first vector; rows from it to the second
   int       turns[2];
 
   __device__ __forceinline__ Vectors(const Operands& p, const Place& place, uint32 slots) {
@@ -762,8 +763,8 @@ struct Vectors {
     turns[0] = turns_from(unit, p.units);
     turns[1] = turns_from(unit + (later_rows ? 0 : kWarp / 2), p.units);
   }
-  // Calls f(elements, bytes) for every vector, or for every one that exists: its distance from x and residual, and from
-  // `to`.
+  // Calls f(elements, bytes) for every vector (kAll), or for those that exist: `elements` is the distance of the vector
+  // from x and residual, `bytes` that from `to`.
   template <bool kAll, typename F> __device__ __forceinline__ void each(F f) {
     asm volatile("" : "+l"(x), "+r"(to));  // keeps the compiler from computing the addresses again for every vector
     if constexpr (kAdd) asm volatile("" : "+l"(residual));
@@ -815,7 +816,7 @@ __device__ __forceinline__ uint2 quantize(const Unit& u, uint8& b, float sixth, 
   return encode_block<In>(u, kScale == Scale::kE4m3 ? multiplier[b] : ue8m0_multiplier(b));
 }
 
-// All rows of a thread. kFilled: every unit of its warp exists, so that no access needs a condition.
+// Takes all rows of a thread. kFilled: every unit of its warp exists, so that no access needs a condition.
 template <bool kFilled>
 __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vectors& vectors, const Rstd& rstd_of,
                                      float sixth, Shared& shared, uint32 input_at, uint32 weight_at, uint32 row_lanes) {
@@ -825,7 +826,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
   const int    turns   = kFilled ? kUnits : turns_from(place.unit, p.units);
   const int    warp_turns = kFilled ? kUnits : turns_from(place.turn * kWarp, p.units);
 
-  // Where a block is two units, the first of its two lanes writes the scale. Lanes after the last column write padding.
+  // Where a block is two units, the first of its two lanes writes the scale. Lanes beyond the last column write zeros.
   const bool   has_scale    = place.lane % kUnitsPerBlock == 0;
   const uint32 col          = place.unit / kUnitsPerBlock;
   const bool   has_linear   = p.sf_linear && has_scale;
@@ -843,7 +844,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
       if constexpr (!kStream) {
         ptx::copy_async_wait();
         __syncwarp();
-        asm volatile("" : "+r"(input_at));  // keeps the compiler from computing it again
+        asm volatile("" : "+r"(input_at));  // keeps the compiler from computing the address again
       }
 #pragma unroll
       for (int v = 0; v < kUnits; ++v) {
@@ -880,7 +881,7 @@ __device__ __forceinline__ void walk(const Operands& p, const Place& place, Vect
       uint8* to_q       = p.q + (uint64(at) >> 1);
       uint8* to_linear  = p.sf_linear + (uint64(row) * cols + col);
       uint8* to_swizzle = p.sf_128x4 + sf_offset<SfLayout::k128x4>(row, col, sf_cols);
-      // Keeps the compiler from computing these again for every unit.
+      // Keeps the compiler from computing these addresses again for every unit.
       asm volatile("" : "+l"(to_q), "+l"(to_linear), "+l"(to_swizzle), "+r"(weight_at));
 #pragma unroll
       for (int v = 0; v < kUnits; ++v) {
@@ -936,9 +937,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
   const uint32   weight_at = weights + (kWarps > 1 ? warp * kWeightBytes : 0) + Weight::place(place.lane);
   Vectors vectors(p, place, slots);
 
-  if constexpr (kClustered) ptx::cluster_sync();  // all have started: their shared memory may be written
+  if constexpr (kClustered) ptx::cluster_sync();  // all CTAs have started: their shared memory may be written
   if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();
-  // All copies are started before the first is waited for.
+  // All copies are started before any of them is waited for.
   if (!kStream && place.row0 < p.rows) vectors.fetch<false>();
   const float g = kScale == Scale::kE4m3 && global_scale ? ptx::ld_f32(global_scale) : 1.0f;
   if constexpr (!kStream) {
@@ -953,7 +954,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       if (v < turns && place.row < p.rows) continue;
-      store_unit(input_at + v * kTurnBytes, {});  // zeros where no copy writes, or only for a later row
+      store_unit(input_at + v * kTurnBytes, {});  // zeros where no copy writes, or only that of a later row
       if constexpr (kAdd) store_unit(input_at + kInputBytes + v * kTurnBytes, {});
     }
   }

@@ -1,12 +1,12 @@
 // quantize_e4m3, generated from templates/quantize/e4m3.cu.j2
 // spec: {"blocks_per_thread":4,"sf_layout":"layout_128x4"}
 //
-// E4M3 to NVFP4 by table, without arithmetic on the elements. For a given global scale, the scale of a block depends
-// only on the largest magnitude byte in the block. The code of an element depends on that byte and on the element's
-// own, and never falls as the latter grows. So a table has an entry for each largest byte: the scale, and the seven
-// bytes at which the code changes. Each CTA computes the table, by bisection with the exact formula, and then compares
-// four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread neighbouring sectors of block scales, a
-// lane one block in each of them.
+// Quantizes E4M3 to NVFP4 by a table, without arithmetic on the elements. For a given global scale, the scale of a
+// block depends only on the largest magnitude byte in the block. The code of an element depends on that byte and on the
+// byte of the element, and never falls as the latter grows. So the table has an entry for each largest byte: the scale,
+// and the seven bytes at which the code changes. Each CTA computes the table, by bisection with the exact formula, and
+// then compares four elements at a time. CTAs are persistent; a warp takes kBlocksPerThread neighbouring sectors of
+// block scales, a lane one block in each of them.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -92,7 +92,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -104,7 +104,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -191,7 +191,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -233,14 +233,14 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
 // Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
-// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
-// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
-// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
-// checked.
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -263,7 +263,7 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -380,7 +380,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -390,7 +390,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -431,7 +431,7 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- partials/inputs -------------------------------------------------------
-// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
+// A unit is 16 neighbouring elements: RawUnit holds them as they are in memory, 8 pairs of 16-bit floats are quantized.
 template <typename In> struct Widened { using type = In; };
 template <> struct Widened<e4m3> { using type = f16; };
 template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
@@ -485,7 +485,7 @@ struct alignas(8) Entry {
 // The fp16 number that magnitude byte b stands for; p = 6 / g.
 __device__ __forceinline__ float widened(uint8 b, float p) { return low<f16>(to_pair<f16>(decode_e4m3(b) * p, 0.0f)); }
 
-// NaN, byte 127, has code 7: the search ends there.
+// The first magnitude byte with a code above j. NaN, byte 127, has code 7, so that every search ends there at last.
 __device__ __forceinline__ uint8 find_start(int j, float o, float p) {
   uint32 below = 0;
 #pragma unroll
@@ -494,15 +494,16 @@ __device__ __forceinline__ uint8 find_start(int j, float o, float p) {
   return below;
 }
 
-// The largest magnitude byte. Shifted left by 1 and by 9, every other byte leads a 16-bit half; what follows it
-// breaks ties.
+// The largest magnitude byte of a block. Shifts left by 1 and by 9 each move every other byte, without its sign, to the
+// top of a 16-bit half; the bits below it only break ties.
 __device__ __forceinline__ uint32 max_byte(const RawUnit<In>& x) {
   uint32 most = __vmaxu2(x[0] << 1, x[0] << 9);
 #pragma unroll
   for (int i = 1; i < 4; ++i) most = __vmaxu2(most, __vmaxu2(x[i] << 1, x[i] << 9));
   return max(most >> 25, most >> 9 & 0x7Fu);
 }
-// The same where some elements are NaN, which counts only if all are. Takes the sign off NaN: its code is 7.
+// The same for a block with NaN, which is ignored unless all elements are NaN. Clears the signs of the NaNs in x, so
+// that their code is 7.
 __device__ __forceinline__ uint32 max_byte_of_numbers(RawUnit<In>& x) {
   uint32 pairs[8];
 #pragma unroll
@@ -515,13 +516,13 @@ __device__ __forceinline__ uint32 max_byte_of_numbers(RawUnit<In>& x) {
 
 // The codes of 16 elements, element i in nibble i.
 __device__ __forceinline__ uint2 encode_by(uint2 entry, const RawUnit<In>& x) {
-  uint32 start[kCodes];  // in all four bytes
+  uint32 start[kCodes];  // the same in all four bytes
 #pragma unroll
   for (int j = 0; j < kCodes; ++j) start[j] = __byte_perm(entry.x, entry.y, 0x1111 * j);
   uint32 pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32 reached[kCodes];  // in the top bit of each byte; that of x is set, so no byte borrows
+    uint32 reached[kCodes];  // in the top bit of each byte; x has its top bits set, so that no byte borrows
 #pragma unroll
     for (int j = 0; j < kCodes; ++j) reached[j] = (x[i] | kTop) - start[j];
     const uint32 bit0 = reached[0] ^ reached[1] ^ reached[2] ^ reached[3] ^ reached[4] ^ reached[5] ^ reached[6];

@@ -43,7 +43,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -55,7 +55,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -142,7 +142,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -184,14 +184,14 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
 // Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
-// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
-// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
-// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
-// checked.
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -214,7 +214,7 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -331,7 +331,7 @@ template <> __device__ __forceinline__ uint4 ld(const void* p) {
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Read once: does not allocate a line in L1.
+// For memory that is read once: allocates no line in L1.
 __device__ __forceinline__ uint4 ld_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -341,7 +341,7 @@ __device__ __forceinline__ uint4 ld_once(const void* p) {
 __device__ __forceinline__ void st(void* p, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Not read again soon: evict it from L2 first.
+// For memory that is not read again soon: L2 evicts it first.
 __device__ __forceinline__ void st_once(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -382,7 +382,7 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- partials/inputs -------------------------------------------------------
-// A unit is 16 neighbouring elements: what lies in memory, and the 8 pairs of 16-bit floats that are quantized.
+// A unit is 16 neighbouring elements: RawUnit holds them as they are in memory, 8 pairs of 16-bit floats are quantized.
 template <typename In> struct Widened { using type = In; };
 template <> struct Widened<e4m3> { using type = f16; };
 template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];

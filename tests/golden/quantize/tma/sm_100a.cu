@@ -1,10 +1,10 @@
 // quantize_tma, generated from templates/quantize/tma.cu.j2
 // spec: {"blocks_per_thread":2,"ctas_per_sm":1,"in_dtype":"bf16","sf_layout":"layout_128x4","stages":6}
 //
-// Persistent CTAs. A producer warp keeps kStages tiles of x in flight through the copy engine (TMA); each of the
-// consumer warps converts kBlocksPerThread sectors of block scales in each tile. A tile is wide rather than high, so
-// that its rows are long runs of memory: 4 sectors high in the swizzled layouts, 16 (which are 16 rows) in the linear
-// one.
+// CTAs are persistent. In each, a producer warp keeps kStages tiles of x in flight through the copy engine (TMA); each
+// of the consumer warps quantizes the blocks of kBlocksPerThread sectors of block scales in each tile. A tile is wide
+// rather than high, so that its rows are long runs of memory: 4 sectors high in the swizzled layouts, 16 (which are 16
+// rows) in the linear one.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -36,7 +36,7 @@ __device__ __forceinline__ float ld_f32(const void* p) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
   return v;
 }
-// L1 keeps the line: a thread's next load may find its half of a sector there.
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
 __device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -48,7 +48,7 @@ __device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
                : "l"(p));
 }
 
-// Two 16-bit floats at once. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
 // and give the result the product of the signs.
 __device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
   uint32 d;
@@ -135,7 +135,7 @@ __device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
   return d;
 }
-// Four conversions to E2M1 pairs: v[i] lands in nibble i.
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
 __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   uint32 d;
   asm("{\n"
@@ -152,8 +152,9 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }  // namespace ptx
 
 // ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when as many threads have arrived, and as many bytes were copied, as were expected.
-// wait(parity) returns once the phase of that parity is complete; on a new barrier wait(1) returns at once.
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
 using Barrier = uint64;
 
 namespace ptx {
@@ -188,7 +189,7 @@ __device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
 struct alignas(64) TensorMap { uint64 opaque[16]; };
 
 namespace ptx {
-// Gives true in exactly one lane of a converged warp.
+// Returns true in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32 chosen;
   asm volatile("{\n"
@@ -210,7 +211,7 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 }
 }  // namespace ptx
 
-// Where the 16-byte chunk of a row lies in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
 // ---- partials/sf_layout ----------------------------------------------------
@@ -293,14 +294,14 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
 }
 
 // ---- partials/e2m1 ---------------------------------------------------------
-// E2M1: nearest even, saturating at 6; NaN is +6 (code 7), a zero keeps its sign.
+// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
 // Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not forget on which side of a tie of E2M1 v was. So v
-// is multiplied by 1 + 2^-9 first. Each tie then lies midway between two float16s, and the even one is on the side to
-// which v = tie has to go. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself, and leaves the lower
-// one below it. All steps keep the order of values, so the seven ties and their neighbours are all that has to be
-// checked.
+// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
+// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
+// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
+// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
+// neighbours cover all values.
 constexpr float  kE2m1Aside = 0x1.008p-14f;
 constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
 
@@ -323,7 +324,7 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
 // ---- partials/e4m3 ---------------------------------------------------------
-// E4M3: nearest even, saturating at 448; NaN is 0x7F.
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
   if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
   const float  a    = fabsf(v);
@@ -418,7 +419,8 @@ constexpr int kThreads    = (kConsumers + 1) * kWarp;
 constexpr int kHigh       = kSfLayout == SfLayout::kLinear ? 16 : 4;       // sectors in a column of a tile
 constexpr int kWarpStep   = kConsumers / kHigh * Sf::kCols;                // blocks from a warp's sector to its next
 constexpr int kTileCols   = kWarpStep * kBlocksPerThread;                  // in blocks
-// A box of the copy has rows of 128 bytes; in 128x4, 8 neighbours of each of the tile's four outer rows.
+// A box of a copy has rows of 128 bytes. In 128x4, a box has 8 neighbouring rows, and there is one for each of the four
+// outer rows of a tile of scales.
 constexpr int kBoxCols    = 128 / (kNvfp4Block * sizeof(In));
 constexpr int kBoxRows    = kSfLayout == SfLayout::k128x4 ? 8 : kHigh * Sf::kRows;
 constexpr int kOuter      = SfTile<kSfLayout>::kOuter;
@@ -488,10 +490,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_tma(
     return;
   }
 
-  // Which byte of its sector a lane converts: in 128x4, eight lanes must read rows of both parities to avoid bank
+  // The byte of its sector that a lane computes: in 128x4, eight lanes must read rows of both parities to avoid bank
   // conflicts.
   const uint32 byte = kSfLayout == SfLayout::k128x4 ? lane % 4 + lane / 8 * 4 + lane / 4 % 2 * 16 : lane;
-  const uint32 high = warp % kHigh, wide = warp / kHigh * Sf::kCols + byte % Sf::kCols;  // its first block in a tile
+  const uint32 high = warp % kHigh, wide = warp / kHigh * Sf::kCols + byte % Sf::kCols;  // of a lane's first block
   const uint32 inner = Sf::row(high, byte) % kBoxRows, outer = kOuter == 1 ? 0 : Sf::row(0, byte) / 32;
   const uint32 from = wide / kBoxCols * kColBytes + outer * kBoxBytes;
   const uint32 chunk[2] = {from + swizzle_128(inner, wide % kBoxCols * 2),
