@@ -820,9 +820,9 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 
 // ---- attention/expand ------------------------------------------------------
 // Tiles of K and V on their way from pages to shared memory, as 16-bit floats in rows of 128 bytes with the 128-byte
-// swizzle. A warp has kOwnTokens neighbours of a tile. A lane expands a whole row, as it must work out where that lies;
-// four lanes share one of 16-bit floats, which are copied. Eight lanes with neighbouring tokens write to all banks. What
-// a warp has of its next tile is on its way while it waits for a free one.
+// swizzle. A warp takes kOwnTokens neighbouring tokens of a tile. A lane expands a whole row, because working out where
+// a row lies costs much; rows of 16-bit floats are copied, each by four lanes. Eight lanes with neighbouring tokens
+// write to all banks. The loads of a warp's next tile are under way while it waits for a free slot.
 constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
 constexpr int  kUnits     = kRowBytes / 16;  // of a row
 constexpr int  kOwnTokens = kTile / kWarps;
