@@ -90,6 +90,25 @@ def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     return False
 
 
+def known(condition: Any) -> bool:
+    """Whether a comparison of sizes holds. What torch.compile does not know is taken for false."""
+    if not torch.compiler.is_dynamo_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
+def reaches(size: int, limit: int) -> bool:
+    """Whether a size is ``limit`` or more. What torch.compile does not know is taken for less, and checked when run."""
+    if not torch.compiler.is_dynamo_compiling():
+        return size >= limit
+    if known(size >= limit):
+        return True
+    torch._check(size < limit)
+    return False
+
+
 def is_among(size: int, sizes: Sequence[int]) -> bool:
     """Whether a size is one of ``sizes``. One that torch.compile does not know counts as the last, as in differ()."""
     if not torch.compiler.is_dynamo_compiling():

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
+from jitfp4.operation import _operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
 from tests.support.compare import assert_same_bytes
@@ -86,6 +88,42 @@ def test_a_size_that_nobody_knows(name: str, which: str) -> None:
     wanted = want if isinstance(want, tuple) else (want,)
     for left, right in zip(got if isinstance(got, tuple) else (got,), wanted, strict=True):
         assert_same_bytes("result", left.contiguous(), right.contiguous())
+
+
+PAGED_QUERIES = ("query", "block_tables", "seq_lens", "out")
+BY_TOKEN = {
+    "nvfp4_kv_quantize": ("input",),
+    "nvfp4_kv_dequantize": ("fp4_data", "block_scales"),
+    "nvfp4_kv_dequantize_paged": ("block_tables", "seq_lens", "output_k", "output_v"),
+    "nvfp4_quantize_append_paged_kv_cache": ("append_key", "append_value", "batch_indices", "positions"),
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": ("append_key", "append_value", "slot_mapping"),
+    "trtllm_batch_context_with_kv_cache": ("query", "cum_seq_lens_q", "out", "lse"),
+    "trtllm_batch_decode_with_kv_cache": (*PAGED_QUERIES, "lse"),
+    "trtllm_batch_decode_with_kv_cache ragged": (*PAGED_QUERIES, "lse"),
+    "xqa_batch_decode_with_kv_cache": (*PAGED_QUERIES, "mask"),
+    "xqa_batch_decode_with_kv_cache ragged": (*PAGED_QUERIES, "mask"),
+}
+"""Functions of a KV cache, and what has a row for each token or request."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("which", ["the first", "all"])
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_a_number_of_tokens_that_nobody_knows(name: str, which: str) -> None:
+    """The same for a KV cache: tokens, requests, and both."""
+    function, calls = function_of(name), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        calls.append(good_calls()[name]())
+    torch.compiler.reset()
+    for tensor in BY_TOKEN[name][: 1 if which == "the first" else None]:
+        torch._dynamo.decorators.mark_unbacked(calls[1][tensor], 0)
+    want = function(**calls[0])
+    got = torch.compile(lambda given: function(**given), fullgraph=True, backend="aot_eager")(calls[1])
+    for left, right in zip(leaves(got), leaves(want), strict=True):
+        assert_same_bytes("result", left.contiguous(), right.contiguous())
+    for written in BY_TOKEN[name]:
+        assert_same_bytes(written, calls[1][written], calls[0][written])
 
 
 NOT_TRACED = {
@@ -169,30 +207,52 @@ def test_unknown_sizes_that_differ_are_found() -> None:
         function(*given)
 
 
+OPERATORS = {
+    "quantize": "nvfp4_quantize",
+    "quantize_batch": "scaled_fp4_grouped_quantize",
+    "row_scale": "nvfp4_quantize",
+    "dequantize": "nvfp4_dequantize",
+    "rmsnorm_fp4quant": "add_rmsnorm_fp4quant",
+    "gated_delta_rule": "gated_delta_rule_mtp",
+    "mm_fp4": "mm_fp4",
+    "mm_bf16_fp4": "mm_bf16_fp4",
+    "kv_quantize": "nvfp4_quantize_append_paged_kv_cache",
+    "kv_dequantize": "nvfp4_kv_dequantize_paged",
+    "attention": "trtllm_batch_decode_with_kv_cache",
+}
+"""Of each operator, a function that calls it."""
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the calls of jitfp4's operators, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "jitfp4":
+            return func(*args, **(kwargs or {}))
+        self.calls.append((func, args))
+        return None
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("operator", ["quantize", "quantize_batch", "row_scale", "dequantize", "rmsnorm_fp4quant",
-                                      "gated_delta_rule", "mm_fp4"])  # fmt: skip
+@pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_operators_pass_opcheck(operator: str) -> None:
-    out, out_sf, rows = torch.zeros_like(CODES), torch.zeros_like(SCALES), torch.zeros(6)
-    delta = {name: DELTA_RULE[name] for name in ("q", "k", "v", "initial_state", "A_log", "a", "dt_bias", "b")}
-    arguments: dict[str, tuple[Any, ...]] = {
-        "quantize": (A, SCALE, out, out_sf, "nvfp4", 2, False, None, ""),
-        "quantize_batch": (
-            *(BATCH, MASK, torch.ones(2), False),
-            *(torch.zeros(2, 6, 32, dtype=torch.uint8), torch.zeros(2, 512, dtype=torch.uint8), False, None),
-        ),
-        "row_scale": (A, SCALE, rows, rows.clone(), None),
-        "dequantize": (CODES, SCALES, SCALE, torch.zeros(6, 64), "nvfp4", 2, None, ""),
-        "rmsnorm_fp4quant": (A, A.clone(), WEIGHT, SCALE, out, None, out_sf, None, 1e-6, 16, "e4m3", None, ""),
-        "gated_delta_rule": (
-            *delta.values(),
-            *(0.125, torch.zeros_like(DELTA_RULE["v"]), DELTA_RULE["initial_state_indices"], None, None, None),
-            *(True, True, False, None, ""),
-        ),
-    }
-    product = torch.zeros(6, 8, dtype=torch.bfloat16)
-    arguments["mm_fp4"] = (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1], SCALE, product, 16, False, None)
-    torch.library.opcheck(getattr(torch.ops.jitfp4, operator).default, arguments[operator])
+    given = good_calls()[OPERATORS[operator]]()
+    if operator == "row_scale":
+        given |= {"per_token_activation": True}
+    with Recorder() as recorder:
+        function_of(OPERATORS[operator])(**given)
+    calls = [(func, args) for func, args in recorder.calls if func.name() == f"jitfp4::{operator}"]
+    assert calls
+    for func, args in calls:
+        torch.library.opcheck(func, args)
+
+
+def test_every_operator_is_checked() -> None:
+    assert OPERATORS.keys() == _operations.keys()
 
 
 def test_vmap_is_refused_by_name() -> None:

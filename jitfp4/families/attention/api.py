@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.operation import ATTENTION, Arguments
@@ -212,7 +213,7 @@ def attend(
         max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
     if cum_seq_lens_q is not None:
         checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
-    elif query.shape[0] != batch * q_len:
+    elif differ(query.shape[:1], (batch * q_len,)):
         raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
     checks.check_work(query, cache, q_len, max_seq_len)
     if window_left < -1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jitfp4.dispatch import differ, reaches
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.attention.operation import by_token
 from jitfp4.families.attention.problem import (
@@ -142,11 +143,12 @@ def check_ints(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], l
     """Check that ``tensor`` is int32 of this shape, where None is any size, and contiguous in the last dimension."""
     check_dtype(name, tensor, (torch.int32,))
     check_same_device(name, tensor, like)
-    fits = tensor.dim() == len(shape) and all(w is None or n == w for n, w in zip(tensor.shape, shape, strict=True))
+    sizes = [(own, size) for own, size in zip(tensor.shape, shape, strict=False) if size is not None]
+    fits = tensor.dim() == len(shape) and not any(differ((own,), (size,)) for own, size in sizes)
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"[{wanted}]")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ArgumentError(name, f"strides {tensor.stride()}", "unit stride in the last dimension")
 
 
@@ -161,7 +163,7 @@ def check_work(query: torch.Tensor, cache: Cache, q_len: int, max_tokens: int) -
     if not 0 <= max_tokens <= MAX_TOKENS:
         raise ArgumentError("max_seq_len", max_tokens, f"0 to {MAX_TOKENS}")
     tiles = ceil_div(max(1, max_tokens), TILE) if q_len <= MAX_Q_LEN else 1
-    if query.shape[0] * cache.heads * MAX_GROUP * tiles >= _MAX_WORK:
+    if reaches(query.shape[0] * cache.heads * MAX_GROUP * tiles, _MAX_WORK):
         raise ArgumentError("query", f"{query.shape[0]} tokens over {max_tokens}", "less work than 2**31 tiles")
 
 
@@ -216,7 +218,7 @@ def causal_or_nan(
     shape = (tokens // q_len, q_len, width) if q_ends is None else (tokens, width)
     check_dtype("mask", mask, (torch.uint16,))
     check_same_device("mask", mask, query)
-    if tuple(mask.shape) != shape:
+    if differ(mask.shape, shape):
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"{shape}")
     number, tensor = scale("bmm2_scale", factor, query)
     words = mask.view(torch.int16)[..., 0].flatten().int()

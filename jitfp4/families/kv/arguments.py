@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from jitfp4.dispatch import differ, reaches
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
@@ -96,13 +97,13 @@ def check_side(name: str, sf_name: str, side: Side) -> None:
     *place, width = side.codes.shape
     if width == 0 or 2 * width % NVFP4.block:
         raise ArgumentError(name, f"d = {2 * width}", f"a positive multiple of {NVFP4.block}")
-    if (want := (*place, width // 8)) != tuple(side.sf.shape):
+    if differ(want := (*place, width // 8), side.sf.shape):
         raise ArgumentError(sf_name, f"{tuple(side.sf.shape)}", f"{want}: pages, tokens, heads and d/16 of the codes")
     check_device(name, side.codes)
     check_same_device(sf_name, side.sf, side.codes)
     _check_strides(name, side.codes, 1)
     _check_strides(sf_name, side.sf, 1)
-    if place[0] * place[1] >= _LIMIT:
+    if reaches(place[0] * place[1], _LIMIT):
         raise ArgumentError(name, f"{place[0] * place[1]} tokens", "less than 2^32")
 
 
@@ -158,7 +159,7 @@ def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
 
 def check_work(name: str, tokens: int, blocks: int) -> None:
     """Check the limits of the kernels: tokens are counted in 31 bits, and a grid holds _MAX_BLOCKS of a token."""
-    if tokens >= _MAX_TOKENS or blocks > _MAX_BLOCKS:
+    if reaches(tokens, _MAX_TOKENS) or blocks > _MAX_BLOCKS:
         allowed = f"less than 2^31 tokens, of at most {_MAX_BLOCKS} blocks of 16 elements"
         raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", allowed)
 
@@ -168,7 +169,7 @@ def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | 
     check_dtype(name, values, INDEX_DTYPES)
     check_same_device(name, values, like)
     check_contiguous(name, values)
-    if values.dim() != 1 or (size is not None and values.numel() != size):
+    if values.dim() != 1 or (size is not None and differ(values.shape, (size,))):
         raise ArgumentError(name, f"shape {tuple(values.shape)}", "one dimension" if size is None else f"({size},)")
 
 

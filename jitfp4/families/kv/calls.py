@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.dispatch import differ, reaches
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
     APPEND_SF_DTYPES,
@@ -53,7 +54,7 @@ def append_by_slot(
     n = slot_mapping.shape[0]
     for name, x in (("append_key", append_key), ("append_value", append_value)):
         check_rows(name, x, 3, DTYPES)
-        if x.shape[0] < n:
+        if reaches(n, x.shape[0] + 1):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
     rows, lists = (append_key[:n], append_value[:n]), (slot_mapping, None, None, None)
@@ -90,7 +91,7 @@ def append_by_position(
     check_list("kv_last_page_len", kv_last_page_len, append_key, kv_indptr.shape[0] - 1)
     for name, x in (("append_key", append_key), ("append_value", append_value)):
         check_rows(name, x, 3, DTYPES)
-        if x.shape[0] != n:
+        if differ(x.shape[:1], (n,)):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"{n}, as batch_indices")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
     check_work("kv_indices", kv_indices.shape[0] * written[0].codes.shape[1], 0)
@@ -124,10 +125,10 @@ def dequantize_paged(
         check_dtype(name, out, (output_k.dtype,))
         check_same_device(name, out, side.codes)
         check_contiguous(name, out)
-        if out.shape != (want := (batch, tokens, heads, side.head_dim)):
+        if differ(out.shape, want := (batch, tokens, heads, side.head_dim)):
             raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{want}")
         check_work(name, tokens, heads * side.head_dim // NVFP4.block)
-    if batch > MAX_GRID_YZ:
+    if reaches(batch, MAX_GRID_YZ + 1):
         raise ArgumentError("output_k", f"{batch} sequences", f"at most {MAX_GRID_YZ}")
     check_list("seq_lens", seq_lens, output_k, batch)
     _check_tables(block_tables, output_k, page_size)
@@ -206,7 +207,7 @@ def _check_tables(block_tables: torch.Tensor, out: torch.Tensor, page_size: int)
     check_dtype("block_tables", block_tables, INDEX_DTYPES)
     check_same_device("block_tables", block_tables, out)
     shape = tuple(block_tables.shape)
-    if block_tables.dim() != 2 or shape[0] != batch:
+    if block_tables.dim() != 2 or differ(shape[:1], (batch,)):
         raise ArgumentError("block_tables", f"shape {shape}", f"[{batch}, columns]")
     if shape[1] * page_size < tokens:
         got = f"shape {shape}: block_tables column count insufficient for max_seq = {tokens}"

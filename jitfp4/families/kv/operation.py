@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4.dispatch import known
 from jitfp4.families.kv import tables
 from jitfp4.families.kv.problem import (
     DTYPES,
@@ -295,7 +296,7 @@ def _given(*tensors: torch.Tensor | None) -> _Four:
 def steps(tensor: torch.Tensor) -> tuple[int, ...]:
     """The strides of all dimensions but the last; 0 for a dimension of size 1, whose stride means nothing."""
     return tuple(
-        0 if size == 1 else stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        0 if known(size == 1) else stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )
 
 
