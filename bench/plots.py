@@ -118,6 +118,36 @@ def draw_attention(folder: Path) -> None:
     save(figure, folder / "attention.png")
 
 
+def draw_serving(folder: Path) -> None:
+    """Llama 3.1 70B, 64 query heads and 8 KV heads of 128 in 80 layers; NVFP4 weights leave 100 GB of an H200."""
+    layers, memory, context = 80, 100e9, 8192
+    shape = {"heads": "64", "kv_heads": "8", "kv_layout": "HND", "page": "64", "context": f"{context}"}
+    measured = [row for row in rows(folder, "attention") if (shape | {"cache": "nvfp4"}).items() <= row.items()]
+    formats = {"NVFP4, jitfp4": ("us", 0.5625), "FP8, best kernel": ("fp8_us", 1), "bf16, best kernel": ("bf16_us", 2)}
+    figure = new_figure(11, 4)
+    left, right = figure.subplots(1, 2)
+    for name, (field, size) in formats.items():
+        fit = memory / (2 * layers * 8 * 128 * size)  # tokens
+        points = [(int(row["batch"]), float(row[field])) for row in measured if int(row["batch"]) * context <= fit]
+        rates = [batch / (layers * us * 1e-6) for batch, us in points]
+        left.plot([batch for batch, _ in points], rates, marker=".", label=name)
+        tokens = [1024 << n for n in range(8)]
+        right.plot(tokens, [fit / n for n in tokens], marker=".", label=name.split(",")[0])
+    left.set(xlabel=f"requests of {context} tokens", ylabel="tokens per second", title="decode, if attention were all")
+    right.set(
+        xlabel="tokens of a request", ylabel="requests", title="requests whose cache fits in 100 GB", yscale="log"
+    )
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    left.set_ylim(0)
+    right.yaxis.set_major_formatter("{x:.0f}")
+    figure.suptitle("Llama 3.1 70B: 64 heads, 8 KV heads of 128, 80 layers, one H200")
+    save(figure, folder / "serving.png")
+
+
 def draw_gemm(folder: Path) -> None:
     measured = [*rows(folder, "gemm"), *rows(folder, "gemm_wide")]
     measured.sort(key=lambda row: (int(row["n"]) * int(row["k"]), int(row["n"]), int(row["m"])))
@@ -134,12 +164,53 @@ def draw_gemm(folder: Path) -> None:
     save(figure, folder / "gemm.png")
 
 
+def draw_gemm_tactics(folder: Path) -> None:
+    """The roofline of two layers, and what the tables choose: rows of x that a CTA takes, and CTAs that share k."""
+    from jitfp4.arch import Arch
+    from jitfp4.families.gemm.operation import MM_BF16_FP4
+    from jitfp4.families.gemm.problem import Problem
+    from jitfp4.formats import NVFP4, DType
+
+    few = rows(folder, "gemm")
+    measured = [row for row in few if int(row["m"]) < 64] + rows(folder, "gemm_wide")
+    figure = new_figure(16, 6)
+    *roofs, right = figure.subplots(1, 3, width_ratios=(2, 2, 4))
+    for axis, (n, k) in zip(roofs, (("8192", "8192"), ("4096", "4096")), strict=True):
+        layer = [row for row in measured if (row["n"], row["k"]) == (n, k)]
+        read_us = next(float(row["read_us"]) for row in few if (row["n"], row["k"], row["m"]) == (n, k, "1"))
+        m = [int(row["m"]) for row in layer]
+        work = 2e-6 * int(n) * int(k)  # of a row, in millions
+        for field, name in (("us", "NVFP4 weights"), ("cublas_bf16_us", "cuBLAS bf16")):
+            axis.plot(m, [work * int(row["m"]) / float(row[field]) for row in layer], marker=".", label=name)
+        for size, name in ((1.0, "NVFP4 weights read"), (2 / 0.5625, "bf16 weights read")):
+            axis.plot(m, [min(work * rows_ / (size * read_us), 989) for rows_ in m], "--", lw=1, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="m", ylabel="TFLOP/s", title=f"{n} x {k}, roofs dashed")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    layers = sorted({(int(row["n"]), int(row["k"])) for row in measured}, key=lambda layer: layer[0] * layer[1])
+    counts = sorted({int(row["m"]) for row in measured})
+    problems = [[Problem(DType.BF16, DType.BF16, NVFP4, m, n, k) for m in counts] for n, k in layers]
+    tactics = [[MM_BF16_FP4.select(problem, Arch.of("sm_90a")) for problem in line] for line in problems]
+    right.imshow(
+        [[tactic.tile_m.bit_length() for tactic in line] for line in tactics], cmap="Blues", vmax=12, aspect="auto"
+    )
+    for (i, line), (j, _) in product(enumerate(tactics), enumerate(counts)):
+        right.text(j, i, f"{line[j].tile_m} / {line[j].split}", ha="center", va="center", fontsize="small")
+    right.set_xticks(range(len(counts)), counts)
+    right.set_yticks(range(len(layers)), [f"{n} x {k}" for n, k in layers])
+    right.set(xlabel="m", title="rows of x that a CTA takes / CTAs that share k, by the tables")
+    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold, one H200")
+    save(figure, folder / "gemm_tactics.png")
+
+
 DRAWN = {
     "quantize_grid": draw_quantize,
     "norm": draw_norm,
     "gdn": draw_gdn,
     "attention": draw_attention,
+    "serving": draw_serving,
     "gemm": draw_gemm,
+    "gemm_tactics": draw_gemm_tactics,
 }
 
 
