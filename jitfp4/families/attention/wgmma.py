@@ -74,7 +74,7 @@ class WgmmaSpec(KernelSpec):
     ctas: int
 
     def __post_init__(self) -> None:
-        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4, 5)), ("ctas", (1, 2)))
+        fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
         for name, allowed in fields:
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
