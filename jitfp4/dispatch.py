@@ -75,21 +75,6 @@ def empty_cuda(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dty
     return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
-def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether two shapes differ. Sizes that torch.compile does not know count as equal, and are checked at run time."""
-    if not torch.compiler.is_dynamo_compiling():
-        return tuple(shape) != tuple(wanted)
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    if len(shape) != len(wanted):
-        return True
-    for size, other in zip(shape, wanted, strict=True):
-        if guard_or_false(size != other):
-            return True
-        torch._check(size == other)
-    return False
-
-
 def known(condition: Any) -> bool:
     """Whether a comparison of sizes holds. What torch.compile does not know is taken for false."""
     if not torch.compiler.is_dynamo_compiling():
@@ -99,20 +84,30 @@ def known(condition: Any) -> bool:
     return guard_or_false(condition)
 
 
-def reaches(size: int, limit: int) -> bool:
-    """Whether a size is ``limit`` or more. What torch.compile does not know is taken for less, and checked when run."""
+def differ(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes differ. Sizes that torch.compile does not know count as equal, and are checked at run time."""
     if not torch.compiler.is_dynamo_compiling():
-        return size >= limit
+        return tuple(shape) != tuple(wanted)
+    if len(shape) != len(wanted):
+        return True
+    for size, other in zip(shape, wanted, strict=True):
+        if known(size != other):
+            return True
+        torch._check(size == other)
+    return False
+
+
+def reaches(size: int, limit: int) -> bool:
+    """Whether a size is ``limit`` or more. One that torch.compile does not know counts as less, and is checked at run
+    time.
+    """
     if known(size >= limit):
         return True
-    torch._check(size < limit)
+    if torch.compiler.is_dynamo_compiling():
+        torch._check(size < limit)
     return False
 
 
 def is_among(size: int, sizes: Sequence[int]) -> bool:
     """Whether a size is one of ``sizes``. One that torch.compile does not know counts as the last, as in differ()."""
-    if not torch.compiler.is_dynamo_compiling():
-        return size in sizes
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return any(guard_or_false(size == other) for other in sizes) or not differ((size,), sizes[-1:])
+    return any(known(size == other) for other in sizes) or not differ((size,), sizes[-1:])
