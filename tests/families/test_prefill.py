@@ -248,9 +248,7 @@ def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_rejected_stays_in_registers(
-    arch: str, tactic: PrefillTactic, cache: Cache, head_dim: int
-) -> None:
+def test_what_is_not_rejected_stays_in_registers(arch: str, tactic: PrefillTactic, cache: Cache, head_dim: int) -> None:
     if not nvrtc.supports(ARCHS[arch]):
         pytest.skip("this NVRTC does not know it")
     source = KERNEL_PREFILL.render(specialise(_problem(cache=cache, head_dim=head_dim), tactic), ARCHS[arch])
