@@ -127,8 +127,8 @@ class WgmmaSpec(KernelSpec):
     def spare_registers(self) -> int:
         """Registers that a consumer needs beside its sums.
 
-        Where a team waits for other teams or for another CTA, the compiler keeps the descriptors of its queries, for
-        every 16 columns. Those that find no uniform registers take three of each thread, addresses included.
+        Where teams take turns or CTAs share the expansion, the compiler keeps the descriptors of a team's queries, one
+        for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
         """
         kept = max(0, self.head_dim - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
         return _SPARE_REGISTERS + 3 * kept
