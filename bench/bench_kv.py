@@ -120,7 +120,7 @@ def decode_step(cache: Cache, page: int, tokens: int) -> tuple[Any, ...]:
     return request, torch.full_like(request, CONTEXT - 1), pages.flatten(), torch.arange(tokens + 1) * own, last
 
 
-def quantize_pages(layout: str, page: int, tokens: int, order: str) -> Callable[[], Bound]:
+def quantize_pages(layout: str, page: int, tokens: int, order: str = "linear") -> Callable[[], Bound]:
     """The kernel of nvfp4_quantize_paged_kv_cache(): that function also reads scales back to the host."""
 
     def make_call() -> Bound:
@@ -211,7 +211,8 @@ def functions() -> Iterator[dict[str, Any]]:
 
 
 def tactics() -> Iterator[dict[str, Any]]:
-    for (case, make), tokens in product(APPENDS.items(), (64, 1024, 4096, 65536)):
+    writes = APPENDS | {"quantize pages": quantize_pages}
+    for (case, make), tokens in product(writes.items(), (64, 1024, 4096, 16384, 65536)):
         for tactic in QUANTIZE_TACTICS:
             with quantize.forced(tactic):
                 facts = {"page": 16, "tokens": tokens, "per_thread": tactic.tokens, "threads": tactic.threads}

@@ -20,10 +20,11 @@ _FEW, _SOME = 1000, 12000  # blocks or chunks of an SM
 
 QUANTIZE = Table(
     (
+        Row(QuantizeTactic(2, 128), {"addressing": Addressing.POSITIONS, "blocks_per_sm": _FEW}),
         Row(QuantizeTactic(1, 128), {"blocks_per_sm": _FEW}),
-        Row(QuantizeTactic(4, 256), {"addressing": Addressing.POSITIONS, "blocks_per_sm": _SOME}),
+        Row(QuantizeTactic(1, 128), {"addressing": Addressing.WHOLE, "blocks_per_sm": _SOME}),
+        Row(QuantizeTactic(4, 256), {"blocks_per_sm": _SOME}),
         Row(QuantizeTactic(8, 128), {"addressing": Addressing.POSITIONS}),
-        Row(QuantizeTactic(1, 128), {"blocks_per_sm": _SOME}),
         Row(QuantizeTactic(2, 128)),
     ),
     measured="h200/kv_tactics.csv",

@@ -479,8 +479,11 @@ enum class Addressing { kWhole, kSlots, kPositions };
 using In = bf16;
 constexpr Addressing kAddressing = Addressing::kWhole;
 constexpr int        kTokens     = 1;
-constexpr int        kAhead      = kTokens < 2 ? kTokens : 2;  // that are on their way
+constexpr int        kAhead      = kTokens > 2 ? kTokens / 2 : kTokens;  // that are on their way
 static_assert(kTokens % kAhead == 0, "all rounds are full");
+// The threads of a CTA look up its places together: a thread would wait for its own one after the other.
+constexpr bool kTogether =
+    kAddressing == Addressing::kPositions || (kAddressing == Addressing::kSlots && kTokens > 1);
 
 // ---- kernel ----------------------------------------------------------------
 __device__ __forceinline__ Place place_of(uint32 slot, int64 page_size) {
@@ -508,7 +511,7 @@ struct Lists {
     return uint64(page) < num_pages ? Place{uint32(page), own.token} : Place{};
   }
 };
-extern __shared__ Place places[];  // of the CTA's tokens, with kPositions
+extern __shared__ Place places[];  // of the CTA's tokens, with kTogether
 
 extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const In* __restrict__ k,                // [tokens, heads, d] or [pages, tokens, heads, d], d contiguous
@@ -554,6 +557,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const Strides     sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(col, uint32(cols), side == interleaved_side);
   const bool        wide = is_wide(x, x_page | x_token);
+  asm volatile("" : "+l"(codes), "+l"(sf));  // keeps the compiler from computing them again for every token
   if constexpr (kHasPdl) ptx::griddep_wait();
 
   const Lists lists{slots,    batch_indices, indices,   indptr,    tokens,
@@ -575,7 +579,7 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   for (int i = 0; i < kAhead; ++i) load(i, raw[i], place[i]);
   if constexpr (kHasPdl) ptx::griddep_launch();
   const float decode = ptx::ld_f32(side ? v_scale : k_scale);
-  if constexpr (kAddressing == Addressing::kPositions) {  // once for each token: it takes many instructions
+  if constexpr (kTogether) {
     find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
   }
 
@@ -585,8 +589,8 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       Place at = place[j];
-      if constexpr (kAddressing == Addressing::kSlots) at = lists.find(first + i + j);
-      if constexpr (kAddressing == Addressing::kPositions) at = places[row + i + j];
+      if constexpr (kTogether) at = places[row + i + j];
+      else if constexpr (kAddressing == Addressing::kSlots) at = lists.find(first + i + j);
       const uint8 b = encode_e4m3(block_amax<In>(raw[j]) * sixth);
       const float o = fminf(1.0f / (decode_e4m3(b) * decode), kFltMax);
       const uint2 c = encode_block<In>(raw[j], o);
