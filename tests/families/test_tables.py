@@ -252,7 +252,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (ATTENTION, prefill_cases, 16, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
-        (kv.quantize, kv_quantize_cases, 4, 1.10),
+        (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
     ids=["gdn", "gemm", "gemm variants", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
