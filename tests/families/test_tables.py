@@ -132,10 +132,14 @@ def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
 
 def kv_quantize_cases() -> Iterator[tuple[kv.QuantizeProblem, Measured]]:
     """Of bench.bench_kv, tactics: tokens of 8 heads of 128, K and V."""
-    appends = [line for line in lines_of(kv.quantize) if line["case"].startswith("append")]
-    for (case, _, tokens), lines in cases(appends, 3):
-        addressing = kv.Addressing.SLOTS if case == "append by slot" else kv.Addressing.POSITIONS
-        problem = kv.QuantizeProblem(DType.BF16, addressing, int(tokens), blocks=64, sides=2)
+    addressing = {
+        "append by slot": kv.Addressing.SLOTS,
+        "append by position": kv.Addressing.POSITIONS,
+        "quantize pages": kv.Addressing.WHOLE,
+    }
+    writes = [line for line in lines_of(kv.quantize) if line["case"] in addressing]
+    for (case, _, tokens), lines in cases(writes, 3):
+        problem = kv.QuantizeProblem(DType.BF16, addressing[case], int(tokens), blocks=64, sides=2)
         yield problem, {kv_tactic(QuantizeTactic, line): float(line["us"]) for line in lines}
 
 
@@ -248,7 +252,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (ATTENTION, prefill_cases, 16, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
-        (kv.quantize, kv_quantize_cases, 4, 1.10),
+        (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
     ids=["gdn", "gemm", "gemm variants", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],

@@ -10,11 +10,8 @@ from tests.support.ledger import NVRTC, builds, code_of, measure, read, sample
 
 # Loads and stores of local memory in a build at most, by parts of its name; the first that fits counts.
 _SPILLED = {
-    # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow; other builds
-    # keep a few registers there, once for a segment of work.
+    # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow.
     ("cache=", "head_dim=256,rows=16"): 1400,
-    ("cache=", "teams="): 0,  # not on warpgroup products
-    ("cache=",): 20,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     # A product on warpgroups whose last tiles are divided: a register, loaded once for a tile.
