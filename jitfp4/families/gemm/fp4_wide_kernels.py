@@ -76,7 +76,7 @@ def _expand_problems(arch: Arch) -> Iterator[ExpandProblem]:
             yield ExpandProblem(block_format, layout, m=128, k=4096)
 
 
-_TACTIC = ExpandTactic(rows=4, steps=8)
+_TACTICS = tuple(ExpandTactic(rows, 32 // rows) for rows in (1, 2, 4, 8, 16))
 
 EXPAND = Operation(
     ExpandArguments,
@@ -94,7 +94,7 @@ EXPAND = Operation(
                 I64("a_stride", "bytes"),
                 I64("x_stride", "elements"),
             ),
-            tactics=(_TACTIC,),
+            tactics=_TACTICS,
             rejects=fp4_wide.rejects_expand,
             specialise=fp4_wide.specialise_expand,
             geometry=fp4_wide.geometry_expand,
@@ -103,7 +103,7 @@ EXPAND = Operation(
     ),
     problem=_expand_problem,
     problems=_expand_problems,
-    tables=(Table((Row(_TACTIC),), measured=None),),
+    tables=(Table((Row(_TACTICS[2]),), measured=None),),
     reference=_expand_reference,
     output="x",
     aligned=("a", "a_descale", "x"),
