@@ -24,6 +24,7 @@ from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_wide_kernels import EXPAND
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
@@ -49,6 +50,7 @@ OPERATIONS = [
     GATED_DELTA_RULE,
     MM_BF16_FP4,
     MM_FP4,
+    EXPAND,
     RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
