@@ -35,6 +35,7 @@ from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
 from jitfp4.families.gemm.fp4_tables import TABLE
+from jitfp4.families.gemm.fp4_wide_kernels import FP4_WIDE
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout
@@ -122,16 +123,34 @@ def compare(arch: Arch, seconds: float) -> Iterator[Row]:
 def searched(case: Fp4Problem, arch: Arch) -> Iterator[PortableTactic | WideTactic]:
     """What mma.sync would get, and the tactics of wgmma whose tiles suit the number of rows."""
     yield next(row.tactic for row in TABLE.rows if row.fits(case, arch))
-    for tactic in MM_FP4.candidates(case, arch):
-        if isinstance(tactic, WideTactic) and min(case.m, 256) <= 2 * tactic.tile_m:
-            if case.m < 1024 or (tactic.tile_m == 256 and tactic.split == 1):
-                yield tactic
+    least = min(case.m, 128 if case.m < 1024 else 256)
+    for tactic in FP4_WIDE.candidates(case, arch):
+        if tactic.tile_m >= least and (case.m < 1024 or tactic.split == 1):
+            yield tactic
 
 
 def values(operand: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """What an operand stands for, in bf16, made from a tile of scales at a time: float32 takes more memory."""
-    codes, scales = (part.split(128) for part in operand)
-    return torch.cat([decode(*rows, NVFP4, LAYOUT).bfloat16() for rows in zip(codes, scales, strict=True)])
+    """What an operand stands for, in bf16; a tile of scales at a time, because float32 takes more memory."""
+    parts = zip(operand[0].split(128), operand[1].split(128), strict=True)
+    return torch.cat([decode(codes, scales, NVFP4, LAYOUT).bfloat16() for codes, scales in parts])
+
+
+def times_of(case: Fp4Problem, arch: Arch) -> tuple[dict[PortableTactic | WideTactic, float], float]:
+    """Microseconds by tactic, and those of cuBLAS. All are measured once, the fast ones again, in turn with cuBLAS."""
+    m, n, k = case.m, case.n, case.k
+    a, b, out = make_operand(m, k), make_operand(n, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    copies = [[part.clone() for part in b] for _ in range(copies_of(sum(part.numel() for part in b)))]
+    replays = {}
+    for tactic in searched(case, arch):
+        with MM_FP4.forced(tactic):
+            replays[tactic] = Replay([lambda b=b: mm_fp4(a[0], b[0].T, a[1], b[1].T, out=out) for b in copies])  # type: ignore[misc]
+    x, weight = values(a), values(b)
+    weights = [weight.clone() for _ in range(copies_of(2 * n * k))]
+    cublas = Replay([lambda weight=weight: torch.mm(x, weight.T, out=out) for weight in weights])  # type: ignore[misc]
+    times = {tactic: replay.us() for tactic, replay in replays.items()}
+    fast = [tactic for tactic in times if times[tactic] <= NEARLY * min(times.values())]
+    reference, *again = medians([cublas, *(replays[tactic] for tactic in fast)], REPLAYS)
+    return times | dict(zip(fast, again, strict=True)), reference
 
 
 def search(arch: Arch, seconds: float) -> Iterator[Row]:
@@ -142,20 +161,8 @@ def search(arch: Arch, seconds: float) -> Iterator[Row]:
             if time.monotonic() > end:
                 print(f"no time is left for m, n, k = {m}, {n}, {k}")
                 continue
-            a, b, out = make_operand(m, k), make_operand(n, k), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-            copies = [[part.clone() for part in b] for _ in range(copies_of(sum(part.numel() for part in b)))]
-            calls = [lambda b=b: mm_fp4(a[0], b[0].T, a[1], b[1].T, out=out) for b in copies]  # type: ignore[misc]
-            replays = {}
-            for tactic in searched(Fp4Problem(NVFP4, LAYOUT, DType.BF16, m, n, k), arch):
-                with MM_FP4.forced(tactic):
-                    replays[tactic] = Replay(calls)
-            x, weight = values(a), values(b)
-            weights = [weight.clone() for _ in range(copies_of(2 * n * k))]
-            cublas = Replay([lambda weight=weight: torch.mm(x, weight.T, out=out) for weight in weights])  # type: ignore[misc]
-            times = {tactic: replay.us() for tactic, replay in replays.items()}
-            fast = [tactic for tactic in times if times[tactic] <= NEARLY * min(times.values())]
-            reference, *again = medians([cublas, *(replays[tactic] for tactic in fast)], REPLAYS)
-            for tactic, us in (times | dict(zip(fast, again, strict=True))).items():
+            times, cublas = times_of(Fp4Problem(NVFP4, LAYOUT, DType.BF16, m, n, k), arch)
+            for tactic, us in times.items():
                 yield {
                     "n": n,
                     "k": k,
@@ -163,7 +170,7 @@ def search(arch: Arch, seconds: float) -> Iterator[Row]:
                     "kernel": "gemm/wide_fp4" if isinstance(tactic, WideTactic) else "gemm/portable",
                     "tactic": json.dumps(fields_of(tactic)),
                     "us": round(us, 2),
-                    "cublas_bf16_us": round(reference, 2),
+                    "cublas_bf16_us": round(cublas, 2),
                 }
 
 

@@ -62,6 +62,6 @@ def expand(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat,
     its place are h, q, c, t1, t0, e.
     """
     values = decode(codes, scales, block_format, layout)
-    steps = pad(values, (0, -values.shape[1] % 128)).unflatten(-1, (-1, 2, 2, 2, 2, 2, 4))
-    places = steps.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1)
+    columns = pad(values, (0, -values.shape[1] % 128)).reshape(len(values), -1, 2, 2, 2, 2, 2, 4)
+    places = columns.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1)
     return places * 2.0**-7 if block_format is NVFP4 else places

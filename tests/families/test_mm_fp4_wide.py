@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from jitfp4 import SfLayout, sim
+from jitfp4 import SfLayout, mm_fp4, nvfp4_quantize, sim
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
@@ -15,10 +15,10 @@ from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandTactic, specialis
 from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, FP4_WIDE, ExpandArguments
 from jitfp4.families.gemm.wide import WideTactic, rejects
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
-from jitfp4.reference.gemm import expand
-from tests.families import test_mm_fp4 as mm_fp4
+from jitfp4.reference.gemm import decode, expand
+from tests.families import test_mm_fp4 as others
 from tests.support.compare import poisoned
-from tests.support.gemm import assert_fp4_product, make_matrix
+from tests.support.gemm import assert_fp4_close, assert_fp4_product, make_matrix
 
 BF16, F16 = torch.bfloat16, torch.float16
 SWIZZLED, TILED_8X4 = SfLayout.layout_128x4, SfLayout.layout_8x4
@@ -87,12 +87,23 @@ def test_cuts_formats_and_layouts(
 
 @pytest.mark.parametrize(
     "test",
-    [mm_fp4.test_strides, mm_fp4.test_every_e4m3_scale, mm_fp4.test_extreme_powers_of_two],
+    [others.test_strides, others.test_every_e4m3_scale, others.test_extreme_powers_of_two],
     ids=lambda test: test.__name__.removeprefix("test_"),
 )
 def test_as_the_other_kernels(test, device: str) -> None:  # type: ignore[no-untyped-def]
     with MM_FP4.forced(WideTactic(32, 2, 2)):
         test(device)
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
+def test_a_weight_that_was_just_written(arch: str) -> None:
+    """The product reads b before it waits: the expansion before it has waited for the quantizer of b."""
+    x = torch.randn(104, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with sim.device(arch, races=True, chain=sim.Chain()), MM_FP4.forced(WideTactic(32, 2)):
+        a, b = nvfp4_quantize(x[:40], 1.0), nvfp4_quantize(x, 1.0)
+        out = mm_fp4(a[0], b[0].T, a[1], b[1].T)
+    values = [decode(*operand, NVFP4, SWIZZLED) for operand in (a, b)]
+    assert_fp4_close(out, *values, None)
 
 
 # ---- selection -------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ EXPAND = Operation(
     ),
     problem=_expand_problem,
     problems=_expand_problems,
-    tables=(Table((Row(_TACTICS[2]),), measured=None),),
+    tables=(Table((Row(_TACTICS[3]),), measured=None),),
     reference=_expand_reference,
     output="x",
     aligned=("a", "a_descale", "x"),
