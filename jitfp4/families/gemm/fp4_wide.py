@@ -9,7 +9,7 @@ from jitfp4.arch import Arch
 from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.families.gemm.weight import CODE_BYTES, TILE_COLS
-from jitfp4.families.gemm.wide import WideSpec, WideTactic
+from jitfp4.families.gemm.wide import WIDE_TILE_MS, WideSpec, WideTactic
 from jitfp4.formats import NVFP4, BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.spec import Geometry, KernelSpec
@@ -47,7 +47,13 @@ def specialise(problem: Fp4Problem, tactic: WideTactic) -> Fp4WideSpec:
     return Fp4WideSpec(dtype=dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
 
 
+def rejects(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture. The smallest tiles take any number of rows."""
+    return wide.rejects(problem._replace(m=max(problem.m, WIDE_TILE_MS[0])), tactic, arch)
+
+
 def geometry(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> Geometry:
+    """The geometry of a tactic for a problem."""
     return wide.launch(specialise(problem, tactic), problem, arch)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.families.gemm import fp4_wide, wide
+from jitfp4.families.gemm import fp4_wide
 from jitfp4.families.gemm.blockscaled_kernels import atoms
 from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandSpec, ExpandTactic, Fp4WideSpec
 from jitfp4.families.gemm.tables import WIDE_TACTICS
@@ -158,7 +158,7 @@ FP4_WIDE = Kernel(
         I64("k", "a multiple of 32"),
     ),
     tactics=WIDE_TACTICS,
-    rejects=wide.rejects,
+    rejects=fp4_wide.rejects,
     specialise=fp4_wide.specialise,
     geometry=fp4_wide.geometry,
     bind=_bind,
