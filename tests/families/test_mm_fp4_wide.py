@@ -10,13 +10,12 @@ import torch
 from jitfp4 import SfLayout, mm_fp4, nvfp4_quantize, sim
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.fp4_operation import MM_FP4
-from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
-from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandTactic, specialise
+from jitfp4.families.gemm.fp4_problem import Fp4Problem
+from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandTactic, rejects, specialise
 from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, FP4_WIDE, ExpandArguments
-from jitfp4.families.gemm.wide import WideTactic, rejects
+from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.gemm import decode, expand
-from tests.families import test_mm_fp4 as others
 from tests.support.compare import poisoned
 from tests.support.gemm import assert_fp4_close, assert_fp4_product, make_matrix
 
@@ -85,16 +84,6 @@ def test_cuts_formats_and_layouts(
         assert_fp4_product(m, n, k, block_format, layout, dtype, device)
 
 
-@pytest.mark.parametrize(
-    "test",
-    [others.test_strides, others.test_every_e4m3_scale, others.test_extreme_powers_of_two],
-    ids=lambda test: test.__name__.removeprefix("test_"),
-)
-def test_as_the_other_kernels(test, device: str) -> None:  # type: ignore[no-untyped-def]
-    with MM_FP4.forced(WideTactic(32, 2, 2)):
-        test(device)
-
-
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_a_weight_that_was_just_written(arch: str) -> None:
     """The product reads b before it waits: the expansion before it has waited for the quantizer of b."""
@@ -109,16 +98,21 @@ def test_a_weight_that_was_just_written(arch: str) -> None:
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def test_who_takes_how_many_rows() -> None:
-    for n in (8, 2112, 4096, 8192, 57344):
-        for k in (32, 4096, 28672):
-            for m in (1, 8, 16):
-                assert isinstance(MM_FP4.select(problem(m, n, k), SM_90A), PortableTactic)
-            for m in (64, 65, 129, 256, 513, 8192):
+def test_what_is_selected_can_run() -> None:
+    for m in (1, 8, 16, 33, 64, 65, 129, 256, 513, 8192):
+        for n in (8, 2112, 4096, 8192, 57344):
+            for k in (32, 4096, 28672):
                 tactic = MM_FP4.select(problem(m, n, k), SM_90A)
                 assert isinstance(tactic, WideTactic)
                 assert rejects(problem(m, n, k), tactic, SM_90A) is None
     assert not isinstance(MM_FP4.select(problem(512, 4096, 4096), Arch.of("sm_100a")), WideTactic)
+
+
+def test_why_a_tactic_is_rejected() -> None:
+    assert rejects(problem(1, 64, 1024), WideTactic(32, 2, 2), SM_90A) is None
+    assert "empty" in str(rejects(problem(32, 64, 1024), WideTactic(64, 2), SM_90A))
+    assert "step" in str(rejects(problem(64, 64, 128), WideTactic(64, 1, 2, 2), SM_90A))
+    assert "sm_90a" in str(rejects(problem(64, 64, 1024), WideTactic(64, 2), Arch.of("sm_100a")))
 
 
 @pytest.mark.parametrize("block_format", BlockFormat)

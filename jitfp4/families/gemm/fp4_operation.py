@@ -8,7 +8,7 @@ import torch
 
 from jitfp4.families.gemm.blockscaled_kernels import K64, K96
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableSpec, geometry, rejects, specialise
-from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, SCALED, TABLE, TACTICS, problems
+from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, HOPPER, SCALED, TABLE, TACTICS, problems
 from jitfp4.families.gemm.fp4_wide_kernels import FP4_WIDE
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
@@ -103,7 +103,7 @@ MM_FP4 = Operation(
     kernels=(PORTABLE, FP4_WIDE, K64, K96),
     problem=_problem,
     problems=problems,
-    tables=(TABLE, SCALED, BLOCKSCALED),
+    tables=(TABLE, SCALED, HOPPER, BLOCKSCALED),
     reference=_reference,
     output="out",
     aligned=("a", "b", "a_descale", "b_descale", "out"),

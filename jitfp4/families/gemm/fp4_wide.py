@@ -87,6 +87,10 @@ class ExpandSpec(KernelSpec):
     rows: int
     steps: int
 
+    @property
+    def threads(self) -> int:
+        return 8 * self.rows * self.steps
+
 
 def specialise_expand(problem: ExpandProblem, tactic: ExpandTactic) -> ExpandSpec:
     """The spec of a tactic for a problem."""

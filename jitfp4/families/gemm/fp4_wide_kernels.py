@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.families.gemm import fp4_wide
 from jitfp4.families.gemm.blockscaled_kernels import atoms
 from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandSpec, ExpandTactic, Fp4WideSpec
+from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.tables import WIDE_TACTICS
 from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, round_up
 from jitfp4.operation import Operation, Written
@@ -25,7 +27,7 @@ from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
 if TYPE_CHECKING:
     from jitfp4.families.gemm.fp4_operation import Arguments
 
-TORCH_DTYPES = {DType.F16: torch.float16, DType.BF16: torch.bfloat16}
+TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 # ---- the expansion ---------------------------------------------------------------------------------------------------
 
@@ -119,7 +121,9 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     spec: Fp4WideSpec = plan.spec
     m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
     device, size = arguments.a.device, spec.workspace_bytes(plan.geometry.grid[0])
-    x = torch.empty(m, round_up(k, TILE_COLS), dtype=TORCH_DTYPES[spec.dtype], device=device)
+    shape, dtype = (m, round_up(k, TILE_COLS)), TORCH_DTYPES[spec.dtype]
+    x = replay.temporary(lambda: torch.empty(shape, dtype=dtype, device=device))
+    workspace = replay.temporary(lambda: torch.empty(size, dtype=torch.uint8, device=device)) if size else None
     EXPAND(
         ExpandArguments(
             a=arguments.a,
@@ -135,7 +139,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "weight": TileMap(arguments.b, (TILE_ROWS, TILE_COLS // 2), swizzle=64),
         "weight_scales": TileMap(atoms(arguments.b_descale, n, k // spec.format.block), (1, spec.scale_words)),
         "alpha": arguments.alpha,
-        "workspace": torch.empty(size, dtype=torch.uint8, device=device) if size else None,
+        "workspace": workspace,
         "out": TileMap(arguments.out.view(torch.uint16), (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
         "m": m,
         "n": n,
