@@ -71,25 +71,25 @@ class ExpandProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpandTactic:
-    """The rows and the steps of 128 columns that a CTA takes."""
+    """The rows that a CTA takes."""
 
-    rows: int
-    steps: int
+    tile_m: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandSpec(KernelSpec):
-    """The fields of ExpandProblem and ExpandTactic that the source depends on; ``dtype`` is that of x."""
+    """A CTA takes ``tile_m`` rows by ``steps`` steps of 128 columns, with eight threads for each step of a row."""
 
     dtype: DType
     format: BlockFormat
     a_layout: SfLayout
-    rows: int
-    steps: int
+    tile_m: int
+
+    threads = 256
 
     @property
-    def threads(self) -> int:
-        return 8 * self.rows * self.steps
+    def steps(self) -> int:
+        return self.threads // 8 // self.tile_m
 
 
 def specialise_expand(problem: ExpandProblem, tactic: ExpandTactic) -> ExpandSpec:
@@ -104,7 +104,7 @@ def rejects_expand(problem: ExpandProblem, tactic: ExpandTactic, arch: Arch) -> 
 
 
 def geometry_expand(problem: ExpandProblem, tactic: ExpandTactic, arch: Arch) -> Geometry:  # noqa: ARG001
-    """Grid: x over rows, y over steps."""
-    steps = ceil_div(problem.k, TILE_COLS)
-    grid = (ceil_div(problem.m, tactic.rows), ceil_div(steps, tactic.steps), 1)
-    return Geometry(grid=grid, block=(8 * tactic.steps, tactic.rows, 1))
+    """Grid: x over rows, y over columns."""
+    spec = specialise_expand(problem, tactic)
+    grid = (ceil_div(problem.m, spec.tile_m), ceil_div(problem.k, TILE_COLS * spec.steps), 1)
+    return Geometry(grid=grid, block=(8 * spec.steps, spec.tile_m, 1))

@@ -78,7 +78,7 @@ def _expand_problems(arch: Arch) -> Iterator[ExpandProblem]:
             yield ExpandProblem(block_format, layout, m=128, k=4096)
 
 
-_TACTICS = tuple(ExpandTactic(rows, 32 // rows) for rows in (1, 2, 4, 8, 16))
+_TACTICS = tuple(ExpandTactic(tile_m) for tile_m in (1, 2, 4, 8, 16))
 
 EXPAND = Operation(
     ExpandArguments,
