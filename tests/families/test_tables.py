@@ -24,6 +24,8 @@ from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
+from jitfp4.families.gemm.fp4_wide_kernels import EXPAND
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
@@ -49,6 +51,7 @@ OPERATIONS = [
     GATED_DELTA_RULE,
     MM_BF16_FP4,
     MM_FP4,
+    EXPAND,
     RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
@@ -187,6 +190,14 @@ def gemm_variant_cases() -> Iterator[tuple[GemmProblem, Measured]]:
             yield gemm_problem(n, k, m), measured
 
 
+def fp4_cases() -> Iterator[tuple[Fp4Problem, Measured]]:
+    """Of bench.bench_mm_fp4, search: NVFP4 to bf16, by wgmma and by mma.sync."""
+    kinds = {"gemm/wide_fp4": WideTactic, "gemm/portable": PortableTactic}
+    for (n, k, m), lines in cases(lines_of(MM_FP4, "sm_90a"), 3):
+        problem = Fp4Problem(NVFP4, SfLayout.layout_128x4, DType.BF16, m=int(m), n=int(n), k=int(k))
+        yield problem, {kinds[line["kernel"]](**json.loads(line["tactic"])): float(line["us"]) for line in lines}
+
+
 def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
     return GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k))
 
@@ -248,6 +259,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 120, 1.12),
         (MM_BF16_FP4, gemm_variant_cases, 65, 1.04),
+        (MM_FP4, fp4_cases, 108, 1.10),
         (ATTENTION, decode_cases, 34, 1.02),
         (ATTENTION, prefill_cases, 16, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
@@ -255,7 +267,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm variants", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "gemm variants", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

@@ -30,6 +30,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_launch": ({"CALLS": 1, "ROUNDS": 1}, {"launch"}),
     "bench_mm_fp4": ({}, {"mm_fp4"}),
     "bench_mm_fp4 --part kernels": ({}, {"mm_fp4_kernels"}),
+    "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),

@@ -14,7 +14,8 @@ _SPILLED = {
     ("cache=", "head_dim=256,rows=16"): 1400,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
-    # A product on warpgroups whose last tiles are divided: a register, loaded once for a tile.
+    # A product on warpgroups whose last tiles are divided: a register, or two, loaded once for a tile.
+    ("dtype=f16,out_dtype=", "format=nvfp4,tile_m=256", "cluster=2,divided=true"): 4,
     ("depth=1,split=1", "divided=true"): 2,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
