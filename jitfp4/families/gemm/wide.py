@@ -34,7 +34,6 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
-    trial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,6 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    trial: int
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -66,8 +64,8 @@ class WideSpec(KernelSpec):
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
-        if self.split > 1 and (self.cluster > 1 or self.divided):
-            raise ArgumentError("split", self.split, "1 where cluster or divided are used")
+        if self.sharers > 1 and (self.cluster > 1 or self.divided):
+            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
@@ -128,7 +126,7 @@ class WideSpec(KernelSpec):
 
     def _bytes(self, slots: int) -> int:
         weights = _weight_slots(slots) * (self.groups * tile_bytes(self.format) + _BARRIERS)
-        out = 0 if self.sharers > 1 and self.trial & 1 else self.teams * self.tile_m // self.parts * 2 * TILE_ROWS
+        out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
 
@@ -149,22 +147,16 @@ def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
         return "half of its rows of x would be empty"
     if tactic.split > ceil_div(problem.k, TILE_COLS):
         return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
-    if tactic.divided and tactic.depth > 1 and _tiles(problem, tactic) > arch.num_sms // tactic.cluster:
-        return "its sums need the memory of x, so a cluster ends one tile only"
     return None
-
-
-def _tiles(problem: Problem, tactic: WideTactic) -> int:
-    rows = TILE_ROWS * tactic.groups * tactic.cluster
-    return ceil_div(problem.m, tactic.tile_m) * ceil_div(problem.n, rows)
 
 
 def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     spec = specialise(problem, tactic)
     width = tactic.cluster * tactic.split
-    clusters = _tiles(problem, tactic)
-    if spec.sharers == 1 or tactic.divided:
+    rows = TILE_ROWS * tactic.groups * tactic.cluster
+    clusters = ceil_div(problem.m, tactic.tile_m) * ceil_div(problem.n, rows)
+    if spec.sharers == 1:
         most = arch.num_sms // tactic.cluster
         steps = clusters * ceil_div(problem.k, TILE_COLS)
         clusters = min(most, steps if tactic.divided else clusters)
