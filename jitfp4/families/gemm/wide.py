@@ -34,6 +34,7 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+    trial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    trial: int
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
