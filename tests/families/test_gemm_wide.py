@@ -135,7 +135,6 @@ def test_why_a_tactic_is_rejected() -> None:
         ("groups", WideTactic(64, 1)),
         ("groups", WideTactic(64, 3, depth=2)),
         ("groups", WideTactic(256, 4)),
-        ("groups", WideTactic(128, 4, split=2)),
     ],
     ids=str,
 )

@@ -34,7 +34,6 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
-    trial: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,6 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    trial: int
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -71,8 +69,6 @@ class WideSpec(KernelSpec):
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
-        if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
-            raise ArgumentError("groups", self.groups, "few enough for their sums to fit in shared memory")
 
     @property
     def teams(self) -> int:
