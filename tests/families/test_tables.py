@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -155,7 +154,7 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 
 
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights. Both have 24 to 64 rows."""
+    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both."""
     found: dict[GemmProblem, Measured] = {}
     for kind, archs in ((NarrowTactic, ()), (WideTactic, ("sm_90a",))):
         for (n, k, m), lines in cases(lines_of(MM_BF16_FP4, *archs), 3):

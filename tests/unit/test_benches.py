@@ -25,7 +25,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),
-    "bench_gemm_wide": ({}, {"gemm_wide"}),
+    "bench_gemm_wide": ({"PAUSE_S": 0}, {"gemm_wide"}),
     "bench_gemm_wide --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_wide_search"}),
     "bench_kv": ({}, {"kv", "kv_tactics"}),
     "bench_launch": ({"CALLS": 1, "ROUNDS": 1}, {"launch"}),
