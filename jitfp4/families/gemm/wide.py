@@ -86,8 +86,11 @@ class WideSpec(KernelSpec):
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer."""
-        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER, self.tile_m // _LEAST_PART)
+        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer.
+
+        Without sharers, the second part is prepared while the first is written.
+        """
+        return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
     def slots(self) -> int:
