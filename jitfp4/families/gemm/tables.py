@@ -82,7 +82,8 @@ HOPPER: Table[Any] = Table(
         *rows(
             (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.25}),
             (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
+            (WideTactic(128, 2, split=2), {"tiles_per_sm": 1.0}),
             (WideTactic(128, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(128, 3, divided=True), {}),
             m=128,
@@ -212,5 +213,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        for n, k in ((8, 32), (4096, 16384)):  # too few columns for a cluster; many
+        for n, k in ((8, 32), (4096, 16384), (8192, 16384)):  # too few columns for a cluster; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)
