@@ -114,7 +114,7 @@ def test_every_tactic_makes_a_kernel_that_fits() -> None:
     for tactic in WIDE_TACTICS:
         spec = specialise(problem(tactic.tile_m, 8192, 8192), tactic)
         assert spec.shared_bytes <= SM_90A.shared_bytes
-        assert spec.parts <= spec.sharers
+        assert spec.parts <= max(2, spec.sharers)
 
 
 def test_why_a_tactic_is_rejected() -> None:
