@@ -61,6 +61,7 @@ RACED = (
     WideTactic(64, 2, divided=True),
     WideTactic(64, 2, cluster=2),
     WideTactic(32, 1, 2, 2),
+    WideTactic(256, 2, divided=True),
 )
 
 
@@ -68,7 +69,7 @@ RACED = (
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
 def test_without_a_race(tactic: WideTactic, arch: str) -> None:
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):
-        assert_product(70, 136, 416, plain=True)
+        assert_product(max(70, tactic.tile_m // 2 + 6), 136, 416, plain=True)
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])

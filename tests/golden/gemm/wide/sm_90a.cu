@@ -878,7 +878,7 @@ struct Consumer {
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
     Fragments a, b;
     const uint32 products = steps * (2 / kDepth);
-    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, warpgroups decode in turn
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
       Ring<kSlots> second = ring;
       second.advance();
       ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
