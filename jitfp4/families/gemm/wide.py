@@ -72,8 +72,6 @@ class WideSpec(KernelSpec):
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
-        if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
-            raise ArgumentError("groups", self.groups, "few enough for their sums to fit in shared memory")
 
     @property
     def teams(self) -> int:
@@ -91,8 +89,11 @@ class WideSpec(KernelSpec):
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer."""
-        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER, self.tile_m // _LEAST_PART)
+        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer.
+
+        Without sharers, the second part is prepared while the first is written.
+        """
+        return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
     def slots(self) -> int:
@@ -134,7 +135,7 @@ class WideSpec(KernelSpec):
 
     def _bytes(self, slots: int) -> int:
         weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
-        out = self.teams * self.tile_m // self.parts * 2 * TILE_ROWS
+        out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
 

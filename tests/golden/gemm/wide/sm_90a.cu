@@ -705,7 +705,7 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 1;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 2;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 // ---- shared memory ---------------------------------------------------------
@@ -718,7 +718,7 @@ constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   out[kTeams][kPartM * kTileRows * 2];
+  uint8   out[kTeams][kParts][kPartM * kTileRows * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
@@ -914,6 +914,11 @@ struct Consumer {
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
     Fragments a, b;
     const uint32 products = steps * (2 / kDepth);
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
     decode_next<0>(a);
     for (uint32 done = 0;;) {
       multiply(sums, a, done > 0);
@@ -1092,37 +1097,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
       Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
-      const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
-      if constexpr (kSharers > 1) {
-        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
-        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
-#pragma unroll
-        for (int i = 0; i < kEights; ++i)
-          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
-        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
-        if constexpr (kSplit > 1) ptx::cluster_sync();
-        stage_total<0>(part, shared_sums, staged, sums, thread, upper, lower);
-      } else {
-        if constexpr (kDivided) {
-          const Exchange exchange(workspace, team, thread);
-          if (work.end < schedule.steps) {
-            exchange.leave(sums, team, thread);
-            continue;
-          }
-          const uint32 first = work.tile * schedule.steps;
-          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, team, thread);
-            begin = schedule.share_begin(ptx::cluster_id() - back);
-          }
-        }
-        if (thread == 0) ptx::tma_store_wait();
+      const uint32 thread = ptx::thread_index() % 128;
+      const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
+        ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        stage<0>(staged, sums, thread, upper, lower);
+        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
+      };
+      if constexpr (kDivided) {
+        const Exchange exchange(workspace, team, thread);
+        if (work.end < schedule.steps) {
+          exchange.leave(sums, team, thread);
+          continue;
+        }
+        const uint32 first = work.tile * schedule.steps;
+        for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+          exchange.collect(sums, back, team, thread);
+          begin = schedule.share_begin(ptx::cluster_id() - back);
+        }
       }
-      ptx::fence_proxy_async();
+      uint8 (&rows)[kParts][kPartM * kTileRows * 2] = shared.out[team];
+      if (thread == 0) ptx::tma_store_wait();
       ptx::barrier_sync(kTeamBarrier + team, 128);
-      if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
-      if constexpr (kSharers > 1) break;  // they have one tile
+      stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+      store(rows[0], 0);
+      stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
+      store(rows[1], 1);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums

@@ -718,11 +718,10 @@ constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   out[kTeams][kPartM * kTileRows * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 167936, "the launch counts on it");
+static_assert(sizeof(Shared) == 165888, "the launch counts on it");
 static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
 static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
@@ -988,6 +987,11 @@ struct Consumer {
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
     Fragments a, b;
     const uint32 products = steps * (2 / kDepth);
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
     decode_next<0>(a);
     for (uint32 done = 0;;) {
       multiply(sums, a, done > 0);
@@ -1165,37 +1169,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
       consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
       Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
-      const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
-      if constexpr (kSharers > 1) {
-        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
-        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
-#pragma unroll
-        for (int i = 0; i < kEights; ++i)
-          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
-        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
-        if constexpr (kSplit > 1) ptx::cluster_sync();
-        stage_total<0>(part, shared_sums, staged, sums, thread, upper, lower);
-      } else {
-        if constexpr (kDivided) {
-          const Exchange exchange(workspace, team, thread);
-          if (work.end < schedule.steps) {
-            exchange.leave(sums, team, thread);
-            continue;
-          }
-          const uint32 first = work.tile * schedule.steps;
-          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, team, thread);
-            begin = schedule.share_begin(ptx::cluster_id() - back);
-          }
-        }
-        if (thread == 0) ptx::tma_store_wait();
+      const uint32 thread = ptx::thread_index() % 128;
+      const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
+        ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        stage<0>(staged, sums, thread, upper, lower);
+        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
+      };
+      float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
+      ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
+#pragma unroll
+      for (int i = 0; i < kEights; ++i) {
+        if (i / (kPartM / 8) == part) continue;  // it adds these up itself
+        *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
       }
-      ptx::fence_proxy_async();
-      ptx::barrier_sync(kTeamBarrier + team, 128);
-      if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
-      if constexpr (kSharers > 1) break;  // they have one tile
+      if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
+      if constexpr (kSplit > 1) ptx::cluster_sync();
+      uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
+      stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+      if (part < kParts) store(rows, part);
+      break;  // they have one tile
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
