@@ -290,7 +290,7 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
     """A persistent grid: a cluster for each group of tiles, but no more clusters than the GPU runs at once."""
     spec = specialise(problem, tactic)
-    clusters = min(groups(problem, tactic), arch.num_sms // spec.cluster)
+    clusters = min(groups(problem, tactic), arch.clusters(spec.cluster))
     grid, cluster = (clusters * spec.cluster, 1, 1), (spec.cluster, 1, 1)
     return Geometry(grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
 

@@ -8,8 +8,6 @@ each cluster, and a tile takes as long as its products or its copies, whichever 
 - copies arrive at the rate of an SM's port or, if that is less, at bytes in flight divided by the latency;
 - all SMs together read from L2 at most at its rate; what a cluster shares is read once and arrives at several SMs;
 - the whole call takes at least the time in which memory moves its operands and its output.
-
-Clusters are taken to fit on the GPU without SMs left over but the remainder of their number.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from jitfp4.families.gemm.blockscaled import (
     K64Tactic,
     K96Tactic,
     Tactic,
+    groups,
     rejects,
     sides,
     specialise,
-    groups,
 )
 from jitfp4.layouts import ceil_div
 
@@ -59,7 +57,7 @@ class Estimate(NamedTuple):
 def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
     """The model's figures for a tactic that can run the problem."""
     spec, (left, right) = specialise(problem, tactic), sides(problem, tactic)
-    number, at_once = groups(problem, tactic), arch.num_sms // spec.cluster
+    number, at_once = groups(problem, tactic), arch.clusters(spec.cluster)
     # Rows outside of the matrix are not read.
     left_rows, right_rows = min(left, _TILE_ROWS), min(right, tactic.tile_n // tactic.ctas)
     code, scale = problem.k / 2, _TILE_ROWS * problem.k / problem.format.block  # bytes of a row, and of 128 rows
