@@ -22,6 +22,7 @@ _SLICE_BYTES = 128  # one row of a slice: 256 codes
 _ATOM_BYTES = 512  # 128 rows by four scales
 _SHARED_BYTES = 232448  # that a CTA may have
 _WRITERS = 4  # warps that write tiles of the output
+_WARP_ROWS = 32
 _SUMS_COLUMNS = 464  # columns of tensor memory for two images of the sums of a tile
 _STAGES = range(2, 13)
 _MAX_CTAS = 16  # of a cluster; more than 8 need a launch attribute, which the driver module sets
@@ -36,7 +37,8 @@ class BlockScaledSpec(KernelSpec):
     The left operand is a, or b with ``swap_ab``. ``stages`` slices of 256 columns are in flight. With ``tma_store``,
     tiles of the output are written through shared memory, else from registers. A cluster computes ``cluster_m`` tiles
     along the left rows by ``cluster_n`` along the right ones; its CTAs share operands. FlashInfer and CUTLASS count
-    CTAs: their cluster of 4 x 2 is here, with two CTAs for a tile, 2 x 2.
+    CTAs: their cluster of 4 x 2 is here, with two CTAs for a tile, 2 x 2. The columns are in ``split`` parts, for each
+    of which the cluster has such CTAs.
     """
 
     format: BlockFormat
@@ -48,6 +50,7 @@ class BlockScaledSpec(KernelSpec):
     tma_store: bool
     cluster_m: int
     cluster_n: int
+    split: int
 
     threads: ClassVar[int]
     products: ClassVar[int]  # columns that one instruction multiplies
@@ -60,6 +63,7 @@ class BlockScaledSpec(KernelSpec):
             ("stages", _STAGES),
             ("cluster_m", (1, 2, 4)),
             ("cluster_n", (1, 2, 4)),
+            ("split", (1, 2, 4, 8)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
@@ -76,12 +80,12 @@ class BlockScaledSpec(KernelSpec):
     @property
     def cluster(self) -> int:
         """CTAs of a cluster."""
-        return self.column * self.cluster_n
+        return self.column * self.cluster_n * self.split
 
     @property
     def part_n(self) -> int:
-        """Columns of the sums that a warp writes at a time."""
-        return min(self.tile_n, 64)
+        """Columns of the sums that a warp writes at a time; fewer where sums of other CTAs need room too."""
+        return min(self.tile_n, 64 if self.split == 1 else 32)
 
     @property
     def load_shape(self) -> str:
@@ -140,7 +144,8 @@ class BlockScaledSpec(KernelSpec):
         out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
         barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
-        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
+        handed = 0 if self.split == 1 else _WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + handed + out + rest, 1024)
 
     @property
     def scale_bytes(self) -> int:
@@ -210,6 +215,7 @@ class K64Tactic:
     prefetch: bool = False
     cluster_m: int = 1
     cluster_n: int = 1
+    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +230,7 @@ class K96Tactic:
     tma_store: bool = True
     cluster_m: int = 1
     cluster_n: int = 1
+    split: int = 1
 
 
 Tactic = K64Tactic | K96Tactic
@@ -275,6 +282,10 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
         return f"tiles of {tactic.tile_n} columns begin within a word of scales, so that there can be only one"
     if tactic.swap_ab and not tactic.tma_store:
         return "with swap_ab a thread has columns of out, which only a copy by a tensor map stores well"
+    if tactic.split > 1 and not (tactic.swap_ab and tactic.tile_n <= _TILE_ROWS):
+        return "columns are split for few rows of a, as the right operand"
+    if ceil_div(problem.k, K64Spec.step if isinstance(tactic, K64Tactic) else K96Spec.step) < tactic.split:
+        return "a part of the columns would be empty"
     if tactic.ctas == 2 and left <= _TILE_ROWS:
         return "one CTA of each pair would have nothing to do"
     across = (left, _TILE_ROWS * tactic.ctas, tactic.cluster_m), (right, tactic.tile_n, tactic.cluster_n)
@@ -311,14 +322,17 @@ def _most(spec: BlockScaledSpec, ring: str) -> int:
 
 
 def _cuts() -> Iterator[dict[str, Any]]:
-    """Every tile with its epilogues, and the clusters that share operands of tiles that many problems have."""
+    """Every tile with its epilogues and clusters."""
     for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
         if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
             continue
-        for cluster_m, cluster_n in product((1, 2, 4), repeat=2):
-            shared = cluster_m * cluster_n > 1
-            if ctas * cluster_m > _MAX_SIDE or (shared and (tile_n in NARROW_NS or not tma_store)):
-                continue
+        shapes = [(1, 1, 1)]
+        if tma_store and tile_n in WIDE_NS:
+            sides = [side for side in product((1, 2, 4), repeat=2) if side != (1, 1) and ctas * side[0] <= _MAX_SIDE]
+            shapes += [(*side, 1) for side in sides]
+        if swap_ab and ctas == 1 and tile_n <= WIDE_NS[0]:
+            shapes += [(1, 1, split) for split in (2, 4, 8)]
+        for cluster_m, cluster_n, split in shapes:
             yield {
                 "tile_n": tile_n,
                 "ctas": ctas,
@@ -326,6 +340,7 @@ def _cuts() -> Iterator[dict[str, Any]]:
                 "tma_store": tma_store,
                 "cluster_m": cluster_m,
                 "cluster_n": cluster_n,
+                "split": split,
             }
 
 
