@@ -66,8 +66,8 @@ TACTICS: tuple[PortableTactic, ...] = tuple(dict.fromkeys((*_chosen, *_searched)
 
 
 _BLOCKSCALED_SHAPES = (  # m and n
-    *((m, 14336) for m in (8, 16, 32, 128)),
-    *((64, 57344), (64, 2048), (256, 8192), (1024, 4096)),
+    *((m, n) for m in (8, 16, 32, 64) for n in (2048, 14336)),
+    *((64, 8192), (128, 14336), (256, 4096), (256, 8192), (256, 14336), (512, 6144), (512, 14336)),
 )
 
 
