@@ -94,7 +94,11 @@ class Cut(NamedTuple):
 # Only a few tactics, so that all can be built ahead of time; a tuner tries others too. Smaller clusters come first.
 _PAIRS = (Cut(256, 2), Cut(128, 2), Cut(256, 2, cluster_n=2), Cut(128, 2, cluster_n=2),
           Cut(256, 2, cluster_m=2, cluster_n=2))  # fmt: skip
-_SINGLE = (Cut(128, 1), Cut(64, 1), *(Cut(n, 1, swap_ab=True, split=split) for split in (1, 4) for n in (64, 32, 16, 8)))
+_SINGLE = (
+    Cut(128, 1),
+    Cut(64, 1),
+    *(Cut(n, 1, swap_ab=True, split=split) for split in (1, 4) for n in (64, 32, 16, 8)),
+)
 _plain: dict[tuple[type, Cut], Tactic] = {
     (type(tactic), Cut(*(getattr(tactic, name) for name in Cut._fields))): tactic
     for tactic in reversed(K96_TACTICS + K64_TACTICS)  # so that the first of equal keys is kept, which has no prefetch
