@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
@@ -321,40 +321,49 @@ def _most(spec: BlockScaledSpec, ring: str) -> int:
     return max(n for n in _STAGES if replace(spec, **{ring: n}).shared_bytes <= _SHARED_BYTES)  # type: ignore[arg-type]
 
 
-def _cuts() -> Iterator[dict[str, Any]]:
+class Cut(NamedTuple):
+    """The fields of a tactic that its stages follow from."""
+
+    tile_n: int
+    ctas: int
+    swap_ab: bool = False
+    tma_store: bool = True
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
+
+    @classmethod
+    def of(cls, tactic: Tactic) -> Cut:
+        return cls(*(getattr(tactic, name) for name in cls._fields))
+
+
+def _cuts() -> Iterator[Cut]:
     """Every tile with its epilogues and clusters."""
     for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
         if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
             continue
-        shapes = [(1, 1, 1)]
+        alone = Cut(tile_n, ctas, swap_ab, tma_store)
+        yield alone
         if tma_store and tile_n in WIDE_NS:
-            sides = [side for side in product((1, 2, 4), repeat=2) if side != (1, 1) and ctas * side[0] <= _MAX_SIDE]
-            shapes += [(*side, 1) for side in sides]
+            for m, n in product((1, 2, 4), repeat=2):
+                if m * n > 1 and ctas * m <= _MAX_SIDE:
+                    yield alone._replace(cluster_m=m, cluster_n=n)
         if swap_ab and ctas == 1 and tile_n <= WIDE_NS[0]:
-            shapes += [(1, 1, split) for split in (2, 4, 8)]
-        for cluster_m, cluster_n, split in shapes:
-            yield {
-                "tile_n": tile_n,
-                "ctas": ctas,
-                "swap_ab": swap_ab,
-                "tma_store": tma_store,
-                "cluster_m": cluster_m,
-                "cluster_n": cluster_n,
-                "split": split,
-            }
+            yield from (alone._replace(split=split) for split in (2, 4, 8))
 
 
 def _tactics() -> Iterator[Tactic]:
     """Every tactic, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
     for cut in _cuts():
-        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **cut)
+        fields = cut._asdict()
+        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **fields)
         for prefetch in (False, True) if short.cluster == short.ctas else (False,):
-            yield K64Tactic(stages=_most(short, "stages"), prefetch=prefetch, **cut)
-        if cut["tile_n"] % 16:
+            yield K64Tactic(stages=_most(short, "stages"), prefetch=prefetch, **fields)
+        if cut.tile_n % 16:
             continue
-        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **cut)
+        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **fields)
         long = replace(long, stages=_most(long, "stages"))
-        yield K96Tactic(stages=long.stages, scale_stages=_most(long, "scale_stages"), **cut)
+        yield K96Tactic(stages=long.stages, scale_stages=_most(long, "scale_stages"), **fields)
 
 
 K64_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K64Tactic))

@@ -20,6 +20,7 @@ from jitfp4.arch import Arch
 from jitfp4.families.gemm.blockscaled import (
     K64_TACTICS,
     K96_TACTICS,
+    Cut,
     K64Tactic,
     K96Tactic,
     Tactic,
@@ -80,29 +81,18 @@ def estimate(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Estimate:
     return Estimate(number, waves, tactic.stages, in_flight, tile_bytes, l2_bytes, products, copies, clocks)
 
 
-class Cut(NamedTuple):
-    """What tells the selectable tactics of a kernel apart."""
-
-    tile_n: int
-    ctas: int
-    swap_ab: bool = False
-    cluster_m: int = 1
-    cluster_n: int = 1
-    split: int = 1
-
-
 # Only a few tactics, so that all can be built ahead of time; a tuner tries others too. Smaller clusters come first.
-_PAIRS = (Cut(256, 2), Cut(128, 2), Cut(256, 2, cluster_n=2), Cut(128, 2, cluster_n=2),
-          Cut(256, 2, cluster_m=2, cluster_n=2))  # fmt: skip
+_PAIRS = (
+    *(Cut(256, 2), Cut(128, 2), Cut(256, 2, cluster_n=2), Cut(128, 2, cluster_n=2)),
+    Cut(256, 2, cluster_m=2, cluster_n=2),
+)
 _SINGLE = (
-    Cut(128, 1),
-    Cut(64, 1),
-    *(Cut(n, 1, swap_ab=True, split=split) for split in (1, 4) for n in (64, 32, 16, 8)),
+    *(Cut(128, 1), Cut(64, 1)),
+    *(Cut(tile_n, 1, swap_ab=True, split=split) for split in (1, 4) for tile_n in (64, 32, 16, 8)),
 )
 _plain: dict[tuple[type, Cut], Tactic] = {
-    (type(tactic), Cut(*(getattr(tactic, name) for name in Cut._fields))): tactic
+    (type(tactic), Cut.of(tactic)): tactic
     for tactic in reversed(K96_TACTICS + K64_TACTICS)  # so that the first of equal keys is kept, which has no prefetch
-    if tactic.tma_store
 }
 # PTX lists products of 96 columns only for pairs of CTAs; CUTLASS uses them for single CTAs too. Some tactics do that,
 # but none that selection returns.
