@@ -32,6 +32,7 @@ extern "C" __global__ void kernel(const int* x, int* y) {
   }
 }
 """
+LATER = "__shared__ __align__(128) int more[4]; expect(&b, 16); copy_in(more, x, 16, &b); wait(&b, 1)"
 WAIT, DONE = "wait(&b, 0)", 'asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory")'
 
 
@@ -51,10 +52,11 @@ def test_reading_before_the_copy_was_waited_for_is_found() -> None:
         )
 
 
-def test_exiting_before_a_copy_has_read_its_source_is_found() -> None:
+@pytest.mark.parametrize("end", ["", LATER], ids=["at once", "behind a later copy"])
+def test_exiting_before_a_copy_has_read_its_source_is_found(end: str) -> None:
     with pytest.raises(SimMemoryError, match=r"(?s)exits before its bulk copy.*cp.async.bulk.global"):
         launch(
-            BULK.replace("WAIT", WAIT).replace("DONE", ""),
+            BULK.replace("WAIT", WAIT).replace("DONE", end),
             [np.zeros(256, np.int32), np.zeros(256, np.int32)],
             block=256,
         )
