@@ -736,8 +736,8 @@ struct Member {
   __device__ __forceinline__ uint32 cta() const { return rank % kCtas; }  // of its tile
   __device__ __forceinline__ uint32 column() const { return rank % kColumn; }
   __device__ __forceinline__ uint32 tile_m() const { return column() / kCtas; }
-  __device__ __forceinline__ uint32 tile_n() const { return rank % kGroup / kColumn; }
-  __device__ __forceinline__ uint32 part() const { return rank / kGroup; }
+  __device__ __forceinline__ uint32 tile_n() const { return (rank - part() * kGroup) / kColumn; }
+  __device__ __forceinline__ uint32 part() const { return kSplit == 1 ? 0 : rank / kGroup; }
   // Its steps, of all.
   __device__ __forceinline__ uint32 begin(uint32 steps) const { return steps * part() / kSplit; }
   __device__ __forceinline__ uint32 end(uint32 steps) const { return steps * (part() + 1) / kSplit; }
