@@ -398,7 +398,7 @@ CHECKS: dict[str, Subject] = {
     ),
     "mm_fp4, K = 64 in pairs": Subject(
         "gemm_blockscaled",
-        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2100, 72, 64, MXFP4, BF16)),
+        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2600, 72, 64, MXFP4, BF16)),
         ("sm_100a",),
     ),
     "mm_fp4, K = 64 in clusters": Subject(
