@@ -224,7 +224,8 @@ def test_why_a_tactic_is_rejected(tactic: Tactic, arch: Arch, one: Fp4Problem, r
 @pytest.mark.parametrize(("name", "tactic"), [("tile_n", K64Tactic(48, 1, 2)), ("ctas", K64Tactic(64, 4, 2)),
                                               ("stages", K64Tactic(64, 1, 1)), ("split", K64Tactic(64, 1, 2, split=3)),
                                               ("cluster_m", K64Tactic(64, 2, 2, cluster_m=4)),
-                                              ("cluster_m", K64Tactic(8, 1, 2, cluster_m=2))], ids=str)  # fmt: skip
+                                              ("cluster_m", K64Tactic(8, 1, 2, cluster_m=2)),
+                                              ("split", K64Tactic(64, 2, 2, cluster_n=4, split=4))], ids=str)  # fmt: skip
 def test_impossible_cuts_name_the_field(name: str, tactic: Tactic) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         specialise(problem(256, 256, 256), tactic)

@@ -70,7 +70,9 @@ class BlockScaledSpec(KernelSpec):
         if self.column > _MAX_SIDE:
             raise ArgumentError("cluster_m", self.cluster_m, f"at most {_MAX_SIDE} CTAs along the left rows")
         if self.tile_n % (_SWIZZLE_ROWS * self.column):
-            raise ArgumentError("cluster_m", self.cluster_m, f"{_SWIZZLE_ROWS} right rows or more for each CTA to copy")
+            raise ArgumentError("cluster_m", self.cluster_m, f"multiples of {_SWIZZLE_ROWS} right rows for each CTA")
+        if self.cluster > _MAX_CTAS:
+            raise ArgumentError("split", self.split, f"at most {_MAX_CTAS} CTAs in a cluster")
 
     @property
     def column(self) -> int:
@@ -284,7 +286,7 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
         return "with swap_ab a thread has columns of out, which only a copy by a tensor map stores well"
     if tactic.split > 1 and not (tactic.swap_ab and tactic.tile_n <= _TILE_ROWS):
         return "columns are split for few rows of a, as the right operand"
-    if ceil_div(problem.k, K64Spec.step if isinstance(tactic, K64Tactic) else K96Spec.step) < tactic.split:
+    if ceil_div(problem.k, specialise(problem, tactic).step) < tactic.split:
         return "a part of the columns would be empty"
     if tactic.ctas == 2 and left <= _TILE_ROWS:
         return "one CTA of each pair would have nothing to do"
