@@ -225,7 +225,8 @@ def test_why_a_tactic_is_rejected(tactic: Tactic, arch: Arch, one: Fp4Problem, r
                                               ("stages", K64Tactic(64, 1, 1)), ("split", K64Tactic(64, 1, 2, split=3)),
                                               ("cluster_m", K64Tactic(64, 2, 2, cluster_m=4)),
                                               ("cluster_m", K64Tactic(8, 1, 2, cluster_m=2)),
-                                              ("split", K64Tactic(64, 2, 2, cluster_n=4, split=4))], ids=str)  # fmt: skip
+                                              ("split", K64Tactic(64, 2, 2, cluster_n=4, split=4))],
+                         ids=str)  # fmt: skip
 def test_impossible_cuts_name_the_field(name: str, tactic: Tactic) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         specialise(problem(256, 256, 256), tactic)

@@ -147,7 +147,7 @@ class BlockScaledSpec(KernelSpec):
         barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
         handed = 0 if self.split == 1 else _WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
-        return round_up(self.stages * self.stage_bytes + self.scale_bytes + handed + out + rest, 1024)
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + handed
 
     @property
     def scale_bytes(self) -> int:

@@ -909,18 +909,23 @@ __device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
 }  // namespace ptx
 
 // What warps of the CTAs with other columns hand to the one that adds it up. The barrier `empty` is that of the sender.
+// With a kSplit above 1, one for each warp stands behind the other shared memory.
 struct Handed {
   uint4   sums[kSplit > 1 ? kSplit - 1 : 1][kRegisters / 4][kWarp];
   Barrier full, empty;
 };
+constexpr int kHandedBytes = kSplit > 1 ? kWriters * sizeof(Handed) : 0;
+
+template <typename Shared> __device__ __forceinline__ Handed& handed_of(Shared& shared, uint32 warp) {
+  return reinterpret_cast<Handed*>(&shared + 1)[warp];
+}
 
 template <typename Shared> __device__ __forceinline__ void init_sums(Shared& shared) {
   init_ring(shared.sums_full, shared.sums_empty, kWriters * kCtas);
-  if constexpr (kSplit > 1)
-    for (Handed& of_warp : shared.handed) {
-      ptx::mbarrier_init(&of_warp.full, kSplit - 1);
-      ptx::mbarrier_init(&of_warp.empty, 1);
-    }
+  for (int w = 0; kSplit > 1 && w < kWriters; ++w) {
+    ptx::mbarrier_init(&handed_of(shared, w).full, kSplit - 1);
+    ptx::mbarrier_init(&handed_of(shared, w).empty, 1);
+  }
 }
 
 __device__ __forceinline__ uint32 scaled(const uint32* r, float alpha) {
@@ -1031,7 +1036,7 @@ struct Writer {
         load(r, sums + images.column() + part * kPartN);
         if (i == (kOverlap ? 0 : kParts - 1)) release(shared);
         if constexpr (kSplit > 1)
-          if (!add_up(shared.handed[warp], r, tiles.member)) continue;
+          if (!add_up(handed_of(shared, warp), r, tiles.member)) continue;
         if constexpr (kTmaStore) {
           const uint32 staged = ptx::shared_address(shared.out[warp][buffer]);
           const uint32 row = kSwapAb ? right : left, col = kSwapAb ? left : right;
@@ -1075,7 +1080,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   Barrier sums_full[kSumsBarriers], sums_empty[kSumsBarriers];
   uint32  tensor_memory;
 };
-static_assert(sizeof(Shared) == 230400, "the launch counts on it");
+static_assert(sizeof(Shared) + kHandedBytes == 230400, "the launch counts on it");
 
 // ---- copies ----------------------------------------------------------------
 __device__ __forceinline__ void produce_slices(Shared& shared, const Tiles& tiles, const LeftShare& left,
