@@ -81,18 +81,27 @@ def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
     return (page, second, first) if hnd else (page, first, second)
 
 
-def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    needed = plan.spec.workspace_bytes(plan.geometry.grid[0])
+def _workspace(arguments: Arguments, needed: int) -> dict[str, Any]:
     workspace = arguments.workspace_buffer
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
-    bound = _bind(arguments)
-    return bound | {"workspace": workspace, "group_inverse": ceil_div(1 << 30, bound["group"])}
+    return {"workspace": workspace}
+
+
+def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    bound = _bind(arguments) | _workspace(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
+    return bound | {"group_inverse": ceil_div(1 << 30, bound["group"])}
 
 
 def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     del plan  # no parameter depends on it
     return _bind(arguments) | {"causal": int(arguments.causal)}
+
+
+def _bind_wgmma(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    most_parts = wgmma.most_parts(plan.problem, plan.spec, plan.geometry)
+    needed = plan.spec.counter_bytes + most_parts * plan.spec.part_bytes
+    return _bind_prefill(arguments, plan) | _workspace(arguments, needed) | {"most_parts": most_parts}
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
@@ -256,12 +265,14 @@ _SIZES: tuple[Param, ...] = (
     I64("v_table", "elements from a request's K pages to its V pages", member="int"),
 )
 
+_WORKSPACE = Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches")
+
 KERNEL = Kernel(
     name="attention/decode",
     spec=Spec,
     params=(
         *_INPUTS,
-        Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
+        _WORKSPACE,
         *_SIZES,
         I64("group_inverse", "2^30 / group, rounded up", member="int"),
     ),
@@ -286,12 +297,16 @@ KERNEL_PREFILL = Kernel(
 KERNEL_WGMMA = Kernel(
     name="attention/prefill_wgmma",
     spec=wgmma.WgmmaSpec,
-    params=KERNEL_PREFILL.params,
+    params=(
+        *KERNEL_PREFILL.params,
+        _WORKSPACE,
+        I64("most_parts", "of items in the workspace; 0: items are not divided", member="int"),
+    ),
     tactics=WGMMA_TACTICS,
     rejects=wgmma.rejects,
     specialise=wgmma.specialise,
     geometry=wgmma.geometry,
-    bind=_bind_prefill,
+    bind=_bind_wgmma,
 )
 
 ATTENTION = Operation(

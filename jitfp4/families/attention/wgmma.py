@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.problem import COUNTER_BYTES, ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -34,9 +34,14 @@ _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
 _WORK_REGISTERS = 44  # of a producer, beside what is on its way
+_LEAST_REGISTERS = 56  # of a producer: one of them finds the items
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
+_FEW_BLOCKS = 2  # of query rows for a CTA: items may then be divided
+_PLACES = 16  # of items in shared memory
+_ITEM_BYTES = 64
+_PARTS_BYTES = (32 << 20) - COUNTER_BYTES  # of a workspace that suffices
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class WgmmaSpec(KernelSpec):
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return round_up(_WORK_REGISTERS + units * unit * self.sides, 8)
+        return max(_LEAST_REGISTERS, round_up(_WORK_REGISTERS + units * unit * self.sides, 8))
 
     @property
     def consumer_registers(self) -> int:
@@ -122,7 +127,24 @@ class WgmmaSpec(KernelSpec):
         """Shared memory that a CTA uses."""
         queries = self.teams * _TEAM_ROWS * self.head_dim * 2
         tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
-        return round_up(queries + tiles + self.stages * self.tile_warps * 4, 1024)
+        places = _PLACES * (_ITEM_BYTES + _BARRIER_BYTES)
+        return round_up(queries + tiles + self.stages * self.tile_warps * 4 + places, 1024)
+
+    @property
+    def counter_bytes(self) -> int:
+        """The offset in a workspace at which the partial results begin."""
+        return COUNTER_BYTES
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a partial result: outputs, references and sums of each row, those twice for each of four lanes."""
+        return self.ctas * self.teams * _TEAM_ROWS * (self.head_dim + 8) * 4
+
+    @property
+    def most_parts(self) -> int:
+        """Partial results that a workspace can hold, with a counter for each warp that has rows of them."""
+        warps = self.ctas * self.teams * _TEAM_ROWS // 16
+        return min(_PARTS_BYTES // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
@@ -147,12 +169,16 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     return None
 
 
+def most_parts(problem: Problem, spec: WgmmaSpec, launched: Geometry) -> int:
+    """Partial results that a call may have: 0 where its items fill the GPU undivided."""
+    return spec.most_parts if problem.blocks <= _FEW_BLOCKS * launched.grid[0] else 0
+
+
 def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
-    """CTAs that stay, one on each SM, and take the work in turn."""
+    """CTAs that stay, one on each SM, and take items one after the other."""
     spec = specialise(problem, tactic)
-    clusters = min(arch.num_sms // spec.ctas, problem.blocks)
     return Geometry(
-        grid=(clusters * spec.ctas, 1, 1),
+        grid=(arch.num_sms // spec.ctas * spec.ctas, 1, 1),
         block=(spec.threads, 1, 1),
         cluster=(spec.ctas, 1, 1),
         shared_bytes=spec.shared_bytes,
