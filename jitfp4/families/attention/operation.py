@@ -168,7 +168,7 @@ def _problem(a: Arguments) -> Problem:
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=(8 if rows <= 8 else MAX_ROWS) if few else (ROW_BLOCK if rows <= ROW_BLOCK else 2 * ROW_BLOCK),
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), 4 * ROW_BLOCK),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),
