@@ -14,7 +14,7 @@ from jitfp4.families.attention.api import WORKSPACE_BYTES
 from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import COUNTER_BYTES, Cache, Pages, Problem
-from jitfp4.families.attention.wgmma import WgmmaSpec, WgmmaTactic, geometry, most_parts, rejects, specialise
+from jitfp4.families.attention.wgmma import WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
@@ -271,15 +271,12 @@ def test_clusters_fill_the_gpu_as_far_as_they_can() -> None:
     assert geometry(problem()._replace(blocks=8), WgmmaTactic(), SM_90A).grid == (SM_90A.num_sms, 1, 1)
 
 
-def test_few_items_are_divided_as_far_as_a_workspace_holds_their_parts() -> None:
+def test_a_workspace_holds_parts_for_every_cluster() -> None:
     for tactic in KERNEL_WGMMA.tactics:
-        few = problem()._replace(blocks=256)
-        spec, launched = specialise(few, tactic), geometry(few, tactic, SM_90A)
-        parts = most_parts(few, spec, launched)
-        assert launched.grid[0] // tactic.ctas < parts
-        assert spec.counter_bytes + parts * spec.part_bytes <= WORKSPACE_BYTES
-        assert 4 * (1 + parts * tactic.ctas * tactic.teams * 4) <= COUNTER_BYTES, "a counter for each warp"
-        assert most_parts(few._replace(blocks=512), spec, launched) == 0
+        spec = specialise(problem(), tactic)
+        assert geometry(problem(), tactic, SM_90A).grid[0] // tactic.ctas < spec.most_parts
+        assert spec.workspace_bytes <= WORKSPACE_BYTES
+        assert 4 * (1 + spec.most_parts * tactic.ctas * tactic.teams * 4) <= COUNTER_BYTES, "a counter for each warp"
 
 
 def test_a_small_workspace_is_an_error() -> None:

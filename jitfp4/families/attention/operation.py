@@ -99,9 +99,7 @@ def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 
 
 def _bind_wgmma(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    most_parts = wgmma.most_parts(plan.problem, plan.spec, plan.geometry)
-    needed = plan.spec.counter_bytes + most_parts * plan.spec.part_bytes
-    return _bind_prefill(arguments, plan) | _workspace(arguments, needed) | {"most_parts": most_parts}
+    return _bind_prefill(arguments, plan) | _workspace(arguments, plan.spec.workspace_bytes)
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
@@ -297,11 +295,7 @@ KERNEL_PREFILL = Kernel(
 KERNEL_WGMMA = Kernel(
     name="attention/prefill_wgmma",
     spec=wgmma.WgmmaSpec,
-    params=(
-        *KERNEL_PREFILL.params,
-        _WORKSPACE,
-        I64("most_parts", "of items in the workspace; 0: items are not divided", member="int"),
-    ),
+    params=(*KERNEL_PREFILL.params, _WORKSPACE),
     tactics=WGMMA_TACTICS,
     rejects=wgmma.rejects,
     specialise=wgmma.specialise,

@@ -68,6 +68,12 @@ TABLE: Table[Any] = Table(
                 {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "blocks": _FEW_BLOCKS},
             ),
             (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
+            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
+            (
+                WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2),
+                {"head_dim": 128, "cache": Cache.E4M3, "blocks": _FEW_BLOCKS // 2},
+            ),
+            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
             (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS // 2}),
             (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),

@@ -38,7 +38,6 @@ _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
-_FEW_BLOCKS = 2  # of query rows for a CTA: items may then be divided
 _PLACES = 16  # of items in shared memory
 _ITEM_BYTES = 64
 _PARTS_BYTES = (32 << 20) - COUNTER_BYTES  # of a workspace that suffices
@@ -142,9 +141,14 @@ class WgmmaSpec(KernelSpec):
 
     @property
     def most_parts(self) -> int:
-        """Partial results that a workspace can hold, with a counter for each warp that has rows of them."""
+        """Partial results that a workspace holds, with a counter for each warp that has rows of them."""
         warps = self.ctas * self.teams * _TEAM_ROWS // 16
         return min(_PARTS_BYTES // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of counters and partial results."""
+        return COUNTER_BYTES + self.most_parts * self.part_bytes
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
@@ -167,11 +171,6 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
     return None
-
-
-def most_parts(problem: Problem, spec: WgmmaSpec, launched: Geometry) -> int:
-    """Partial results that a call may have: 0 where its items fill the GPU undivided."""
-    return spec.most_parts if problem.blocks <= _FEW_BLOCKS * launched.grid[0] else 0
 
 
 def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
