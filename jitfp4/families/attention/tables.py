@@ -6,8 +6,8 @@ fewer tiles in flight. Where the rows of a head do not follow each other, warps 
 of four are a sector. Two tiles leave room for L1 to keep it until the last of them has come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4, which costs most, where both have rows. Few rows are better cut
-into 128 than into 192, which leave SMs idle at the end. Rows for mma.sync have not been measured: they follow from
+copies K and V. Two CTAs share the expansion of NVFP4 and E4M3 where both have rows. Few rows are better cut into 128
+than into 192, of which the last are empty more often. Rows for mma.sync have not been measured: they follow from
 registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half as often as 64;
 32 rows of a warp read it half as often as 16.
 """
