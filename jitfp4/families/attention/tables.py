@@ -28,7 +28,7 @@ from jitfp4.selection import Row, Table, rows
 _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
 _SHORT = 128  # tiles of a request
-_FEW_BLOCKS = 4096  # of query rows
+_FEW_BLOCKS = 1024  # of query rows
 
 TABLE: Table[Any] = Table(
     (
@@ -71,10 +71,10 @@ TABLE: Table[Any] = Table(
             (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
             (
                 WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2),
-                {"head_dim": 128, "cache": Cache.E4M3, "blocks": _FEW_BLOCKS // 2},
+                {"head_dim": 128, "cache": Cache.E4M3, "blocks": _FEW_BLOCKS},
             ),
             (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
-            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS // 2}),
+            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS // 4}),
             (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=4 * ROW_BLOCK,
