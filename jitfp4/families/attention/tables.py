@@ -135,6 +135,7 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
+    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=Cache.E4M3)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=64)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)

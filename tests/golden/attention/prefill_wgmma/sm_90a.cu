@@ -546,9 +546,9 @@ constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from 
 
 // ---- attention/items -------------------------------------------------------
 // The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
-// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not fit
-// into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then start
-// first. The last items, which would leave SMs idle, are divided into parts along their tokens.
+// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
+// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
+// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
 //
 // Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
 // none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
@@ -1237,14 +1237,18 @@ struct Absent {
 };
 
 struct Rows {
-  int   row;           // of the request: this warp's first
+  int   team;          // of the cluster
   int   inner, width;  // the tiles that all rows of the warp see in full begin at `inner` or up to `width` behind it
   float scale[2];      // from products to powers of two
 
-  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team)
-      : row(item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16) {
+  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team) : team(team) {
+    const int row = first_row(item);
     inner = first_seen(p, position(p, item.request, row + 15));
     width = end_seen(p, position(p, item.request, row), item.request.tokens) - kTile - inner;
+  }
+  // Of this warp, in the request
+  __device__ __forceinline__ int first_row(const Item& item) const {
+    return item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16;
   }
 
   __device__ __forceinline__ bool see_all(int start) const {
@@ -1253,8 +1257,9 @@ struct Rows {
 
   // Not in the registers of a lane: where its rows stand.
   __device__ __forceinline__ void mask(
-      const Operands& p, const Request& r, int start, const Absent& absent, Scores& s) const {
-    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2;
+      const Operands& p, const Item& item, int start, const Absent& absent, Scores& s) const {
+    const Request& r = item.request;
+    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2, row = first_row(item);
     int first[2], end[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -1274,7 +1279,7 @@ struct Rows {
   // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
   __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
     constexpr int kEights = kHeadDim / 16;  // of a lane
-    const int lane = ptx::thread_index() % kWarp, own = row + lane / 2;
+    const int lane = ptx::thread_index() % kWarp, row = first_row(item), own = row + lane / 2;
     const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
                         (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kHeadDim / 2);
     const bool used = own < item.request.q_len * p.group;
@@ -1383,7 +1388,7 @@ struct State {
     const float unit = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = rows.row + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
+      const int row = rows.first_row(item) + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
       const int64 at = int64(item.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
       const bool used = row < item.request.q_len * p.group;
       float scale = unit;
@@ -1682,9 +1687,13 @@ struct Consumer {
     }
     ring.advance();
   }
-  // Teams start products one after the other, so that one's softmax falls into the products of the others.
+  // Teams start products one after the other, so that one's softmax falls into the products of the others. The number
+  // of the barrier is a constant in each branch, and takes no register.
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (kTurns) ptx::barrier_sync(kTurnBarrier + team, 256);
+#pragma unroll
+    for (int i = 0; i < kTeams; ++i) {
+      if (kTurns && team == i) ptx::barrier_sync(kTurnBarrier + i, 256);
+    }
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (kTurns) ptx::barrier_arrive(kTurnBarrier + (team + 1) % kTeams, 256);
@@ -1697,7 +1706,7 @@ struct Consumer {
       State& state) {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     hold(s);
-    if (absent.any() || !rows.see_all(start)) rows.mask(p, item.request, start, absent, s);
+    if (absent.any() || !rows.see_all(start)) rows.mask(p, item, start, absent, s);
     release(kKeys, keys);
     const bool moved = state.weigh(s, rows);
     if constexpr (!kFirst) {
@@ -1716,7 +1725,7 @@ struct Consumer {
   __device__ __forceinline__ void attend(const Rows& rows, const Item& item, int tiles, State& state) {
     Scores  s;
     Weights weights;
-    int start = item.start;
+    int start = __shfl_sync(~0u, item.start, 0);
     take_turn();
     const Absent absent = start_scores(s);
     pass_turn();
@@ -1820,7 +1829,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
   Items items(shared.places);
   while (true) {
     const Item& item = items.next();
-    const int tiles = item.tiles;
+    const int tiles = __shfl_sync(~0u, item.tiles, 0);
     if (!in_all(tiles > 0)) break;
     Rows rows(p, item, rank_in_cluster() * kTeams + team);
     ptx::barrier_sync(kTeamBarrier + team, 128);  // the last item's queries are no longer read
