@@ -27,7 +27,10 @@ from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.tuning import GRAPH_BYTES, Call, time_us
 
-CELLS = ((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768))
+CELLS = (
+    *((4, 4096, 4096), (1, 32768, 32768), (1, 512, 32768), (1, 2048, 32768)),
+    *((1, 1024, 1024), (1, 16, 8192), (1, 16, 32768), (8, 16, 8192), (1, 128, 32768)),  # few blocks of query rows
+)
 """Requests, and the new tokens and the context of each."""
 HEADS = (64, 8)
 LAYOUTS = (("HND", 64), ("NHD", 16))

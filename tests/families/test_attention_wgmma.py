@@ -11,9 +11,10 @@ import torch
 
 from jitfp4 import ArgumentError, nvrtc, sim
 from jitfp4.arch import Arch
+from jitfp4.families.attention.api import WORKSPACE_BYTES
 from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
 from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.problem import COUNTER_BYTES, HEAD_DIMS, Cache, Pages, Problem
 from jitfp4.families.attention.wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
@@ -131,11 +132,13 @@ _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
 
 def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tensor]]:
     """A case into poisoned outputs."""
-    tactic, fields = CASES[name]
+    tactic, fields = (CASES | FEW)[name]
     case = Case(**fields, **changes)
     out = torch.full(case.query.shape, torch.nan, device=case.device).to(case.out_dtype or case.query.dtype)
     with ATTENTION.forced(tactic):
-        return case, case.run_context(out=out, out_dtype=None)
+        got = case.run_context(out=out, out_dtype=None)
+    assert not case.workspace[:COUNTER_BYTES].any(), "the next launch counts from zero"
+    return case, got
 
 
 @pytest.mark.sim
@@ -159,10 +162,46 @@ def test_the_kernel_is_attention(name: str) -> None:
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(again, got, strict=True))
 
 
+# ---- items -----------------------------------------------------------------------------------------------------------
+
+_D64 = _ONE | {"head_dim": 64, "cache": torch.float8_e4m3fn, "page": 64}
+FEW: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
+    # More parts than there are CTAs
+    "long": (
+        WgmmaTactic(tile=64, stages=4),
+        _D64 | {"lengths": (760, 700, 740, 768, 750), "q_lens": (9,) * 5, "with_sinks": True},
+    ),
+    "long_pairs": (
+        WgmmaTactic(tile=64, stages=4, turns=True, ctas=2),
+        _D64 | {"lengths": (1500, 70), "q_lens": (20, 9), "window_left": 900, "missing": ((0, 0, 20, -1),)},
+    ),
+    # More items than there are places in shared memory
+    "many": (WgmmaTactic(tile=64, stages=4), _D64 | {"lengths": tuple(range(9, 27)), "q_lens": (9,) * 18}),
+    "many_pairs": (
+        WgmmaTactic(tile=64, stages=3, ctas=2),
+        _D64 | {"lengths": tuple(range(9, 27)), "q_lens": (9,) * 18},
+    ),
+}
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("name", FEW)
+def test_no_bit_depends_on_who_takes_a_part_or_comes_last(name: str) -> None:
+    few = dataclasses.replace(SM_90A, num_sms=8 if "long" in name else FEW[name][0].ctas)
+    with sim.device(few, races=True):
+        case, got = run(name)
+    assert case.workspace.any() == ("long" in name), "long items are divided"
+    case.check(got, _BOUND)
+    with sim.device(few, seed=1):
+        again = run(name)[1]
+    assert all(torch.equal(a, b) for a, b in zip(again, got, strict=True))
+
+
 # ---- cuts ------------------------------------------------------------------------------------------------------------
 
 
-def problem(cache: Cache = Cache.NVFP4, *, head_dim: int = 128, rows: int = 128) -> Problem:
+def problem(cache: Cache = Cache.NVFP4, *, head_dim: int = 128, rows: int = 256) -> Problem:
     dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
         cache=cache,
@@ -244,18 +283,27 @@ def test_who_takes_how_many_rows() -> None:
             tactic = ATTENTION.select(problem(cache, head_dim=head_dim), SM_90A)
             assert isinstance(tactic, PrefillTactic if (cache, head_dim) == (Cache.E4M3, 256) else WgmmaTactic)
     assert isinstance(ATTENTION.select(problem(rows=64), SM_90A), PrefillTactic)
+    assert [ATTENTION.select(problem(rows=rows), SM_90A).ctas for rows in (128, 256)] == [1, 2]
     assert isinstance(ATTENTION.select(problem(), Arch.of("sm_100a")), PrefillTactic)
 
 
-def test_a_cta_for_each_sm_or_fewer() -> None:
-    assert geometry(problem(), WgmmaTactic(), SM_90A).grid == (SM_90A.num_sms, 1, 1)
-    assert geometry(problem()._replace(blocks=8), WgmmaTactic(), SM_90A).grid == (8, 1, 1)
-
-
 def test_clusters_fill_the_gpu_as_far_as_they_can() -> None:
-    pairs = WgmmaTactic(ctas=2)
     odd = dataclasses.replace(SM_90A, num_sms=SM_90A.num_sms - 1)
     for arch, ctas in ((SM_90A, SM_90A.num_sms), (odd, SM_90A.num_sms - 2)):
-        launched = geometry(problem(), pairs, arch)
+        launched = geometry(problem(), WgmmaTactic(ctas=2), arch)
         assert (launched.grid, launched.cluster) == ((ctas, 1, 1), (2, 1, 1))
-    assert geometry(problem()._replace(blocks=8), pairs, SM_90A).grid == (16, 1, 1)
+    assert geometry(problem()._replace(blocks=8), WgmmaTactic(), SM_90A).grid == (SM_90A.num_sms, 1, 1)
+
+
+def test_a_workspace_holds_parts_for_every_cluster() -> None:
+    for tactic in KERNEL_WGMMA.tactics:
+        spec = specialise(problem(), tactic)
+        assert geometry(problem(), tactic, SM_90A).grid[0] // tactic.ctas < spec.most_parts
+        assert spec.workspace_bytes <= WORKSPACE_BYTES
+        assert 4 * (1 + spec.most_parts * tactic.ctas * tactic.teams * 4) <= COUNTER_BYTES, "a counter for each warp"
+
+
+def test_a_small_workspace_is_an_error() -> None:
+    case = Case(lengths=(40,), q_lens=(20,), kv_heads=1)
+    with sim.device("sm_90a"), ATTENTION.forced(WgmmaTactic()), pytest.raises(ArgumentError, match="workspace_buffer"):
+        case.run_context(workspace_buffer=case.workspace[: 1 << 20])

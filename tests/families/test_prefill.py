@@ -199,7 +199,8 @@ def test_what_counts_as_few_rows() -> None:
         (2, 1, False, 64),
         (9, 7, True, 64),
         (9, 8, True, 128),
-        (100, 16, False, 128),
+        (9, 15, True, 256),
+        (100, 16, False, 256),
     ):
         problem = _problem_of((q_len, 1), group, causal=causal)
         assert (problem.rows, problem.causal) == (rows, causal or q_len == 1)
@@ -212,7 +213,7 @@ def _problem(**changes: Any) -> Problem:
         q_dtype=DType.BF16,
         out_dtype=DType.BF16,
         head_dim=128,
-        rows=128,
+        rows=256,
         heads=8,
         interleaved=False,
         pages=Pages.WHOLE,
@@ -229,7 +230,7 @@ def _problem(**changes: Any) -> Problem:
 def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
     for rows in (8, 16):
         assert isinstance(ATTENTION.select(_problem(rows=rows, blocks=0), ARCHS[arch]), Tactic)
-    for rows in (64, 128):
+    for rows in (64, 128, 256):
         for cache in Cache:
             for head_dim in (64, 128, 256):
                 problem = _problem(rows=rows, cache=cache, head_dim=head_dim)

@@ -204,7 +204,7 @@ def prefill_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
     for (cache, heads, kv_heads, order, page, batch, context, q_len), group in cases(lines, 8):
         row_blocks = -(-int(batch) * int(q_len) * int(heads) // (int(kv_heads) * ROW_BLOCK)) + 2 * int(batch)
         problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
-            rows=2 * ROW_BLOCK, blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
+            rows=4 * ROW_BLOCK, blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
         )
         yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
 

@@ -81,18 +81,25 @@ def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
     return (page, second, first) if hnd else (page, first, second)
 
 
-def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    needed = plan.spec.workspace_bytes(plan.geometry.grid[0])
+def _workspace(arguments: Arguments, needed: int) -> dict[str, Any]:
     workspace = arguments.workspace_buffer
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
-    bound = _bind(arguments)
-    return bound | {"workspace": workspace, "group_inverse": ceil_div(1 << 30, bound["group"])}
+    return {"workspace": workspace}
+
+
+def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    bound = _bind(arguments) | _workspace(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
+    return bound | {"group_inverse": ceil_div(1 << 30, bound["group"])}
 
 
 def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     del plan  # no parameter depends on it
     return _bind(arguments) | {"causal": int(arguments.causal)}
+
+
+def _bind_wgmma(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    return _bind_prefill(arguments, plan) | _workspace(arguments, plan.spec.workspace_bytes)
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def _problem(a: Arguments) -> Problem:
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=(8 if rows <= 8 else MAX_ROWS) if few else (ROW_BLOCK if rows <= ROW_BLOCK else 2 * ROW_BLOCK),
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), 4 * ROW_BLOCK),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),
@@ -256,12 +263,14 @@ _SIZES: tuple[Param, ...] = (
     I64("v_table", "elements from a request's K pages to its V pages", member="int"),
 )
 
+_WORKSPACE = Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches")
+
 KERNEL = Kernel(
     name="attention/decode",
     spec=Spec,
     params=(
         *_INPUTS,
-        Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches"),
+        _WORKSPACE,
         *_SIZES,
         I64("group_inverse", "2^30 / group, rounded up", member="int"),
     ),
@@ -286,12 +295,12 @@ KERNEL_PREFILL = Kernel(
 KERNEL_WGMMA = Kernel(
     name="attention/prefill_wgmma",
     spec=wgmma.WgmmaSpec,
-    params=KERNEL_PREFILL.params,
+    params=(*KERNEL_PREFILL.params, _WORKSPACE),
     tactics=WGMMA_TACTICS,
     rejects=wgmma.rejects,
     specialise=wgmma.specialise,
     geometry=wgmma.geometry,
-    bind=_bind_prefill,
+    bind=_bind_wgmma,
 )
 
 ATTENTION = Operation(

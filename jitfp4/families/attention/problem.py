@@ -81,8 +81,8 @@ class Pages(StrEnum):
 class Problem(NamedTuple):
     """What selection sees of an attention. A query row is one query token of one head.
 
-    ``rows`` query rows of a KV head are taken at a time: 8 or 16 for few query tokens, 64 or 128 for more. ``heads`` is
-    a power of two that divides the number of KV heads.
+    ``rows`` query rows of a KV head are taken at a time: 8 or 16 for few query tokens, 64, 128 or 256 for more.
+    ``heads`` is a power of two that divides the number of KV heads.
 
     Lengths are known on the device only, so the sizes are bounds, rounded up to powers of two: then growing contexts
     give few problems. A request has at most ``tiles`` tiles of 32 tokens. A call has at most ``units`` units, each a

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.problem import COUNTER_BYTES, ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -34,11 +34,15 @@ _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
 _WORK_REGISTERS = 44  # of a producer, beside what is on its way
+_LEAST_REGISTERS = 56  # of a producer: one of them finds the items
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
+_PLACES = 16  # of items in shared memory
+_ITEM_BYTES = 64
+_PARTS_BYTES = (32 << 20) - COUNTER_BYTES  # of a workspace that suffices
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ class WgmmaSpec(KernelSpec):
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return round_up(_WORK_REGISTERS + units * unit * self.sides, 8)
+        return max(_LEAST_REGISTERS, round_up(_WORK_REGISTERS + units * unit * self.sides, 8))
 
     @property
     def launch_registers(self) -> int:
@@ -138,7 +142,29 @@ class WgmmaSpec(KernelSpec):
         """Shared memory that a CTA uses."""
         queries = self.teams * _TEAM_ROWS * self.head_dim * 2
         tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
-        return round_up(queries + tiles + self.stages * self.tile_warps * 4, 1024)
+        places = _PLACES * (_ITEM_BYTES + _BARRIER_BYTES)
+        return round_up(queries + tiles + self.stages * self.tile_warps * 4 + places, 1024)
+
+    @property
+    def counter_bytes(self) -> int:
+        """The offset in a workspace at which the partial results begin."""
+        return COUNTER_BYTES
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a partial result: outputs, references and sums of each row, those twice for each of four lanes."""
+        return self.ctas * self.teams * _TEAM_ROWS * (self.head_dim + 8) * 4
+
+    @property
+    def most_parts(self) -> int:
+        """Partial results that a workspace holds, with a counter for each warp that has rows of them."""
+        warps = self.ctas * self.teams * _TEAM_ROWS // 16
+        return min(_PARTS_BYTES // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of counters and partial results."""
+        return COUNTER_BYTES + self.most_parts * self.part_bytes
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
@@ -169,11 +195,10 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
-    """CTAs that stay, one on each SM, and take the work in turn."""
+    """CTAs that stay, one on each SM, and take items one after the other."""
     spec = specialise(problem, tactic)
-    clusters = min(arch.num_sms // spec.ctas, problem.blocks)
     return Geometry(
-        grid=(clusters * spec.ctas, 1, 1),
+        grid=(arch.num_sms // spec.ctas * spec.ctas, 1, 1),
         block=(spec.threads, 1, 1),
         cluster=(spec.ctas, 1, 1),
         shared_bytes=spec.shared_bytes,

@@ -1,5 +1,5 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","ctas":2,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":3,"teams":2,"tile":128,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":1,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":2,"teams":2,"tile":128,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -521,10 +521,10 @@ constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
 constexpr int  kTile        = 128;   // tokens
 constexpr int  kTeams       = 2;  // consumer warpgroups
-constexpr int  kStages      = 3;  // tiles of K, and of V, in shared memory
+constexpr int  kStages      = 2;  // tiles of K, and of V, in shared memory
 constexpr bool kTurns       = true;  // teams start their products in turn
 constexpr int  kProducers   = 2;  // producer warpgroups
-constexpr int  kCtas        = 2;  // of a cluster
+constexpr int  kCtas        = 1;  // of a cluster
 
 constexpr int kTeamRows  = 64;
 constexpr int kRows      = kCtas * kTeams * kTeamRows;  // of an item
@@ -544,35 +544,22 @@ constexpr int kGroups = kProducers * 4 / kWarps;
 constexpr int kSides  = kCtas == 1 ? 2 : 1;  // that a CTA expands
 constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
 
-// ---- shared memory ---------------------------------------------------------
-enum Side { kKeys, kValues };  // of two CTAs, the one whose rank this is expands it
-struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   q[kTeams][kBlocks * kTeamRows * 128];
-  uint8   tiles[2][kStages][kBlocks * kBlockBytes];
-  uint32  absent[kStages][kWarps];  // a bit for each token without a page, by the warp that has it
-  Barrier full[2][kStages], empty[2][kStages];
-};
-static_assert(sizeof(Shared) == 230400, "the launch counts on it");
-
-enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
-
-struct Ring {
-  uint32 slot = 0, parity = 0;
-  __device__ __forceinline__ void advance(int by = 1) {
-#pragma unroll
-    for (int i = 0; i < by; ++i) {
-      if (++slot == kStages) slot = 0, parity ^= 1;
-    }
-  }
-};
-
-__device__ __forceinline__ uint32 rank_in_cluster() { return kCtas == 1 ? 0 : ptx::cluster_rank(); }
-
 // ---- attention/items -------------------------------------------------------
-// The work of a call in items of kRows query rows for one KV head, in the order request, head, rows. A query row is a
-// query head of the group at a query token, heads first. Rows come in descending order: under a causal mask the long
-// items then start first. Clusters take items in turn; where they lie is found from the lengths on the device.
+// The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
+// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
+// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
+// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
+//
+// Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
+// none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
+// in shared memory.
+
+// A condition that is the same in all lanes, as the compiler sees by the vote: it keeps what changes in loops and
+// branches on it, such as the slots of rings, in uniform registers.
+__device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
+
 constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
+constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -616,6 +603,7 @@ struct Operands {
   int table_stride;
   int v_table;
   int causal;
+  uint8* workspace;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -654,21 +642,122 @@ __device__ __forceinline__ int first_seen(const Operands& p, int at) {
 }
 __device__ __forceinline__ int end_seen(const Operands& p, int at, int tokens) { return p.causal ? at + 1 : tokens; }
 
-struct Item {
+// A part of an item, or all of it
+struct alignas(16) Item {
   Request request;
   int head, row;   // the first of its rows
   int first, end;  // of the tokens that any of its rows sees
-  int start;       // of its first tile
-
-  __device__ __forceinline__ int tiles() const { return max(1, (end - start + kTile - 1) / kTile); }
+  int start, tiles;  // of its first tile, and how many; none behind the last item
+  int part, parts;   // which of how many
+  int place;         // of the first part's sums in the workspace
 };
 
-// Warps walk alone, 32 requests at a time, one in each lane.
+// The next items of a CTA. The places are used in turn. When one is used again, every warp is through with the item in
+// it: whoever finds items is two tiles of its group, and the stages, ahead of the last consumer, and items have a tile.
+constexpr int kPlaces = 16;
+static_assert(kStages + 2 * kEvery + 2 < kPlaces, "no place is used again too soon");
+struct Places {
+  Item    items[kPlaces];
+  Barrier known[kPlaces];
+};
+
+// One warp's way through them
 class Items {
  public:
-  __device__ __forceinline__ explicit Items(const Operands& p) : p_(p), next_(blockIdx.x / kCtas) {}
+  __device__ __forceinline__ explicit Items(Places& places) : places_(places) {}
 
-  __device__ __forceinline__ bool next(Item& item) {
+  __device__ __forceinline__ const Item& next() {
+    const uint32 at = count_ % kPlaces;
+    ptx::mbarrier_wait(&places_.known[at], count_++ / kPlaces % 2);
+    return places_.items[at];
+  }
+
+ private:
+  Places& places_;
+  uint32 count_ = 0;
+};
+
+constexpr int kMostParts = kWarp;                // of an item
+constexpr int kMostSums  = 480;  // of parts, that the workspace holds
+
+// Finds the items of a cluster, by one warp, 32 requests at a time, one in each lane. Other warps have one that does
+// nothing.
+class Finder {
+ public:
+  __device__ __forceinline__ Finder(const Operands& p, Places& places, bool finds)
+      : p_(p), places_(places), finds_(finds), clusters_(gridDim.x / kCtas), number_(blockIdx.x / kCtas) {
+    if (finds) divide();
+  }
+
+  // Takes the next number, which arrives meanwhile.
+  __device__ __forceinline__ void take() {
+    if (!finds_ || taken_) return;
+    if (ptx::thread_index() % kWarp == 0) drawn_ = atomicAdd(counter(), 1);
+    taken_ = true;
+  }
+  // Puts the next item into its place, or the end.
+  __device__ __forceinline__ void put() {
+    if (!finds_) return;
+    Item item;
+    do {
+      if (count_ > 0 || skipped_) {
+        take();
+        number_ = clusters_ + __shfl_sync(~0u, drawn_, 0);
+        taken_  = false;
+      }
+      skipped_ = !find(item);
+    } while (skipped_);
+    const int at = count_++ % kPlaces;
+    if (ptx::thread_index() % kWarp == 0) {
+      places_.items[at] = item;
+      ptx::mbarrier_arrive(&places_.known[at]);
+      if constexpr (kCtas == 2) {
+        const uint32 from = ptx::shared_address(&places_.items[at]);
+        const uint32 known = ptx::map_shared(ptx::shared_address(&places_.known[at]), 1);
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive_expect_at(known, sizeof(Item));
+        ptx::copy_shared(ptx::map_shared(from, 1), from, sizeof(Item), known);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32* counter() const { return reinterpret_cast<uint32*>(p_.workspace); }
+
+  // All clusters can take as many whole items. Those that are left, or all if there are not enough, are divided so that
+  // every cluster has a part. Each lane tries another number of parts of the longest item. The unit of costs is half a
+  // tile: beside its tiles, a part costs as much as two to begin and to end, and half of one to add to others.
+  __device__ __forceinline__ void divide() {
+    const int lane = ptx::thread_index() % kWarp, parts = lane + 1;
+    int items = 0, longest = 1;
+    float tiles = 0.0f;
+    for (int b = lane; b < p_.batch; b += kWarp) {
+      Request r;
+      r.load(p_, b);
+      items += r.items(p_), tiles += float(r.items(p_)) * r.tiles, longest = max(longest, r.tiles);
+    }
+    items = __reduce_add_sync(~0u, items), longest = __reduce_max_sync(~0u, longest);
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) tiles += __shfl_xor_sync(~0u, tiles, distance);
+    whole_ = items / clusters_ * clusters_;
+    const int   left = items - whole_, size = (longest + lane) / parts;
+    const float rounds = ceilf(fminf(left, tiles / longest) * parts / clusters_);
+    uint32 cost = uint32(rounds) * (2 * size + 4) + lane;
+    if (lane > 0 && left * parts > kMostSums) cost = ~0u / kWarp;
+    parts_ = __reduce_min_sync(~0u, cost * kWarp + lane) % kWarp + 1;
+    size_  = (longest + parts_ - 1) / parts_;
+    end_   = whole_ + left * parts_;
+  }
+
+  // Finds what has the number that was taken last. False if an item has no part of that number.
+  __device__ __forceinline__ bool find(Item& item) {
+    if (in_all(number_ >= end_)) {
+      // Nobody takes one after the last: ready for the next launch.
+      if (number_ == end_ + clusters_ - 1 && ptx::thread_index() % kWarp == 0) *counter() = 0;
+      item.tiles = 0;
+      return true;
+    }
+    const int over = max(0, number_ - whole_), i = min(number_, whole_) + over / parts_;
     for (; b_ < p_.batch; b_ += kWarp) {
       const int lane = ptx::thread_index() % kWarp;
       Request r;
@@ -683,33 +772,76 @@ class Items {
         const int other = __shfl_up_sync(~0u, upto, distance);
         if (lane >= distance) upto += other;
       }
-      const uint32 behind = __ballot_sync(~0u, next_ < before_ + upto);
+      const uint32 behind = __ballot_sync(~0u, i < before_ + upto);
       if (behind != 0) {
-        const int found = __ffs(behind) - 1, items = __shfl_sync(~0u, own, found);
-        set(item, b_ + found, next_ - before_ - (__shfl_sync(~0u, upto, found) - items), items / p_.kv_heads);
-        next_ += gridDim.x / kCtas;
-        return true;
+        const int found = __ffs(behind) - 1;
+        set(item, b_ + found, i - before_ - __shfl_sync(~0u, upto - own, found));
+        break;
       }
       before_ += __shfl_sync(~0u, upto, kWarp - 1);
     }
-    return false;
+    if (in_all(number_ < whole_)) return true;
+    item.part = over % parts_, item.parts = (item.tiles + size_ - 1) / size_, item.place = over - item.part;
+    if (in_all(item.part >= item.parts)) return false;
+    const int start = item.start, begin = item.part * item.tiles / item.parts;
+    const int end   = (item.part + 1) * item.tiles / item.parts;
+    if (end < item.tiles) item.end = start + end * kTile;
+    item.start = start + begin * kTile, item.first = max(item.first, item.start), item.tiles = end - begin;
+    return true;
   }
-
- private:
-  __device__ __forceinline__ void set(Item& item, int b, int inside, int blocks) const {
+  // Item i of a request
+  __device__ __forceinline__ void set(Item& item, int b, int i) const {
     Request& r = item.request;
     r.load(p_, b);
-    item.head  = inside / blocks;
-    item.row   = (blocks - 1 - inside % blocks) * kRows;
+    const bool fits = int64(r.tokens) * p_.kv_heads <= kHeadsTokens;
+    const int block = fits ? i / p_.kv_heads : i % r.row_blocks;
+    item.head  = fits ? i % p_.kv_heads : i / r.row_blocks;
+    item.row   = (r.row_blocks - 1 - block) * kRows;
     item.first = first_seen(p_, position(p_, r, item.row));
     item.end   = end_seen(p_, position(p_, r, item.row + kRows - 1), r.tokens);
     item.start = item.first / kTile * kTile;
+    item.tiles = max(1, (item.end - item.start + kTile - 1) / kTile);
+    item.part  = 0, item.parts = 1;
   }
 
   const Operands& p_;
-  int next_;
+  Places& places_;
+  const bool finds_;
+  const int clusters_;
+  int whole_;          // items that are not divided
+  int parts_, size_;   // of others, and their tiles, at most
+  int end_;            // of the numbers
+  int number_;         // that was taken last
   int b_ = 0, before_ = 0;  // the first request in the lanes, and the items of those before it
+  uint32 count_ = 0;        // items that were put
+  uint32 drawn_;            // by the first lane
+  bool taken_ = false, skipped_ = false;
 };
+
+// ---- shared memory ---------------------------------------------------------
+enum Side { kKeys, kValues };  // of two CTAs, the one whose rank this is expands it
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   q[kTeams][kBlocks * kTeamRows * 128];
+  uint8   tiles[2][kStages][kBlocks * kBlockBytes];
+  uint32  absent[kStages][kWarps];  // a bit for each token without a page, by the warp that has it
+  Barrier full[2][kStages], empty[2][kStages];
+  Places  places;
+};
+static_assert(sizeof(Shared) == 165888, "the launch counts on it");
+
+enum NamedBarrier { kTeamBarrier = 1, kTurnBarrier = 4 };  // one for each team
+
+struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance(int by = 1) {
+#pragma unroll
+    for (int i = 0; i < by; ++i) {
+      if (++slot == kStages) slot = 0, parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ uint32 rank_in_cluster() { return kCtas == 1 ? 0 : ptx::cluster_rank(); }
 
 // ---- partials/e4m3 ---------------------------------------------------------
 // Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
@@ -925,55 +1057,64 @@ struct Tile {
   }
 };
 
-// Every kEvery-th tile in the order of the work, from tile `first` on. Pages are looked up one of them ahead.
+// Every kEvery-th tile in the order of the work, from tile `first` on. Pages are looked up one of them ahead. One warp
+// of a cluster `finds` the items.
 class Tiles {
  public:
-  __device__ __forceinline__ Tiles(const Operands& p, int first)
-      : p_(p), items_(p), inverse_((0x80000000u + p.page - 1) / p.page), own_(Tile::first_of_lane()), ahead_(first) {}
+  __device__ __forceinline__ Tiles(const Operands& p, Places& places, int first, bool finds)
+      : p_(p), items_(places), finder_(p, places, finds), inverse_((0x80000000u + p.page - 1) / p.page),
+        own_(Tile::first_of_lane()), ahead_(first) {}
 
   __device__ __forceinline__ bool next(Tile& tile) {
     while (left_ <= ahead_) {
       ahead_ -= left_;
-      if (!items_.next(item_)) return false;
-      left_ = item_.tiles(), start_ = item_.start;
-      fetch_queries();
+      finder_.put();
+      const Item& item = items_.next();
+      left_ = __shfl_sync(~0u, item.tiles, 0);
+      if (left_ == 0) return false;
+      head_ = item.head, table_ = p_.tables + item.request.table;
+      first_ = item.first, end_ = item.end, start_ = item.start;
+      fetch_queries(item);
     }
     left_ -= ahead_, start_ += ahead_ * kTile, ahead_ = kEvery;
-    const int32* table = p_.tables + item_.request.table;
-    tile.head = item_.head;
+    if (left_ <= kEvery) finder_.take();
+    tile.head = head_;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int  token  = start_ + own_ + i * kGroup;
       const int  column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
-      const bool inside = token >= item_.first && token < item_.end;
+      const bool inside = token >= first_ && token < end_;
       tile.slot[i] = token - column * p_.page;
-      tile.page[i] = inside ? table[column] : -1;
-      if constexpr (kTwoTables) tile.v_page[i] = inside ? table[column + p_.v_table] : -1;
+      tile.page[i] = inside ? table_[column] : -1;
+      if constexpr (kTwoTables) tile.v_page[i] = inside ? table_[column + p_.v_table] : -1;
     }
     return true;
   }
 
  private:
   // To L2, some tiles before the consumers need them.
-  __device__ __forceinline__ void fetch_queries() const {
+  __device__ __forceinline__ void fetch_queries(const Item& item) const {
     constexpr int kLines = (kHeadDim * sizeof(Query) + 127) / 128;
     const int thread = rank_in_cluster() * (kThreads - kConsumers) + ptx::thread_index() - kConsumers;
     for (int i = thread; i < kRows * kLines; i += kCtas * (kThreads - kConsumers)) {
-      const int row = item_.row + i / kLines;
-      if (row >= item_.request.q_len * p_.group) break;
-      const Query* q = p_.q + int64(item_.request.q_begin + row / p_.group) * p_.q_token_stride +
-                       (item_.head * p_.group + row % p_.group) * p_.q_head_stride;
+      const int row = item.row + i / kLines;
+      if (row >= item.request.q_len * p_.group) break;
+      const Query* q = p_.q + int64(item.request.q_begin + row / p_.group) * p_.q_token_stride +
+                       (item.head * p_.group + row % p_.group) * p_.q_head_stride;
       ptx::prefetch_line(q + i % kLines * (128 / sizeof(Query)));
     }
   }
 
   const Operands& p_;
-  Items items_;
-  Item  item_;
+  Items  items_;
+  Finder finder_;
   const uint32 inverse_;
   const int own_;  // a lane's first token of a tile
   int ahead_;      // tiles from start_ to the next
   int left_ = 0, start_;
+  // Of the item
+  int head_, first_, end_;
+  const int32* table_;
 };
 
 // What a lane has of one tile's K or V.
@@ -1104,14 +1245,18 @@ struct Absent {
 };
 
 struct Rows {
-  int   row;           // of the request: this warp's first
+  int   team;          // of the cluster
   int   inner, width;  // the tiles that all rows of the warp see in full begin at `inner` or up to `width` behind it
   float scale[2];      // from products to powers of two
 
-  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team)
-      : row(item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16) {
+  __device__ __forceinline__ Rows(const Operands& p, const Item& item, int team) : team(team) {
+    const int row = first_row(item);
     inner = first_seen(p, position(p, item.request, row + 15));
     width = end_seen(p, position(p, item.request, row), item.request.tokens) - kTile - inner;
+  }
+  // Of this warp, in the request
+  __device__ __forceinline__ int first_row(const Item& item) const {
+    return item.row + team * kTeamRows + ptx::thread_index() / kWarp % 4 * 16;
   }
 
   __device__ __forceinline__ bool see_all(int start) const {
@@ -1120,8 +1265,9 @@ struct Rows {
 
   // Not in the registers of a lane: where its rows stand.
   __device__ __forceinline__ void mask(
-      const Operands& p, const Request& r, int start, const Absent& absent, Scores& s) const {
-    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2;
+      const Operands& p, const Item& item, int start, const Absent& absent, Scores& s) const {
+    const Request& r = item.request;
+    const int lane = ptx::thread_index() % kWarp, column = lane % 4 * 2, row = first_row(item);
     int first[2], end[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -1141,7 +1287,7 @@ struct Rows {
   // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
   __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
     constexpr int kEights = kHeadDim / 16;  // of a lane
-    const int lane = ptx::thread_index() % kWarp, own = row + lane / 2;
+    const int lane = ptx::thread_index() % kWarp, row = first_row(item), own = row + lane / 2;
     const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
                         (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kHeadDim / 2);
     const bool used = own < item.request.q_len * p.group;
@@ -1236,17 +1382,23 @@ struct State {
     for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
+  // Adds up the weights that the lanes of a row have seen.
+  __device__ __forceinline__ void close() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      if (sum[i] == 0.0f) reference[i] = -0x1p126f;
+    }
+  }
   __device__ __forceinline__ void finish(const Operands& p, const Item& item, const Rows& rows) {
     const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
     const float unit = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = rows.row + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
+      const int row = rows.first_row(item) + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
       const int64 at = int64(item.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
       const bool used = row < item.request.q_len * p.group;
-      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      if (sum[i] == 0.0f) reference[i] = -0x1p126f;
       float scale = unit;
       if (p.sinks) {
         const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference[i]);
@@ -1331,6 +1483,94 @@ struct State {
   }
 };
 
+// ---- attention/parts -------------------------------------------------------
+// Items that are divided along their tokens: each warp leaves what it has of its 16 rows in the workspace, and the last
+// one to arrive adds up all parts in the order of the tokens. The workspace has counters, the first of which numbers
+// the parts that clusters take, then the parts. Counters are zero between launches.
+constexpr int kCounterBytes = 65536;
+constexpr int kItemWarps = kCtas * kTeams * 4;
+constexpr int kQuads     = kHeadDim / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then the outputs
+constexpr int kAtOnce    = kTeams == 2 && kHeadDim == 128 ? 16 : 8;  // quads on their way, as registers allow
+constexpr int kStep      = kItemWarps * kQuads * kWarp;  // from a part to the next
+
+__device__ __forceinline__ uint4 to_words(float a, float b, float c, float d) {
+  return {__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d)};
+}
+
+__device__ __forceinline__ float4 to_floats(uint4 v) {
+  return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+
+// References and sums of two rows, and those of another part of them
+__device__ __forceinline__ void add(float4& a, float4 b) {
+  const float upper = fmaxf(a.x, b.x), lower = fmaxf(a.z, b.z);
+  a = {upper, fmaf(a.y, ptx::ex2_approx(a.x - upper), b.y * ptx::ex2_approx(b.x - upper)),
+       lower, fmaf(a.w, ptx::ex2_approx(a.z - lower), b.w * ptx::ex2_approx(b.z - lower))};
+}
+
+// Adds up the sums of `count` parts; `parts` are the lane's quads of the first.
+__device__ __forceinline__ void add_up(State& state, const uint4* parts, int count) {
+  const auto load = [&](int part, int quad) { return to_floats(ptx::ld<uint4>(parts + part * kStep + quad * kWarp)); };
+  // The four lanes of a row take the parts' references and sums in turn.
+  float4 heads[kMostParts / 4];
+#pragma unroll
+  for (int i = 0; i < kMostParts / 4; ++i) {
+    const int part = 4 * i + ptx::thread_index() % 4;
+    heads[i] = {-0x1p126f, 0.0f, -0x1p126f, 0.0f};
+    if (part < count) heads[i] = load(part, 0);
+  }
+  float4 all = heads[0];
+#pragma unroll
+  for (int i = 1; i < kMostParts / 4; ++i) add(all, heads[i]);
+#pragma unroll
+  for (int lane = 1; lane < 4; lane *= 2) {
+    add(all, {__shfl_xor_sync(~0u, all.x, lane), __shfl_xor_sync(~0u, all.y, lane), __shfl_xor_sync(~0u, all.z, lane),
+              __shfl_xor_sync(~0u, all.w, lane)});
+  }
+  state.reference[0] = all.x, state.sum[0] = all.y, state.reference[1] = all.z, state.sum[1] = all.w;
+#pragma unroll
+  for (int first = 0; first < kHeadDim / 8; first += kAtOnce) {
+    for (int part = 0; in_all(part < count); ++part) {
+      const float4 head = load(part, 0);
+      float4 v[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) v[i] = load(part, first + i + 1);
+      const float upper = ptx::ex2_approx(head.x - all.x), lower = ptx::ex2_approx(head.z - all.z);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float* const o = &state.o[4 * (first + i)];
+        o[0] = fmaf(v[i].x, upper, o[0]), o[1] = fmaf(v[i].y, upper, o[1]);
+        o[2] = fmaf(v[i].z, lower, o[2]), o[3] = fmaf(v[i].w, lower, o[3]);
+      }
+    }
+  }
+}
+
+// Puts a part to the others of its item. Returns whether it was the last; then this warp has the sums of all.
+__device__ __forceinline__ bool join(const Operands& p, const Item& item, int team, State& state) {
+  const int lane = ptx::thread_index() % kWarp;
+  const int warp = (rank_in_cluster() * kTeams + team) * 4 + ptx::thread_index() / kWarp % 4;
+  uint4* const parts = reinterpret_cast<uint4*>(p.workspace + kCounterBytes) +
+                       (int64(item.place) * kItemWarps + warp) * (kQuads * kWarp) + lane;
+  uint4* const own = parts + item.part * kStep;
+  own[0] = to_words(state.reference[0], state.sum[0], state.reference[1], state.sum[1]);
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 8; ++i)
+    own[(i + 1) * kWarp] = to_words(state.o[4 * i], state.o[4 * i + 1], state.o[4 * i + 2], state.o[4 * i + 3]);
+  __syncwarp();
+  bool last = false;
+  if (lane == 0) {
+    uint32* const counter = reinterpret_cast<uint32*>(p.workspace) + 1 + item.place * kItemWarps + warp;
+    last = ptx::atom_add_acq_rel(counter, 1) == item.parts - 1;
+    if (last) *counter = 0;  // for the next launch
+  }
+  __syncwarp();
+  if (!__any_sync(~0u, last)) return false;
+  state.clear();
+  add_up(state, parts, item.parts);
+  return true;
+}
+
 // ---- producers -------------------------------------------------------------
 // K or V of one tile after the other, by one group of warps.
 template <Side kSide> class Producer {
@@ -1386,7 +1626,8 @@ template <Side kSide> class Producer {
 // From tile `first` on
 template <bool kHasKeys, bool kHasValues>
 __device__ __forceinline__ void produce(const Operands& p, Shared& shared, int first) {
-  Tiles tiles(p, first);
+  const bool finds = kHasKeys && __shfl_sync(~0u, threadIdx.x / kWarp, 0) == kConsumers / kWarp;
+  Tiles tiles(p, shared.places, first, finds);
   Tile  tile;
   if (!tiles.next(tile)) return;
   Producer<kKeys>   keys(p, shared);
@@ -1425,7 +1666,9 @@ struct Consumer {
   __device__ __forceinline__ Absent start_scores(Scores& s) {
     ptx::mbarrier_wait(&shared.full[kKeys][keys.slot], keys.parity);
     const Absent absent(shared.absent[keys.slot]);
-    const uint64 q = ptx::wgmma_matrix(ptx::shared_address(shared.q[team]), kTeamRows * 128);
+    uint32 rows = ptx::shared_address(shared.q[team]);
+    if constexpr (kHeadDim > 128) asm volatile("" : "+r"(rows));  // else registers keep what follows from it
+    const uint64 q = ptx::wgmma_matrix(rows, kTeamRows * 128);
     const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), kBlockBytes);
     ptx::wgmma_fence();
 #pragma unroll
@@ -1452,9 +1695,13 @@ struct Consumer {
     }
     ring.advance();
   }
-  // Teams start products one after the other, so that one's softmax falls into the products of the others.
+  // Teams start products one after the other, so that one's softmax falls into the products of the others. The number
+  // of the barrier is a constant in each branch, and takes no register.
   __device__ __forceinline__ void take_turn() const {
-    if constexpr (kTurns) ptx::barrier_sync(kTurnBarrier + team, 256);
+#pragma unroll
+    for (int i = 0; i < kTeams; ++i) {
+      if (kTurns && team == i) ptx::barrier_sync(kTurnBarrier + i, 256);
+    }
   }
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (kTurns) ptx::barrier_arrive(kTurnBarrier + (team + 1) % kTeams, 256);
@@ -1463,15 +1710,16 @@ struct Consumer {
   // The scores of the tile at `start` to weights, while outputs of the tile before are under way if there is one.
   template <bool kFirst>
   __device__ __forceinline__ void weigh(
-      const Rows& rows, const Item& item, int start, const Absent& absent, Scores& s, Weights& weights, State& state) {
+      const Rows& rows, const Item& item, int start, int left, const Absent& absent, Scores& s, Weights& weights,
+      State& state) {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     hold(s);
-    if (absent.any() || !rows.see_all(start)) rows.mask(p, item.request, start, absent, s);
+    if (absent.any() || !rows.see_all(start)) rows.mask(p, item, start, absent, s);
     release(kKeys, keys);
     const bool moved = state.weigh(s, rows);
     if constexpr (!kFirst) {
       hold(s);
-      if (start < item.end) {  // always, but the compiler leaves the wait here: products run beside the weights
+      if (in_all(left <= kMostTokens)) {  // always, but the compiler leaves the wait here: products run beside the weights
         ptx::wgmma_wait<0>();
         release(kValues, values);
         hold(state.o);
@@ -1482,20 +1730,21 @@ struct Consumer {
     to_weights(s, weights);
   }
 
-  __device__ __forceinline__ void attend(const Rows& rows, const Item& item, State& state) {
+  __device__ __forceinline__ void attend(const Rows& rows, const Item& item, int tiles, State& state) {
     Scores  s;
     Weights weights;
-    int start = item.start;
+    int start = __shfl_sync(~0u, item.start, 0);
     take_turn();
     const Absent absent = start_scores(s);
     pass_turn();
-    weigh<true>(rows, item, start, absent, s, weights, state);
-    for (int left = item.tiles() - 1; left > 0; --left) {
+    int left = tiles - 1;
+    weigh<true>(rows, item, start, left, absent, s, weights, state);
+    for (; in_all(left > 0); --left) {
       take_turn();
       const Absent absent = start_scores(s);
       start_outputs(state.o, weights);
       pass_turn();
-      weigh<false>(rows, item, start += kTile, absent, s, weights, state);
+      weigh<false>(rows, item, start += kTile, left, absent, s, weights, state);
     }
     start_outputs(state.o, weights);
     ptx::wgmma_wait<0>();
@@ -1547,7 +1796,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     int64 v_scales_head_stride,
     int64 table_stride,                     // elements
     int64 v_table,                          // elements from a request's K pages to its V pages
-    int64 causal                            // 0 or 1
+    int64 causal,                           // 0 or 1
+    uint8* __restrict__ workspace           // 16-byte aligned; its counters are zero between launches
 ) {
   extern __shared__ uint8 dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
@@ -1557,7 +1807,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
       int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table), int(causal)};
+      int(v_table), int(causal), workspace};
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler now sees
 
   if (threadIdx.x == 0) {
@@ -1565,6 +1815,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
       ptx::mbarrier_init(&shared.full[0][0] + i, kWarps);
       ptx::mbarrier_init(&shared.empty[0][0] + i, kCtas * kTeams * 4);
     }
+    for (Barrier& known : shared.places.known) ptx::mbarrier_init(&known, 1);
     if constexpr (kCtas == 2) ptx::fence_mbarrier_init();
   }
   if constexpr (kCtas == 1) __syncthreads();
@@ -1583,8 +1834,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
   ptx::registers_more<kConsumerRegisters>();
   Consumer consumer{p, shared, team, {}, {}};
   if (kTurns && team == kTeams - 1) consumer.pass_turn();
-  Items items(p);
-  for (Item item; items.next(item);) {
+  Items items(shared.places);
+  while (true) {
+    const Item& item = items.next();
+    const int tiles = __shfl_sync(~0u, item.tiles, 0);
+    if (!in_all(tiles > 0)) break;
     Rows rows(p, item, rank_in_cluster() * kTeams + team);
     ptx::barrier_sync(kTeamBarrier + team, 128);  // the last item's queries are no longer read
     rows.load(p, item, shared.q[team]);
@@ -1592,7 +1846,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     ptx::barrier_sync(kTeamBarrier + team, 128);
     State state;
     state.clear();
-    consumer.attend(rows, item, state);
+    consumer.attend(rows, item, tiles, state);
+    state.close();
+    if (in_all(item.parts > 1) && !join(p, item, team, state)) continue;
     state.finish(p, item, rows);
   }
   if (kTurns && team == 0) consumer.take_turn();  // the one that is left
