@@ -83,8 +83,8 @@ def trtllm_batch_context_with_kv_cache(
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
         As trtllm_batch_decode_with_kv_cache(), but weights have the dtype of a 16-bit cache, float16 otherwise. Where
-        max_q_len is more than 8, tokens are summed in their order; few queries on Hopper in parts, whose number depends
-        on the GPU and on the lengths.
+        max_q_len is more than 8, tokens are summed in their order, on Hopper for some queries in parts, whose number
+        depends on the GPU and on the lengths.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
