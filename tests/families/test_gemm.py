@@ -97,13 +97,13 @@ def test_no_rows(device: str) -> None:
 
 SIMULATED = (
     NarrowTactic(8, 4, 1, 4, 2, 1),
-    NarrowTactic(8, 2, 2, 2, 3, 1, split=2),
+    NarrowTactic(8, 2, 2, 2, 2, 1, split=2),
     NarrowTactic(16, 1, 4, 2, 2, 1),
     NarrowTactic(16, 4, 2, 2, 2, 1, split=3),
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
 )
-EARLY = (NarrowTactic(8, 2, 1, 2, 3, 2, early=True), NarrowTactic(16, 1, 5, 2, 4, 1, split=2, early=True))
+MORE_STAGES = (NarrowTactic(8, 2, 1, 2, 3, 2), NarrowTactic(16, 1, 5, 2, 4, 1, split=2))
 
 
 @pytest.mark.sim
@@ -118,7 +118,7 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("tactic", EARLY, ids=str)
+@pytest.mark.parametrize("tactic", MORE_STAGES, ids=str)
 def test_weights_ahead_of_x(tactic: NarrowTactic) -> None:
     test_every_cut_without_a_race(tactic, "sm_90a")
 

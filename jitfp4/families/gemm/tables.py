@@ -25,8 +25,8 @@ TABLE = Table(
             m=8,
         ),
         *rows(
-            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.25}),
-            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.5, "k": 4096}),
+            (NarrowTactic(16, 1, 1, 8, 4, 2), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(16, 1, 1, 8, 4, 2), {"tiles_per_sm": 0.5, "k": 4096}),
             (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 0.9}),
             (NarrowTactic(16, 4, 2, 8, 2, 1, split=2), {"tiles_per_sm": 1.0}),
