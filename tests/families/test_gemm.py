@@ -103,7 +103,7 @@ SIMULATED = (
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
 )
-MORE_STAGES = (NarrowTactic(8, 2, 1, 2, 3, 2), NarrowTactic(16, 1, 5, 2, 4, 1, split=2))
+MORE_STAGES = (NarrowTactic(8, 2, 1, 2, 3, 2), NarrowTactic(16, 3, 2, 2, 4, 1, split=2))
 
 
 @pytest.mark.sim

@@ -78,7 +78,7 @@ class NarrowSpec(KernelSpec):
     ctas: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 3, 4, 5)), ("stages", (2, 3, 4, 5, 6))):
+        for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 3, 4, 5)), ("row_warps", (1, 2, 4)), ("stages", (2, 3, 4, 5, 6))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
         if not 0 < self.threads <= _MAX_THREADS:
@@ -96,18 +96,13 @@ class NarrowSpec(KernelSpec):
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
-    def x_stages(self) -> int:
-        """Slabs of x in flight or in use: a chunk for each group."""
-        return _X_STAGES
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        barriers = 8 * (stages * self.row_warps + 2 * self.x_stages)
-        row = self.groups * TILE_COLS * 2 + 16  # of a slab, padded
-        ring = round_up(weights, 128) + self.x_stages * self.tile_m * row + barriers
+        barriers = 8 * stages * self.row_warps
+        chunks = self.groups * _X_STAGES * self.tile_m * (2 * TILE_COLS + 16)
+        ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
 
