@@ -102,6 +102,7 @@ SIMULATED = (
     NarrowTactic(16, 4, 2, 2, 2, 1, split=3),
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
+    NarrowTactic(8, 3, 1, 2, 2, 2),
 )
 MORE_STAGES = (NarrowTactic(8, 2, 1, 2, 3, 2), NarrowTactic(16, 3, 2, 2, 4, 1, split=2))
 
