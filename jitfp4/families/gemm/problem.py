@@ -101,7 +101,7 @@ class NarrowSpec(KernelSpec):
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        chunks = self.groups * _X_STAGES * self.tile_m * (2 * TILE_COLS + 16)
+        chunks = self.groups * _X_STAGES * self.tile_m * 2 * TILE_COLS
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
