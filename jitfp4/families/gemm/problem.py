@@ -20,7 +20,7 @@ TILE_MS = (8, 16, 32, 64)
 _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
-_X_STAGES = 2
+_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
 
 
 class Problem(NamedTuple):
@@ -64,7 +64,7 @@ class NarrowSpec(KernelSpec):
     """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs run on an SM.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
     """
 
     dtype: DType
@@ -101,7 +101,7 @@ class NarrowSpec(KernelSpec):
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        chunks = self.groups * _X_STAGES * self.tile_m * 2 * TILE_COLS
+        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
@@ -121,8 +121,6 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
-    if tactic.stages > _X_STAGES and not arch.has_tma:
-        return "it needs bulk copies, which complete on barriers"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
