@@ -3,8 +3,10 @@
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
 ``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once, and
 writes ``gemm_search.csv``; the tables follow from it and from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``.
-Each tactic has one replay, and those that are nearly the fastest have five more, in turn. ``--part choose`` needs no
-GPU: from both files it prints, for each row of the tables, the tactics that lose least.
+Each tactic has one replay, and those that are nearly the fastest have five more, in turn. ``--part tuner`` writes
+``tuner.csv``: what ``jitfp4.tune`` finds for some of these products, and in how many seconds, and what the tables say,
+beside a search of all tactics. ``--part choose`` needs no GPU: from the files of both searches it prints, for each row
+of the tables, the tactics that lose least.
 
 A case is a graph of calls on copies of the weight, more than an L2 holds, in turn for at least a millisecond, with warm
 activations; the time is the median of 7 replays. Calls follow each other by programmatic dependent launch, like layers
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +34,7 @@ import torch
 
 from bench.harness import geomean, write_results
 from bench.stamp import stamp
-from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight
+from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight, tune
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
@@ -60,6 +63,8 @@ LAYERS = (
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
+TUNED_LAYERS = ((4096, 4096), (28672, 4096))
+TUNED_ROWS = (1, 8, 16, 64, 256, 2048)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
 COLD_BYTES = 330 << 20
 REPLAYS = 7
@@ -249,6 +254,38 @@ def times_of(a: torch.Tensor, weights: Sequence[Fp4Weight], tactics: Sequence[An
     yield from times.items()
 
 
+def tuned(arch: Arch) -> Iterator[dict[str, object]]:
+    for n, k in TUNED_LAYERS:
+        weights = make_weights(n, k)
+        for m in TUNED_ROWS:
+            problem = Problem(DType.BF16, DType.BF16, NVFP4, m, n, k)
+            candidates = list(MM_BF16_FP4.candidates(problem, arch))
+            a = torch.randn(m, k, device="cuda").bfloat16()
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                file = tune(lambda: mm_bf16_fp4(a, weights[0]), Path(folder) / "tactics.json", progress=False)  # noqa: B023
+            seconds = time.monotonic() - start
+            found = MM_BF16_FP4.tuned(problem, arch, file)
+            table = MM_BF16_FP4.select(problem, arch)
+            times = dict(times_of(a, weights, candidates))
+            best = min(times, key=times.__getitem__)
+            yield {
+                "n": n,
+                "k": k,
+                "m": m,
+                "candidates": len(candidates),
+                "seconds": round(seconds, 1),
+                "best": best,
+                "best_us": round(times[best], 2),
+                "tuned": found,
+                "tuned_us": round(times[found], 2),
+                "of_best": round(times[found] / times[best], 3),
+                "table": table,
+                "table_us": round(times[table], 2),
+                "table_of_best": round(times[table] / times[best], 3),
+            }
+
+
 def choose(folder: Path, arch: Arch) -> Iterator[str]:
     """For each bucket of the tables, tactics by the geometric mean of their time over the best of each case."""
     measured: dict[tuple[int, int, int], dict[object, float]] = {}
@@ -284,7 +321,7 @@ def tactic_of(kind: type[Any], row: Mapping[str, str]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--part", choices=("cases", "search", "choose"), default="cases")
+    parser.add_argument("--part", choices=("cases", "search", "tuner", "choose"), default="cases")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most that a search may take")
     options = parser.parse_args()
     if options.part == "choose":
@@ -294,6 +331,9 @@ def main() -> None:
     if options.part == "search":
         found = search(NARROW, SEARCHED_ROWS, arch, options.seconds)
         write_results(options.out / "gemm_search", list(found), stamp())
+        return
+    if options.part == "tuner":
+        write_results(options.out / "tuner", list(tuned(arch)), stamp())
         return
     rows = list(measure(arch))
     write_results(options.out / "gemm", rows, stamp())

@@ -6,12 +6,14 @@ of rows. ``--part search`` measures every tactic of the kernel that can run a ca
 
 A case is a graph of calls on copies of the weight, more than an L2 holds, with warm activations; calls follow each
 other by programmatic dependent launch. cuBLAS multiplies the same values, dequantized. Both graphs are replayed in
-turn, because the clock falls with the power that a product draws, and medians are compared.
+turn, because the clock falls with the power that a product draws, and medians are compared. Each case follows a pause,
+in which the clock recovers from the products before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from jitfp4.formats import NVFP4, DType
 ROWS = (64, 128, 256, 512, 2048, 8192)
 SEARCHED_ROWS = (24, 32, 64, 128, 256, 512, 2048)
 REPLAYS = 7
+PAUSE_S = 0.1
 
 
 def cublas(a: torch.Tensor, weights: Sequence[torch.Tensor]) -> Replay:
@@ -53,7 +56,9 @@ def cases(rows: Sequence[int]) -> Iterator[tuple[Problem, torch.Tensor, list[Fp4
 
 def measure(rows: Sequence[int]) -> Iterator[dict[str, object]]:
     for problem, a, weights, values in cases(rows):
-        us, reference = medians([products(a, weights), cublas(a, values)], REPLAYS)
+        replays = [products(a, weights), cublas(a, values)]
+        time.sleep(PAUSE_S)
+        us, reference = medians(replays, REPLAYS)
         yield {
             "n": problem.n,
             "k": problem.k,

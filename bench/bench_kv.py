@@ -2,8 +2,8 @@
 
 Run on a GPU: ``python -m bench.bench_kv [--part functions|tactics] [--out DIR]``. 8 heads of 128, bf16. Every figure is
 CUDA-graph time with cold L2 (see harness.py); ``ratio`` is the time of a copy of the same bytes divided by the
-kernel's. Pages are in random order.
-Tokens of a sequence are neighbours in them; a few tokens are of one sequence each.
+kernel's. Pages are in random order. Many tokens follow each other in one sequence; few are a decode step, with one
+token of each sequence.
 
 functions  every function of the family; ``peer_us`` is FlashInfer's time for the same case, measured on another day
            (results/h200/kv_flashinfer.csv has the date and the version)
@@ -29,8 +29,9 @@ from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, QUANTIZE_TACTICS
 
 HEADS, D = 8, 128
-FEW = 4096  # fewer tokens are written to random slots of a cache of this size, as in a decode step
-TOKENS = (1, 64, 256, 4096, 65536, 262144)
+FEW = 4096  # fewer tokens are a decode step, into a cache of at least this size
+CONTEXT = 8192  # tokens of a sequence in a decode step
+TOKENS = (1, 64, 256, 4096, 16384, 65536, 262144)
 PAGED = ((1, 4096), (1, 32768), (16, 8192), (64, 8192))
 PEERS = Path(__file__).parent / "results/h200/kv_flashinfer.csv"
 
@@ -89,22 +90,37 @@ def append_by_slot(layout: str, page: int, tokens: int, *, order: str = "linear"
     return make_call
 
 
-def append_by_position(layout: str, page: int, tokens: int) -> Callable[[], Bound]:
+def append_by_position(layout: str, page: int, tokens: int, *, order: str = "linear") -> Callable[[], Bound]:
     def make_call() -> Bound:
-        cache, k, v = Cache(layout, page, tokens), rows(tokens, HEADS, D), rows(tokens, HEADS, D)
-        request = torch.zeros(tokens, dtype=torch.int32, device="cuda")
-        position = torch.arange(tokens, dtype=torch.int32, device="cuda")
-        indices, pages = cache.order.int(), len(cache.order)
-        indptr, last = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, pages], [page]))
-        moved = written(k) + 2 * request.nbytes
-        call = jitfp4.nvfp4_quantize_append_paged_kv_cache
-        lists = indices, indptr, last
-        return lambda: call(k, v, request, position, cache.codes, cache.sf, *lists, *cache.scales, layout), moved
+        few = tokens < FEW
+        cache = Cache(layout, page, max(tokens * page, FEW) if few else tokens)
+        k, v = rows(tokens, HEADS, D), rows(tokens, HEADS, D)
+        lists = (decode_step if few else one_sequence)(cache, page, tokens)
+        request, position, *pages = (torch.as_tensor(x, dtype=torch.int32, device="cuda") for x in lists)
+        call, moved = jitfp4.nvfp4_quantize_append_paged_kv_cache, written(k) + 2 * request.nbytes
+        places, sides = (request, position), (cache.codes, cache.sf)
+        return lambda: call(k, v, *places, *sides, *pages, *cache.scales, layout, v_sf_layout=order), moved
 
     return make_call
 
 
-def quantize_pages(layout: str, page: int, tokens: int, order: str) -> Callable[[], Bound]:
+def one_sequence(cache: Cache, page: int, tokens: int) -> tuple[Any, ...]:
+    """The lists of an append by position: all tokens of the only sequence."""
+    position = torch.arange(tokens)
+    return torch.zeros_like(position), position, cache.order, [0, len(cache.order)], [page]
+
+
+def decode_step(cache: Cache, page: int, tokens: int) -> tuple[Any, ...]:
+    """The same of one token each of ``tokens`` sequences: each ends in a page of its own, earlier pages are any."""
+    own = CONTEXT // page
+    pages = torch.randint(len(cache.order), (tokens, own), device="cuda")
+    pages[:, -1] = cache.order[:tokens]
+    request = torch.arange(tokens)
+    last = torch.full_like(request, page)
+    return request, torch.full_like(request, CONTEXT - 1), pages.flatten(), torch.arange(tokens + 1) * own, last
+
+
+def quantize_pages(layout: str, page: int, tokens: int, order: str = "linear") -> Callable[[], Bound]:
     """The kernel of nvfp4_quantize_paged_kv_cache(): that function also reads scales back to the host."""
 
     def make_call() -> Bound:
@@ -154,6 +170,9 @@ def dequantize_pages(layout: str, page: int, sequences: int, tokens: int, order:
     return make_call
 
 
+APPENDS = {"append by slot": append_by_slot, "append by position": append_by_position}
+
+
 def functions() -> Iterator[dict[str, Any]]:
     with PEERS.open() as file:
         known = {
@@ -170,8 +189,9 @@ def functions() -> Iterator[dict[str, Any]]:
     for layout, page in (("NHD", 16), ("HND", 16), ("HND", 64), ("NHD", 1)):
         for tokens in TOKENS:
             yield row("append by slot", append_by_slot(layout, page, tokens), layout, page, 1, tokens)
-        for tokens in (64, 65536):
-            yield row("append by position", append_by_position(layout, page, tokens), layout, page, 1, tokens)
+        for tokens in (64, 256, 16384, 65536):
+            sequences = tokens if tokens < FEW else 1
+            yield row("append by position", append_by_position(layout, page, tokens), layout, page, sequences, tokens)
         for tokens in (4096, 65536):
             for order in ("linear", "interleaved4") if page % 4 == 0 else ("linear",):
                 case = f"quantize pages V {order}"
@@ -180,6 +200,9 @@ def functions() -> Iterator[dict[str, Any]]:
             call = dequantize_pages(layout, page, sequences, tokens)
             yield row("dequantize pages", call, layout, page, sequences, tokens)
         if page % 4 == 0:
+            for case, append in APPENDS.items():
+                call = append(layout, page, 65536, order="interleaved4")
+                yield row(f"{case} V interleaved4", call, layout, page, 1, 65536)
             call = dequantize_pages(layout, page, 16, 8192, "interleaved4")
             yield row("dequantize pages V interleaved4", call, layout, page, 16, 8192)
     for width, m in ((1024, 65536), (128, 1048576)):
@@ -188,8 +211,8 @@ def functions() -> Iterator[dict[str, Any]]:
 
 
 def tactics() -> Iterator[dict[str, Any]]:
-    appends = {"append by slot": append_by_slot, "append by position": append_by_position}
-    for (case, make), tokens in product(appends.items(), (64, 1024, 4096, 65536)):
+    writes = APPENDS | {"quantize pages": quantize_pages}
+    for (case, make), tokens in product(writes.items(), (64, 1024, 4096, 16384, 65536)):
         for tactic in QUANTIZE_TACTICS:
             with quantize.forced(tactic):
                 facts = {"page": 16, "tokens": tokens, "per_thread": tactic.tokens, "threads": tactic.threads}

@@ -1,8 +1,9 @@
-"""Prefill and extend attention over a paged cache, and recorded peers.
+"""Prefill and extend attention over a paged cache, cuDNN in the same run, and recorded peers.
 
 Run on a GPU: ``python -m bench.bench_prefill [--out DIR]``. A request's new tokens are the last of its context, causal.
-``tflops`` counts four operations for each dimension, query head, and pair of a query and a token that it sees. Peers
-are recorded rows, in results/h200/prefill_peers.csv with their names and date.
+``tflops`` counts four operations for each dimension, query head, and pair of a query and a token that it sees.
+``cudnn_us`` is cuDNN's kernel, called through torch, over contiguous bf16 keys and values, where all tokens are new.
+Other peers are recorded rows, in results/h200/prefill_peers.csv with their names and date.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import jitfp4
 from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
@@ -93,14 +96,35 @@ def call(cell: Cell, pool: Pool) -> Call:
     )
 
 
+def call_cudnn(batch: int, tokens: int, head_dim: int) -> Call:
+    """One call of cuDNN's causal attention over bf16 tensors, [batch, tokens, heads, head_dim] in memory."""
+    query, key, value = (
+        torch.randn(batch, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        for heads in (HEADS[0], HEADS[1], HEADS[1])
+    )
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return call
+
+
+def time_cudnn(cell: Cell) -> float | None:
+    """Microseconds, or None where some tokens are not new."""
+    batch, tokens = cell.case.batch, cell.q_len
+    if tokens < cell.case.context:
+        return None
+    return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim), GRAPH_BYTES)
+
+
 def peers() -> dict[tuple[int, int, int], dict[str, float]]:
-    """The best recorded peer of each format, and cuDNN, by requests, new tokens and context."""
+    """The best recorded peer of each format by requests, new tokens and context."""
     found: dict[tuple[int, int, int], dict[str, float]] = {}
     with PEERS.open(newline="") as file:
         for row in csv.DictReader(file):
             times = found.setdefault((int(row["batch"]), int(row["q_len"]), int(row["context"])), {})
-            for name in (row["cache"], *(("cudnn",) if row["peer"] == "sdpa_cudnn" else ())):
-                times[name] = min(float(row["us"]), times.get(name, float("inf")))
+            times[row["cache"]] = min(float(row["us"]), times.get(row["cache"], float("inf")))
     return found
 
 
@@ -114,9 +138,9 @@ def measure(cell: Cell, pool: Pool, best: dict[str, float]) -> dict[str, Any]:
         "us": us,
         "tflops": 1e6 * cell.tflop / us,
     }
-    for name in ("cudnn", "bf16", "fp8", "nvfp4"):
-        row[f"{name}_us"] = best.get(name)
-        row[f"over_{name}"] = best[name] / us if name in best else None
+    for name, peer in {"cudnn": time_cudnn(cell), **dict.fromkeys(("bf16", "fp8", "nvfp4")), **best}.items():
+        row[f"{name}_us"] = peer
+        row[f"over_{name}"] = peer / us if peer else None
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
 
 

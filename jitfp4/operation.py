@@ -248,9 +248,11 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             tactic = self.tuned(problem, target.arch, file)
         plan = self.plan(problem, target.arch, tactic)
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
+        behind = replay.noted()  # what bind() launches belongs to this operation
         launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
         if replay.is_noting():
-            replay.note(None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1])))
+            step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
+            replay.note(step, behind)
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() requires: the numbers of aligned tensors of the launch, and of pairs that share no memory."""

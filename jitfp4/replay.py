@@ -3,7 +3,7 @@
 A public function checks its arguments, allocates its results, and launches a kernel. The outcome of the checks and of
 the choice of a kernel depends only on dtypes, shapes, strides, devices and flags, so a second call with equal ones need
 not repeat them. ``@replayed`` looks such a call up. If it is found, results are allocated and the kernel is launched
-with the new addresses. A call is remembered only if it launched exactly one kernel, and each address that the kernel
+with the new addresses. A call is remembered only if it ran exactly one operation, and each address that its kernels
 got was that of an argument, of a result, or of a tensor that ``temporary`` made.
 """
 
@@ -72,10 +72,48 @@ _generation = 0  # forget() begins a new one: calls that began in an earlier one
 _counting = threading.Lock()
 
 
-def note(step: Step | None) -> None:
-    """Add a launch to the call that is being remembered, if any; None for a launch that cannot be repeated."""
+def noted() -> int:
+    """The number of launches that were added to the call that is being remembered."""
+    return len(notes.steps) if (notes := _notes.get()) is not None else 0
+
+
+def note(step: Step | None, behind: int | None = None) -> None:
+    """Add a launch to the call that is being remembered, if any; None for a launch that cannot be repeated.
+
+    The launches from number ``behind`` on belong to the same operation, and become one with it.
+    """
     if (notes := _notes.get()) is not None:
+        first = len(notes.steps) if behind is None else behind
         notes.steps.append(step)
+        if len(notes.steps) > first + 1:
+            notes.steps[first:] = [_joined(notes.steps[first:])]
+
+
+class _Launches(NamedTuple):
+    """Launches behind each other as one; each gets a part of the addresses."""
+
+    parts: tuple[tuple[Launch, slice], ...]
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        for launch, part in self.parts:
+            launch.launch(stream, addresses[part])
+
+
+def _joined(steps: Sequence[Step | None]) -> Step | None:
+    """Several launches as one; None if one of them cannot be repeated."""
+    parts: list[tuple[Launch, slice]] = []
+    tensors: list[torch.Tensor] = []
+    aligned: list[int] = []
+    disjoint: list[tuple[int, int]] = []
+    for step in steps:
+        if step is None:
+            return None
+        first = len(tensors)
+        tensors += step.tensors
+        parts.append((step.launch, slice(first, len(tensors))))
+        aligned += [first + number for number in step.aligned]
+        disjoint += [(first + one, first + other) for one, other in step.disjoint]
+    return Step(_Launches(tuple(parts)), tensors, tuple(aligned), tuple(disjoint))
 
 
 def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
+
+from jitfp4.formats import NVFP4, BlockFormat
+from jitfp4.layouts import SfLayout
+from jitfp4.reference.quantize import dequantize
 
 _STEP = 16  # products that a tensor core adds at once
 
@@ -42,3 +47,21 @@ def error_bound(
     if bias is not None:
         absolute = absolute + bias.double().abs() * 2.0**-23
     return absolute + (exact + absolute) * units.eps / 2 + units.smallest_normal * units.eps
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, layout: SfLayout) -> torch.Tensor:
+    """float32 [rows, k] of an operand of mm_fp4: tensor cores ignore the sign of scales."""
+    magnitude = scales & 0x7F if block_format is NVFP4 else scales
+    return dequantize(codes, magnitude, block_format, None, layout)
+
+
+def expand(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat, layout: SfLayout) -> torch.Tensor:
+    """float32 [rows, round_up(k, 128)]: an operand as templates/gemm/expand.cu.j2 leaves it, NVFP4 times 2^-7.
+
+    The bits of a column's number in its 128 columns, from the highest on, are t1, h, t0, q, e, and two of c; those of
+    its place are h, q, c, t1, t0, e.
+    """
+    values = decode(codes, scales, block_format, layout)
+    columns = pad(values, (0, -values.shape[1] % 128)).reshape(len(values), -1, 2, 2, 2, 2, 2, 4)
+    places = columns.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1)
+    return places * 2.0**-7 if block_format is NVFP4 else places

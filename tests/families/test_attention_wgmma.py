@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from jitfp4 import ArgumentError, nvrtc, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
 from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import Cache, Pages, Problem
-from jitfp4.families.attention.wgmma import WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
@@ -190,6 +191,23 @@ def test_the_most_registers_suffice() -> None:
     assert not [line for line in code if line.startswith(("LDL", "STL"))]
 
 
+CUTS = [WgmmaTactic(*cut) for cut in itertools.product((2, 3), (1, 2), TILES, (2,), (False, True), (1, 2))]
+PROBLEMS = [problem(cache, head_dim=head_dim) for cache in Cache for head_dim in HEAD_DIMS]
+
+
+@pytest.mark.compile
+@pytest.mark.one_in(40)
+@pytest.mark.parametrize(
+    ("asked", "tactic"),
+    [(one, cut) for one in PROBLEMS for cut in CUTS if rejects(one, cut, SM_90A) is None],
+    ids=lambda x: f"{x.cache}-{x.head_dim}" if isinstance(x, Problem) else str(x),
+)
+def test_what_is_not_rejected_stays_in_registers(asked: Problem, tactic: WgmmaTactic) -> None:
+    source = KERNEL_WGMMA.render(specialise(asked, tactic), SM_90A)
+    code = disassemble(nvrtc.compile_cubin(source, SM_90A, symbol=KERNEL_WGMMA.symbol))
+    assert not [line for line in code if line.startswith(("LDL", "STL"))]
+
+
 def test_registers_are_shared_out() -> None:
     for tactic in KERNEL_WGMMA.tactics:
         spec: WgmmaSpec = specialise(problem(), tactic)
@@ -203,7 +221,13 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "sm_90a" in str(rejects(problem(), WgmmaTactic(), Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(rows=64), WgmmaTactic(), SM_90A))
     assert "registers" in str(rejects(problem(), WgmmaTactic(teams=3), SM_90A))
-    assert "registers" in str(rejects(problem(Cache.E4M3, head_dim=256), WgmmaTactic(tile=64), SM_90A))
+    for cache, wide in (
+        (Cache.E4M3, WgmmaTactic(tile=64)),
+        (Cache.NVFP4, WgmmaTactic(tile=64, ctas=2)),
+        (Cache.NVFP4, WgmmaTactic(tile=64, turns=True)),
+        (Cache.BF16, WgmmaTactic(tile=64, producers=2)),
+    ):
+        assert "registers" in str(rejects(problem(cache, head_dim=256), wide, SM_90A))
     assert "shared memory" in str(rejects(problem(), WgmmaTactic(stages=4), SM_90A))
     assert "copied" in str(rejects(problem(Cache.BF16), WgmmaTactic(ctas=2), SM_90A))
 

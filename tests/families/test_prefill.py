@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import sim
+from jitfp4 import nvrtc, sim
 from jitfp4.arch import ARCHS
 from jitfp4.families.attention.operation import ATTENTION, KERNEL_PREFILL, Arguments
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.prefill import PrefillTactic, rejects, specialise
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem, Tactic
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
+from tests.support.sass import disassemble
 
 _SMALL: dict[str, Any] = {"kv_heads": 1, "group": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -234,6 +235,30 @@ def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
                 problem = _problem(rows=rows, cache=cache, head_dim=head_dim)
                 assert not isinstance(ATTENTION.select(problem, ARCHS[arch]), Tactic)
                 assert list(KERNEL_PREFILL.candidates(problem, ARCHS[arch]))
+
+
+@pytest.mark.compile
+@pytest.mark.one_in(100)
+@pytest.mark.parametrize(
+    ("arch", "tactic", "cache", "head_dim"),
+    [
+        (arch.name, tactic, cache, head_dim)
+        for arch, cache, head_dim in itertools.product(ARCHS.values(), Cache, HEAD_DIMS)
+        for tactic in KERNEL_PREFILL.candidates(_problem(cache=cache, head_dim=head_dim), arch)
+    ],
+    ids=str,
+)
+def test_what_is_not_rejected_stays_in_registers(arch: str, tactic: PrefillTactic, cache: Cache, head_dim: int) -> None:
+    if not nvrtc.supports(ARCHS[arch]):
+        pytest.skip("this NVRTC does not know it")
+    source = KERNEL_PREFILL.render(specialise(_problem(cache=cache, head_dim=head_dim), tactic), ARCHS[arch])
+    code = disassemble(nvrtc.compile_cubin(source, ARCHS[arch], symbol=KERNEL_PREFILL.symbol))
+    assert not [line for line in code if line.startswith(("LDL", "STL"))]
+
+
+def test_why_a_tactic_is_rejected() -> None:
+    for head_dim, tactic in ((128, PrefillTactic(4, 32, 64, 2)), (256, PrefillTactic(8, 16, 64, 1))):
+        assert "registers" in str(rejects(_problem(head_dim=head_dim), tactic, ARCHS["sm_80"]))
 
 
 @pytest.mark.parametrize("q_lens", [(2,) * 9, (64,) * 5, (65, 0, 1), (1000, 3)])

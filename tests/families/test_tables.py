@@ -24,6 +24,8 @@ from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
+from jitfp4.families.gemm.fp4_wide_kernels import EXPAND
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
@@ -49,6 +51,7 @@ OPERATIONS = [
     GATED_DELTA_RULE,
     MM_BF16_FP4,
     MM_FP4,
+    EXPAND,
     RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
@@ -132,10 +135,14 @@ def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
 
 def kv_quantize_cases() -> Iterator[tuple[kv.QuantizeProblem, Measured]]:
     """Of bench.bench_kv, tactics: tokens of 8 heads of 128, K and V."""
-    appends = [line for line in lines_of(kv.quantize) if line["case"].startswith("append")]
-    for (case, _, tokens), lines in cases(appends, 3):
-        addressing = kv.Addressing.SLOTS if case == "append by slot" else kv.Addressing.POSITIONS
-        problem = kv.QuantizeProblem(DType.BF16, addressing, int(tokens), blocks=64, sides=2)
+    addressing = {
+        "append by slot": kv.Addressing.SLOTS,
+        "append by position": kv.Addressing.POSITIONS,
+        "quantize pages": kv.Addressing.WHOLE,
+    }
+    writes = [line for line in lines_of(kv.quantize) if line["case"] in addressing]
+    for (case, _, tokens), lines in cases(writes, 3):
+        problem = kv.QuantizeProblem(DType.BF16, addressing[case], int(tokens), blocks=64, sides=2)
         yield problem, {kv_tactic(QuantizeTactic, line): float(line["us"]) for line in lines}
 
 
@@ -155,17 +162,13 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 
 
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights. What has too many rows of
-    x for one kernel and too few for the other is in both; a case counts if what is selected was there to be measured.
-    """
+    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both."""
     found: dict[GemmProblem, Measured] = {}
     for kind, archs in ((NarrowTactic, ()), (WideTactic, ("sm_90a",))):
         for (n, k, m), lines in cases(lines_of(MM_BF16_FP4, *archs), 3):
             measured = {gemm_tactic(kind, line): float(line["us"]) for line in lines}
             found.setdefault(gemm_problem(n, k, m), {}).update(measured)
-    for problem, measured in found.items():
-        if MM_BF16_FP4.select(problem, H200) in measured:
-            yield problem, measured
+    yield from found.items()
 
 
 def gemm_tactic(kind: type[Any], line: Line) -> Any:
@@ -173,14 +176,12 @@ def gemm_tactic(kind: type[Any], line: Line) -> Any:
     return kind(**{name: text == "True" if text in ("True", "False") else int(text) for name, text in named.items()})
 
 
-def gemm_variant_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of one run of gemm/wide: 32 to 2048 rows, the tactics that were selected before it and others."""
-    with (RESULTS / "h200/gemm_variants.csv").open(newline="") as file:
-        lines = [line for line in csv.DictReader(file) if line["kernel"] == "gemm/wide" and int(line["m"]) >= 32]
-    for (n, k, m), group in cases(lines, 3):
-        measured = {WideTactic(**json.loads(line["tactic"])): float(line["us"]) for line in group}
-        if isinstance(MM_BF16_FP4.select(gemm_problem(n, k, m), H200), WideTactic):
-            yield gemm_problem(n, k, m), measured
+def fp4_cases() -> Iterator[tuple[Fp4Problem, Measured]]:
+    """Of bench.bench_mm_fp4, search: NVFP4 to bf16, by wgmma and by mma.sync."""
+    kinds = {"gemm/wide_fp4": WideTactic, "gemm/portable": PortableTactic}
+    for (n, k, m), lines in cases(lines_of(MM_FP4, "sm_90a"), 3):
+        problem = Fp4Problem(NVFP4, SfLayout.layout_128x4, DType.BF16, m=int(m), n=int(n), k=int(k))
+        yield problem, {kinds[line["kernel"]](**json.loads(line["tactic"])): float(line["us"]) for line in lines}
 
 
 def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
@@ -242,16 +243,16 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
-        (MM_BF16_FP4, gemm_cases, 120, 1.12),
-        (MM_BF16_FP4, gemm_variant_cases, 65, 1.04),
+        (MM_BF16_FP4, gemm_cases, 120, 1.04),
+        (MM_FP4, fp4_cases, 108, 1.10),
         (ATTENTION, decode_cases, 34, 1.02),
         (ATTENTION, prefill_cases, 16, 1.02),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
-        (kv.quantize, kv_quantize_cases, 4, 1.10),
+        (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm variants", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

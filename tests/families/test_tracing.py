@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
+from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, ExpandArguments
 from jitfp4.operation import _operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
@@ -215,6 +216,7 @@ OPERATORS = {
     "rmsnorm_fp4quant": "add_rmsnorm_fp4quant",
     "gated_delta_rule": "gated_delta_rule_mtp",
     "mm_fp4": "mm_fp4",
+    "expand_fp4": "mm_fp4",
     "mm_bf16_fp4": "mm_bf16_fp4",
     "kv_quantize": "nvfp4_quantize_append_paged_kv_cache",
     "kv_dequantize": "nvfp4_kv_dequantize_paged",
@@ -246,6 +248,9 @@ def test_operators_pass_opcheck(operator: str) -> None:
     with Recorder() as recorder:
         function_of(OPERATORS[operator])(**given)
     calls = [(func, args) for func, args in recorder.calls if func.name() == f"jitfp4::{operator}"]
+    if operator == "expand_fp4":  # the operator mm_fp4 calls it
+        x = torch.empty(6, 128, dtype=torch.float16)
+        calls = [(EXPAND.operator, ExpandArguments(*SWIZZLED, x, 16, use_8x4_sf_layout=False, enable_pdl=None))]
     assert calls
     for func, args in calls:
         torch.library.opcheck(func, args)

@@ -49,7 +49,9 @@ class Verdict:
 def sanitised(one: Recorded, program: Program | str, limit: int | None = None) -> tuple[sim.Stats, list[bytes]]:
     """A run that may follow an unfinished grid, which reads and writes every argument that is not constant."""
     args = one.fresh()
-    chain = sim.Chain(constant=[args[number] for number in one.constant], after_unknown=True)
+    chain = sim.Chain(
+        constant=[getattr(args[number], "tensor", args[number]) for number in one.constant], after_unknown=True
+    )
     stats = sim.run(program, args, one.geometry, one.arch, entry=one.entry, races=True, chain=chain, limit=limit)
     return stats, contents(args)
 

@@ -389,7 +389,7 @@ CHECKS: dict[str, Subject] = {
             on(mm_fp4.test_strides),
             _races,
         ),
-        ("sm_90a", "sm_120a"),
+        ("sm_80", "sm_120a"),
     ),
     "mm_fp4, K = 64": Subject(
         "gemm_blockscaled",

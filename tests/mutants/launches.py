@@ -36,14 +36,14 @@ from tests.sim.cuda import compiled
 from tests.support.attention import Case
 from tests.support.compare import poisoned
 from tests.support.gdn import case
-from tests.support.gemm import assert_product
+from tests.support.gemm import assert_fp4_product, assert_product
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
 
 ARCHS = ("sm_90a", "sm_100a")
-CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,)}
-"""Parameters by entry that callers write before, not in, the stream: weights. They may be read ahead of a wait."""
+CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
+"""Parameters by entry that no grid writes that may still run: weights. They may be read ahead of a wait."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,16 @@ def _wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
         engine.reset()
 
 
+def _fp4_wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
+    """The same with two FP4 matrices."""
+    device = sim.active_device()
+    if device is not None and device.arch.name == "sm_90a":
+        engine.reset()
+        with _few_sms(), MM_FP4.forced(tactic), mock.patch.object(wide, "_MOST_SLOTS", 4):
+            assert_fp4_product(m, n, k)
+        engine.reset()
+
+
 def _tile(arch: str) -> None:
     """The tile of a GEMM in tests/sim/gemm_kernels.py, on the architecture that has its instructions."""
     device = sim.active_device()
@@ -250,6 +260,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gemm, wide cluster": lambda: _wide(WideTactic(64, 2, cluster=2), 70, 136, 416),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
+    "mm_fp4, wgmma": lambda: _fp4_wide(WideTactic(64, 2, divided=True), 70, 136, 416),
     "mm_fp4, one CTA": lambda: _mm_fp4(1),
     "mm_fp4, pair": lambda: _mm_fp4(2),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),

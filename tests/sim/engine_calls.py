@@ -163,6 +163,17 @@ def portable_cases() -> Iterator[Case]:
         yield partial(_fp4_call, tactic, *size, block_format, a_layout)
 
 
+def fp4_wide_cases() -> Iterator[Case]:
+    for tactic, m, n, k, block_format, a_layout in (
+        (WideTactic(64, 1, 2), 40, 72, 416, NVFP4, SfLayout.layout_128x4),
+        (WideTactic(64, 4, split=2), 60, 264, 416, MXFP4, SfLayout.layout_8x4),
+        (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, SfLayout.layout_8x4),
+        (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, SfLayout.layout_128x4),
+        (WideTactic(256, 2), 200, 136, 160, MXFP4, SfLayout.layout_128x4),
+    ):
+        yield partial(_fp4_call, tactic, m, n, k, block_format, a_layout)
+
+
 # No tcgen05 has told yet in which order it adds: half a unit of the result's last place.
 _TCGEN05 = {torch.bfloat16: 2.0**-9}
 
@@ -173,7 +184,7 @@ def blockscaled_cases(*tactics: K64Tactic | K96Tactic) -> Iterator[Case]:
 
 
 def _fp4_call(
-    tactic: PortableTactic | K64Tactic | K96Tactic,
+    tactic: PortableTactic | WideTactic | K64Tactic | K96Tactic,
     m: int,
     n: int,
     k: int,

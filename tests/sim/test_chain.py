@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -24,8 +26,10 @@ extern "C" __global__ void kernel(const int* weights, const int* x, int* y) {
 WAIT = 'asm volatile("griddepcontrol.wait;" ::: "memory")'
 
 
-def step(chain: sim.Chain, arrays: tuple[np.ndarray, ...], early: str = "int seen = 0", wait: str = WAIT) -> None:
-    source = STEP.replace("EARLY", early).replace("WAIT", wait)
+def step(
+    chain: sim.Chain, arrays: tuple[np.ndarray, ...], early: str = "int seen = 0", wait: str = WAIT, source: str = STEP
+) -> None:
+    source = source.replace("EARLY", early).replace("WAIT", wait)
     sim.run(
         compiled(source, "sm_90a"), list(arrays), Geometry((1, 1, 1), (64, 1, 1)), "sm_90a", races=True, chain=chain
     )
@@ -73,6 +77,19 @@ def test_a_grid_that_does_not_wait_leaves_the_one_before_it_running() -> None:
     step(chain, (w, other, z), wait="")  # touches nothing of the first
     with pytest.raises(SimRaceError, match="the grid before this one"):
         step(chain, (w, y, other), "int seen = x[t]", WAIT)
+
+
+LATER = STEP.replace("  WAIT;\n", "").replace("  asm", "  WAIT;\n  asm")  # it waits before it lets others begin
+
+
+@pytest.mark.parametrize("source", [STEP, LATER], ids=["lets others begin", "waits"])
+def test_what_lies_before_the_grid_before_is_complete_if_that_one_waits_first(source: str) -> None:
+    w, x, y, z = arrays()
+    chain = sim.Chain(constant=[w])
+    step(chain, (w, x, y))
+    step(chain, (w, x, z), source=source)
+    with nullcontext() if source is LATER else pytest.raises(SimRaceError, match="the grid before this one"):
+        step(chain, (w, y, np.zeros(64, np.int32)), "int seen = x[t]")
 
 
 def test_the_wait_of_one_warp_reaches_others_through_a_barrier() -> None:

@@ -94,6 +94,7 @@ def rehearsal() -> Iterator[None]:
     replaced = {
         "LoadedKernel": LoadedKernel,
         "target_of": lambda _: TARGET,
+        "device_name": lambda _: "a GPU",
         "build": lambda *_: SimpleNamespace(cubin=b""),
     }
     peers = {

@@ -167,6 +167,27 @@ class TestLogic:
             public.call(x)
         assert public.ran == 3 and not public.repeated
 
+    def test_launches_of_one_operation_are_repeated_behind_each_other(self) -> None:
+        launched: list[FakeLaunch] = []
+
+        @replay.replayed
+        def function(x: torch.Tensor) -> torch.Tensor:
+            between, out = replay.temporary(lambda: torch.empty(7)), torch.empty(4)
+            behind = replay.noted()
+            for tensors in ((x, between), (between, out)):
+                launched.append(FakeLaunch())
+                replay.note(replay.Step(launched[-1], tensors, aligned=(0,), disjoint=((1, 0),)), behind)
+            return out
+
+        memory = aligned(8)
+        function(aligned(4))
+        out = function(memory[:4])
+        assert len(launched) == 2
+        (first,), (second,) = launched[0].repeated, launched[1].repeated
+        assert first == (memory.data_ptr(), second[0]) and second[1] == out.data_ptr()
+        function(memory[1:5])  # misaligned: of the first launch
+        assert len(launched) == 4
+
     def test_two_arguments_at_one_address_are_not_understood_but_others_later_are(self) -> None:
         public, x = Public(), aligned(4, 8)
         public.call(x, x)

@@ -11,7 +11,7 @@ from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
 _WARP = 32
-_MOST_SUMS = 128  # registers of a thread for sums of outputs
+_MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,9 @@ def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     if problem.rows <= MAX_ROWS:
         return "few query rows leave most of its products empty"
-    if problem.head_dim * tactic.warp_rows > 32 * _MOST_SUMS:
-        return "a thread has too few registers for the sums of its rows"
+    sums = (problem.head_dim + tactic.tile) * tactic.warp_rows // _WARP
+    if sums > _MOST_SUMS:
+        return f"{sums} registers of a thread for sums of outputs and scores are more than {_MOST_SUMS}"
     shared = specialise(problem, tactic).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"

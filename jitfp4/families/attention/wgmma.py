@@ -35,6 +35,8 @@ _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
 _WORK_REGISTERS = 44  # of a producer, beside what is on its way
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
+_UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
+_PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
 _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
 
@@ -106,16 +108,30 @@ class WgmmaSpec(KernelSpec):
         return round_up(_WORK_REGISTERS + units * unit * self.sides, 8)
 
     @property
+    def launch_registers(self) -> int:
+        """Of a thread, in eights, before producers pass some of theirs to consumers."""
+        return _REGISTERS // self.threads // 8 * 8
+
+    @property
     def consumer_registers(self) -> int:
-        """Of a thread: what the producers leave. A launch gives all threads as many, in eights."""
-        all_ = _REGISTERS // self.threads // 8 * 8 * self.threads
-        left = all_ - _WARPGROUP * self.producers * self.producer_registers
+        """Of a thread: what the producers leave."""
+        left = self.launch_registers * self.threads - _WARPGROUP * self.producers * self.producer_registers
         return left // (_WARPGROUP * self.teams) // 8 * 8
 
     @property
     def sums(self) -> int:
         """Registers of a consumer that hold outputs, scores and weights."""
         return self.head_dim // 2 + self.tile // 2 + self.tile // 4
+
+    @property
+    def spare_registers(self) -> int:
+        """Registers that a consumer needs beside its sums.
+
+        Where teams take turns or CTAs share the expansion, the compiler keeps the descriptors of a team's queries, one
+        for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
+        """
+        kept = max(0, self.head_dim - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
+        return _SPARE_REGISTERS + 3 * kept
 
     @property
     def shared_bytes(self) -> int:
@@ -140,8 +156,13 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     spec = specialise(problem, tactic)
     if spec.ctas > 1 and spec.cache.bits == 16:
         return "16-bit floats are copied: there is no expansion to share"
-    if spec.sums + _SPARE_REGISTERS > spec.consumer_registers:
-        return f"a thread has {spec.consumer_registers} registers, and {spec.sums} of outputs, scores and weights"
+    if spec.sums + spec.spare_registers > spec.consumer_registers:
+        needed = f"{spec.sums} for outputs, scores and weights, {spec.spare_registers} for the rest"
+        return f"a thread has {spec.consumer_registers} registers, and needs {needed}"
+    if spec.head_dim // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
+        return (
+            f"one product has {spec.head_dim // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
+        )
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
     return None

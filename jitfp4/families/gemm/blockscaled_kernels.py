@@ -41,8 +41,8 @@ _PARAMS = (
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     spec: BlockScaledSpec = plan.spec
     problem, out = plan.problem, arguments.out.view(torch.uint16)
-    a = arguments.a, _atoms(arguments.a_descale, problem.m, problem.k // problem.format.block)
-    b = arguments.b, _atoms(arguments.b_descale, problem.n, problem.k // problem.format.block)
+    a = arguments.a, atoms(arguments.a_descale, problem.m, problem.k // problem.format.block)
+    b = arguments.b, atoms(arguments.b_descale, problem.n, problem.k // problem.format.block)
     (left, left_scales), (right, right_scales) = (b, a) if spec.swap_ab else (a, b)
     box = (spec.part_n, 32) if spec.swap_ab else (32, spec.part_n)
     return {
@@ -60,7 +60,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _atoms(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+def atoms(scales: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """Scales in 128x4 as 8-byte words, where the 64 words of an atom are adjacent: [rows / 128, 64 * cols / 4]."""
     padded_rows, padded_cols = SfLayout.layout_128x4.shape(rows, cols)
     return scales.view(-1).view(torch.int64).view(padded_rows // 128, padded_cols * 128 // 8)

@@ -65,7 +65,7 @@ def mm_fp4(
         enable_pdl: programmatic dependent launch; True and None mean wherever the GPU has it.
         skip_check: accepted, without effect: checks protect memory, and repeated calls do not repeat them.
     Returns:
-        [m, n] in ``out_dtype``.
+        [m, n] in ``out_dtype``. On sm_90a, which multiplies 16-bit floats, a takes 2 m k bytes until the call ends.
     Numerics:
         ``round(alpha * sum over k of a[m, k] * b[k, n])``, where an element is its code times its block's scale; the
         sign of a scale is ignored. Elements and products are exact, sums and alpha float32;

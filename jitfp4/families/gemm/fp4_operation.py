@@ -8,14 +8,14 @@ import torch
 
 from jitfp4.families.gemm.blockscaled_kernels import K64, K96
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableSpec, geometry, rejects, specialise
-from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, SCALED, TABLE, TACTICS, problems
+from jitfp4.families.gemm.fp4_tables import BLOCKSCALED, HOPPER, SCALED, TABLE, TACTICS, problems
+from jitfp4.families.gemm.fp4_wide_kernels import FP4_WIDE
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import gemm as reference
-from jitfp4.reference.quantize import dequantize
 from jitfp4.spec import I64, Ptr
 
 
@@ -50,9 +50,8 @@ def _problem(arguments: Arguments) -> Fp4Problem:
 
 def _reference(arguments: Arguments) -> None:
     problem = _problem(arguments)
-    sign = 0x7F if problem.format is NVFP4 else 0xFF  # clears the sign of scales, which tensor cores ignore
-    a = dequantize(arguments.a, arguments.a_descale & sign, problem.format, None, problem.a_layout)
-    b = dequantize(arguments.b, arguments.b_descale & sign, problem.format, None, SfLayout.layout_128x4)
+    a = reference.decode(arguments.a, arguments.a_descale, problem.format, problem.a_layout)
+    b = reference.decode(arguments.b, arguments.b_descale, problem.format, SfLayout.layout_128x4)
     arguments.out.copy_(reference.matmul(a, b, arguments.alpha, None))
 
 
@@ -101,10 +100,10 @@ PORTABLE = Kernel(
 MM_FP4 = Operation(
     Arguments,
     name="mm_fp4",
-    kernels=(PORTABLE, K64, K96),
+    kernels=(PORTABLE, FP4_WIDE, K64, K96),
     problem=_problem,
     problems=problems,
-    tables=(TABLE, SCALED, BLOCKSCALED),
+    tables=(TABLE, SCALED, HOPPER, BLOCKSCALED),
     reference=_reference,
     output="out",
     aligned=("a", "b", "a_descale", "b_descale", "out"),

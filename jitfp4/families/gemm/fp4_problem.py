@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -35,6 +36,11 @@ class Fp4Problem(NamedTuple):
     def tiles_per_sm(self, arch: Arch) -> float:
         """Tiles of 128 rows of a by 128 rows of b, for each SM."""
         return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
+
+    def idle(self, arch: Arch) -> float:
+        """The share of SMs without a tile in waves of tiles of 256 rows of a by 128 rows of b, one on each SM."""
+        waves = ceil_div(self.m, 256) * ceil_div(self.n, 128) / arch.num_sms
+        return 1 - waves / math.ceil(waves)
 
     def cheapest(self, arch: Arch) -> Tactic | None:
         """The fastest tactic by the model of the sm_100 family; None if no selectable tactic can run the problem."""

@@ -125,6 +125,8 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
         return "half of its rows of x would be empty"
+    if tactic.tile_m < TILE_MS[-1] and problem.m > 2 * tactic.tile_m:
+        return "tiles of more rows of x read the weight less often"
     return None
 
 

@@ -56,22 +56,20 @@ TABLE = Table(
 
 # The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Rows of gemm/wide were read from h200/gemm_variants.csv too, rows of gemm/narrow from h200/gemm_search.csv.
+# Rows of gemm/narrow were read from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
         *rows(
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 0.9}),
-            (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
             (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
-            (WideTactic(32, 4), {"tiles_per_sm": 4.0}),
-            (WideTactic(32, 4, divided=True), {}),
+            (WideTactic(32, 4), {}),
             m=32,
         ),
         *rows(
-            (WideTactic(64, 2, split=4), {"tiles_per_sm": 0.25}),
+            (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
             (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
             (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
@@ -82,28 +80,32 @@ HOPPER: Table[Any] = Table(
             m=64,
         ),
         *rows(
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.25}),
             (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
+            (WideTactic(128, 2, split=2), {"tiles_per_sm": 1.0}),
             (WideTactic(128, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(128, 3, divided=True), {}),
             m=128,
         ),
         *rows(
             (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 0.5, "k": 4096}),
             (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.9}),
-            (WideTactic(256, 2, split=2), {"tiles_per_sm": 1.0}),
+            (WideTactic(128, 3, split=2), {"tiles_per_sm": 0.75}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(256, 2, divided=True), {"tiles_per_sm": 1.5}),
             (WideTactic(256, 2, cluster=2, divided=True, band=8), {}),
             m=256,
         ),
         *rows(
             (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.25}),
-            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5, "k": 8192}),
-            (WideTactic(256, 2, split=2), {"tiles_per_sm": 0.5}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5}),
             (WideTactic(128, 3), {"tiles_per_sm": 0.75}),
             (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
             m=512,
         ),
+        Row(WideTactic(256, 1, 2), {"m": 2048, "tiles_per_sm": 0.25}),
         Row(WideTactic(256, 2, divided=True), {"tiles_per_sm": 0.25}),
         Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
@@ -200,10 +202,11 @@ _LOADS = {  # of sm_90a
     16: (0.5, 0.95, 6.0),
     32: (1.0, 8.0),
     64: (0.25, 0.5, 0.8, 1.0, 1.3, 2.0, 4.0, 8.0),
-    128: (0.5, 1.0, 1.3, 2.0),
-    256: (0.25, 0.5, 0.8, 1.0, 2.0),
+    128: (0.25, 0.5, 1.0, 1.3, 2.0),
+    256: (0.25, 0.5, 0.75, 1.0, 1.3, 2.0),
     512: (0.25, 0.5, 0.75, 1.0, 2.0),
     1024: (0.25, 0.75),
+    4096: (0.25,),
 }
 
 
@@ -218,5 +221,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        for n, k in ((8, 32), (4096, 16384)):  # too few columns for a cluster; many
+        for n, k in ((8, 32), (4096, 16384), (8192, 16384)):  # too few columns for a cluster; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)

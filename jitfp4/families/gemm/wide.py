@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.families.gemm.problem import Problem
 from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
 from jitfp4.formats import BlockFormat, DType
@@ -56,6 +57,8 @@ class WideSpec(KernelSpec):
     divided: bool
     band: int
 
+    packed = False  # the weight is prepared
+
     def __post_init__(self) -> None:
         for name, allowed in zip(
             ("tile_m", "depth", "cluster", "groups", "split"),
@@ -69,8 +72,6 @@ class WideSpec(KernelSpec):
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
-        if self.slots < 2 * self.depth or (self.sharers > 1 and self.slots * self._slot < self._sums):
-            raise ArgumentError("groups", self.groups, "few enough for their sums to fit in shared memory")
 
     @property
     def teams(self) -> int:
@@ -88,8 +89,11 @@ class WideSpec(KernelSpec):
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer."""
-        return min(1 << self.sharers.bit_length() - 1, _MAX_CLUSTER, self.tile_m // _LEAST_PART)
+        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer.
+
+        Without sharers, the second part is prepared while the first is written.
+        """
+        return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
     def slots(self) -> int:
@@ -106,6 +110,11 @@ class WideSpec(KernelSpec):
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, in bytes."""
         return self._bytes(self.slots)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 64 rows of a step of the weight: codes and scales."""
+        return tile_bytes(self.format)
 
     @property
     def words_bytes(self) -> int:
@@ -125,8 +134,8 @@ class WideSpec(KernelSpec):
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        weights = _weight_slots(slots) * (self.groups * tile_bytes(self.format) + _BARRIERS)
-        out = self.teams * self.tile_m // self.parts * 2 * TILE_ROWS
+        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
 
@@ -139,7 +148,7 @@ def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
     return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
 
 
-def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
+def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     if arch.name != "sm_90a":
         return "its products are instructions of sm_90a"
@@ -151,14 +160,18 @@ def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
+    """The geometry of a tactic for a problem."""
+    return launch(specialise(problem, tactic), problem, arch)
+
+
+def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
-    spec = specialise(problem, tactic)
-    width = tactic.cluster * tactic.split
-    rows = TILE_ROWS * tactic.groups * tactic.cluster
-    clusters = ceil_div(problem.m, tactic.tile_m) * ceil_div(problem.n, rows)
+    width = spec.cluster * spec.split
+    rows = TILE_ROWS * spec.groups * spec.cluster
+    clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, rows)
     if spec.sharers == 1:
-        most = arch.num_sms // tactic.cluster
+        most = arch.num_sms // spec.cluster
         steps = clusters * ceil_div(problem.k, TILE_COLS)
-        clusters = min(most, steps if tactic.divided else clusters)
+        clusters = min(most, steps if spec.divided else clusters)
     grid, cluster = (clusters * width, 1, 1), (width, 1, 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)

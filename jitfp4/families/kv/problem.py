@@ -144,7 +144,7 @@ def dequantize_spec(problem: DequantizeProblem, tactic: DequantizeTactic) -> Deq
 def quantize_geometry(problem: QuantizeProblem, tactic: QuantizeTactic, _: Arch) -> Geometry:
     """Grid: x over tokens, y over the blocks of a token, z over sides."""
     across, strips, block = _cut(problem.tokens, problem.blocks, tactic.tokens, tactic.threads)
-    shared = block[1] * tactic.tokens * _PLACE_BYTES if problem.addressing is Addressing.POSITIONS else 0
+    shared = block[1] * tactic.tokens * _PLACE_BYTES if problem.addressing is not Addressing.WHOLE else 0
     return Geometry(grid=(across, strips, problem.sides), block=block, shared_bytes=shared)
 
 

@@ -20,10 +20,12 @@ _FEW, _SOME = 1000, 12000  # blocks or chunks of an SM
 
 QUANTIZE = Table(
     (
+        Row(QuantizeTactic(2, 128), {"addressing": Addressing.POSITIONS, "blocks_per_sm": _FEW}),
         Row(QuantizeTactic(1, 128), {"blocks_per_sm": _FEW}),
-        Row(QuantizeTactic(4, 128), {"addressing": Addressing.POSITIONS}),
-        Row(QuantizeTactic(1, 128), {"blocks_per_sm": _SOME}),
-        Row(QuantizeTactic(2, 64)),
+        Row(QuantizeTactic(1, 128), {"addressing": Addressing.WHOLE, "blocks_per_sm": _SOME}),
+        Row(QuantizeTactic(4, 256), {"blocks_per_sm": _SOME}),
+        Row(QuantizeTactic(8, 128), {"addressing": Addressing.POSITIONS}),
+        Row(QuantizeTactic(2, 128)),
     ),
     measured="h200/kv_tactics.csv",
 )
@@ -37,7 +39,7 @@ DEQUANTIZE = Table(
     measured="h200/kv_tactics.csv",
 )
 
-QUANTIZE_TACTICS = tuple(QuantizeTactic(*cut) for cut in product((1, 2, 4), (64, 128, 256)))
+QUANTIZE_TACTICS = tuple(QuantizeTactic(*cut) for cut in product((1, 2, 4, 8), (64, 128, 256)))
 DEQUANTIZE_TACTICS = (
     *(DequantizeTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256))),
     *(DequantizeTactic(*cut, by_cta=True) for cut in product((4, 8), (128, 256))),

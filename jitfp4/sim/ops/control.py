@@ -163,8 +163,10 @@ def _griddepcontrol(d: Decode) -> Step:
     waits = d.need("wait", "launch_dependents") == "wait"
 
     def run(m: Machine, lanes: Lanes) -> None:
-        if waits and m.races is not None:
+        if m.races is None:
+            return
+        if waits:
             m.races.clocks.previous_done(lanes.ids)
-            m.races.history.waited = True
+        m.races.history.control(waits=waits)
 
     return run

@@ -914,8 +914,10 @@ struct State {
         float total = sum[n][i], top = reference[n][i], factor = 1.0f;
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
-        const int row = row_of(block, n, i), head = block.head * p.group + row % p.group;
+        int row = row_of(block, n, i);
+        asm volatile("" : "+r"(row));  // keeps the compiler from holding what load() computed of it
         if (row >= block.rows(p)) continue;
+        const int head = block.head * p.group + row % p.group;
         const int64 at = int64(block.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
         if (p.sinks) {
           const float sink = p.sinks[head] * kLog2E;

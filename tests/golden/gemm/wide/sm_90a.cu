@@ -3,7 +3,8 @@
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
-// the weight, and the transpose of a product is written to out.
+// the weight, and the transpose of a product is written to out. The weight is prepared; gemm/wide_fp4 takes one as the
+// quantizers leave it, and x from gemm/expand.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
@@ -704,21 +705,20 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 1;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 2;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 // ---- shared memory ---------------------------------------------------------
 constexpr int kTileN     = kGroups * kTileRows;
 constexpr int kHalf      = kTileCols / 2;
 constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
-constexpr int kTileBytes = kCodeBytes + kBlocks * kBlockScales;
+constexpr int kTileBytes = 4608;
 constexpr int kSums      = kTileM / 2;               // of a thread
 constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   out[kTeams][kPartM * kTileRows * 2];
+  uint8   out[kTeams][kParts][kPartM * kTileRows * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
@@ -777,47 +777,51 @@ class Schedule {
   uint32 next_, begin_, end_;
 };
 
-// ---- producers -------------------------------------------------------------
-__device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
-  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
-  Ring<kSlots> ring;
-  for (Work work; schedule.take(work);) {
-    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
-    for (uint32 half = 2 * work.begin; half < 2 * work.end; ++half, ring.advance()) {
-      Barrier* full = &shared.full[ring.slot];
-      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
-      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
-      if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
-      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
-    }
-  }
-}
-__device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule, const uint8* weight, uint32 tiles) {
-  Ring<kWeightSlots> ring;
-  for (Work work; schedule.take(work);) {
-    const uint32 first = schedule.place(work.tile).y / kTileRows;
-    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
-      Barrier* full = &shared.weight_full[ring.slot];
-      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {  // beyond the last tile of the weight, that tile again
-        const uint64 from = uint64(min(first + i, tiles - 1)) * schedule.steps + step;
-        ptx::bulk_load(shared.weight[ring.slot][i], weight + from * kTileBytes, kTileBytes, full);
-      }
-    }
-  }
-}
-
-// ---- products --------------------------------------------------------------
+// ---- weight ----------------------------------------------------------------
 using Sums = float[kSums];
 using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
 
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
+
+// ---- gemm/prepared_weight --------------------------------------------------
+// The weight in tiles that lie in memory as decode_weight() takes them.
+constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
+
+struct Weight {
+  const uint8* tiles;
+  const float* row_scale;
+  const Out*   bias;
+  int64        n;
+
+  // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
+  __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
+                                       Barrier* full) const {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint64 from = uint64(min(row / kTileRows + i, uint32(ceil_div(n, kTileRows)) - 1)) * steps + step;
+      ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
+    }
+  }
+  __device__ __forceinline__ Affine affine(int64 row, float alpha) const {
+    Affine of{alpha * kWeightUnit, 0.0f};
+    if (row >= n) return of;
+    if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
+    if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
+    return of;
+  }
+};
+
 // Half `half` of the columns of a tile; each warp has 16 of its rows.
-__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, uint32 warp, uint32 lane) {
-  const uint4  codes = ptx::ld_shared(tile + (2 * warp + half) * (kCodeBytes / 8) + lane * 16);
-  const uint32 from  = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8)
+__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+  const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+  const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
                        + half * (kBlockScales / 16);
   if constexpr (kFormat == Format::kNvfp4) {
     const uint2 scales = ptx::ld_shared_8(from);
@@ -834,10 +838,41 @@ __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, u
   }
 }
 
+// ---- producers -------------------------------------------------------------
+__device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
+  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
+  Ring<kSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
+    for (uint32 half = 2 * work.begin; half < 2 * work.end; ++half, ring.advance()) {
+      Barrier* full = &shared.full[ring.slot];
+      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
+      if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
+      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
+    }
+  }
+}
+__device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule, const Weight& weight) {
+  Ring<kWeightSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 row = schedule.place(work.tile).y;
+    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
+      Barrier* full = &shared.weight_full[ring.slot];
+      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+      weight.load(shared.weight[ring.slot], row, step, schedule.steps, full);
+    }
+  }
+}
+
+// ---- products --------------------------------------------------------------
 // One thread of a consumer warpgroup.
 struct Consumer {
   Shared& shared;
-  uint32  group, half, warp, lane;  // half: the one that it takes of each step, with a kDepth of 2
+  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
+  Place   place;
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
 
@@ -845,13 +880,14 @@ struct Consumer {
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
     const uint32 slot = weight_ring.slot;
     if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
-    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, warp, lane);
+    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
   }
   // To be called after the fragments were used: only then are the loads complete for sure.
   __device__ __forceinline__ void release_weight() {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
+    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
     weight_ring.advance();
+    place.columns -= kTileCols;
   }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
     const uint32 slot = ring.slot + half;
@@ -869,15 +905,20 @@ struct Consumer {
     constexpr int kDistance = kBack * kDepth;
     Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
     if constexpr (kCluster == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(b);
+      if (place.lane == 0) ptx::mbarrier_arrive(b);
     } else {
-      if (lane < kCluster) ptx::mbarrier_arrive_cluster(b, lane);
+      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
   // Two sets of fragments: while the tensor cores read one, the other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
     Fragments a, b;
     const uint32 products = steps * (2 / kDepth);
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
     decode_next<0>(a);
     for (uint32 done = 0;;) {
       multiply(sums, a, done > 0);
@@ -913,15 +954,6 @@ __device__ __forceinline__ float4 four(const Sums& sums, int i) {
 }
 __device__ __forceinline__ void add(Sums& sums, int i, float4 v) {
   sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
-}
-
-struct Affine { float scale, bias; };  // of a row of the weight
-__device__ __forceinline__ Affine affine_of(int64 row, int64 n, float alpha, const float* row_scale, const Out* bias) {
-  Affine of{alpha * kWeightUnit, 0.0f};
-  if (row >= n) return of;
-  if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
-  if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
-  return of;
 }
 
 // Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
@@ -1014,6 +1046,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
   const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
 
+  const Weight given{weight, row_scale, bias, n};
+
   // Each producer prepares its barriers and starts; consumers wait for both.
   const bool produces = team == kTeams;
   if (produces && warp == 0 && ptx::elect_one()) {
@@ -1042,8 +1076,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     if (warp == 0) {
       ptx::griddep_wait();
       if (ptx::elect_one()) produce_x(shared, Schedule(m, n, k), x);
-    } else if (warp == 1) {  // the weight is not what a previous kernel writes
-      if (ptx::elect_one()) produce_weight(shared, Schedule(m, n, k), weight, ceil_div(n, kTileRows));
+    } else if (warp == 1) {  // the weight is not what the previous kernel writes
+      if (ptx::elect_one()) produce_weight(shared, Schedule(m, n, k), given);
     }
   } else {
     ptx::registers_more<kConsumerRegisters>();
@@ -1053,47 +1087,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer consumer{shared, group, half, warp, lane, {}, {}};
+    Consumer consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
       const uint32 col = at.y + group * kTileRows;  // of out
       const int64  row = col + warp * 16 + lane / 4;
-      const Affine upper = affine_of(row, n, factor, row_scale, bias);
-      const Affine lower = affine_of(row + 8, n, factor, row_scale, bias);
+      const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
+      consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
       Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
-      const uint32 thread = ptx::thread_index() % 128, staged = ptx::shared_address(shared.out[team]);
-      if constexpr (kSharers > 1) {
-        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
-        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
-#pragma unroll
-        for (int i = 0; i < kEights; ++i)
-          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
-        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
-        if constexpr (kSplit > 1) ptx::cluster_sync();
-        stage_total<0>(part, shared_sums, staged, sums, thread, upper, lower);
-      } else {
-        if constexpr (kDivided) {
-          const Exchange exchange(workspace, team, thread);
-          if (work.end < schedule.steps) {
-            exchange.leave(sums, team, thread);
-            continue;
-          }
-          const uint32 first = work.tile * schedule.steps;
-          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, team, thread);
-            begin = schedule.share_begin(ptx::cluster_id() - back);
-          }
-        }
-        if (thread == 0) ptx::tma_store_wait();
+      const uint32 thread = ptx::thread_index() % 128;
+      const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
+        ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        stage<0>(staged, sums, thread, upper, lower);
+        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
+      };
+      if constexpr (kDivided) {
+        const Exchange exchange(workspace, team, thread);
+        if (work.end < schedule.steps) {
+          exchange.leave(sums, team, thread);
+          continue;
+        }
+        const uint32 first = work.tile * schedule.steps;
+        for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+          exchange.collect(sums, back, team, thread);
+          begin = schedule.share_begin(ptx::cluster_id() - back);
+        }
       }
-      ptx::fence_proxy_async();
+      uint8 (&rows)[kParts][kPartM * kTileRows * 2] = shared.out[team];
+      if (thread == 0) ptx::tma_store_wait();
       ptx::barrier_sync(kTeamBarrier + team, 128);
-      if (thread == 0 && col < n && part < kParts) ptx::tma_store(out, col, at.x + part * kPartM, shared.out[team]);
-      if constexpr (kSharers > 1) break;  // they have one tile
+      stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+      store(rows[0], 0);
+      stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
+      store(rows[1], 1);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums

@@ -2,7 +2,7 @@
 // spec: {"addressing":"whole","in_dtype":"bf16","tokens_per_thread":1}
 //
 // Quantizes rows of K and V to NVFP4 and writes them into a paged cache. A thread quantizes one block of each of
-// kTokens tokens.
+// kTokens tokens, while the next ones are loaded.
 // Threads (w, h): a CTA is w blocks of a token by h runs of tokens. Grid: x over tokens, y over a token's blocks,
 // z over K and V.
 
@@ -479,6 +479,11 @@ enum class Addressing { kWhole, kSlots, kPositions };
 using In = bf16;
 constexpr Addressing kAddressing = Addressing::kWhole;
 constexpr int        kTokens     = 1;
+constexpr int        kAhead      = kTokens > 2 ? kTokens / 2 : kTokens;  // that are on their way
+static_assert(kTokens % kAhead == 0, "all rounds are full");
+// The threads of a CTA look up its places together: a thread would wait for its own one after the other.
+constexpr bool kTogether =
+    kAddressing == Addressing::kPositions || (kAddressing == Addressing::kSlots && kTokens > 1);
 
 // ---- kernel ----------------------------------------------------------------
 __device__ __forceinline__ Place place_of(uint32 slot, int64 page_size) {
@@ -506,7 +511,7 @@ struct Lists {
     return uint64(page) < num_pages ? Place{uint32(page), own.token} : Place{};
   }
 };
-extern __shared__ Place places[];  // of the CTA's tokens, with kPositions
+extern __shared__ Place places[];  // of the CTA's tokens, with kTogether
 
 extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const In* __restrict__ k,                // [tokens, heads, d] or [pages, tokens, heads, d], d contiguous
@@ -540,10 +545,9 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     int64 interleaved_side,                  // 0 for K, 1 for V, else neither
     int64 wide_lists                         // bit i: list i has entries of 8 bytes, not 4
 ) {
-  const uint32 side  = blockIdx.z;
-  const uint32 block = blockIdx.y * blockDim.x + threadIdx.x, head = block / uint32(cols), col = block % uint32(cols);
-  const uint32 row   = threadIdx.y * kTokens, cta_first = blockIdx.x * blockDim.y * kTokens, first = cta_first + row;
-  const bool   live  = head < heads;
+  const uint32 side = blockIdx.z, blocks = uint32(heads * cols), own = blockIdx.y * blockDim.x + threadIdx.x;
+  const uint32 block = min(own, blocks - 1), head = block / uint32(cols), col = block % uint32(cols);
+  const uint32 row = threadIdx.y * kTokens, cta_first = blockIdx.x * blockDim.y * kTokens, first = cta_first + row;
 
   const In* x     = (side ? v : k) + head * x_head + col * kNvfp4Block;
   uint8*    codes = (side ? v_codes : k_codes) + head * codes_head + col * (kNvfp4Block / 2);
@@ -553,40 +557,47 @@ extern "C" __global__ void __launch_bounds__(256) kv_quantize(
   const Strides     sf_strides{uint32(sf_page), uint32(sf_token)};
   const ScaleColumn column(col, uint32(cols), side == interleaved_side);
   const bool        wide = is_wide(x, x_page | x_token);
+  asm volatile("" : "+l"(codes), "+l"(sf));  // keeps the compiler from computing them again for every token
   if constexpr (kHasPdl) ptx::griddep_wait();
 
   const Lists lists{slots,    batch_indices, indices,   indptr,    tokens,
                     requests, num_indices,   num_pages, page_size, wide_lists};
-  RawUnit<In> raw[kTokens] = {};
-  Place       place[kTokens], next = place_of(first, page_size);  // next: for kWhole
-#pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    if (!live || first + i >= tokens) continue;
+  RawUnit<In> raw[kAhead];
+  Place       place[kAhead], next = place_of(first, page_size);  // for kWhole
+  // Starts to load token i. One that does not exist goes nowhere, and loads the first token.
+  const auto load = [&](int i, RawUnit<In>& to, Place& at) {
+    const bool exists = first + i < tokens;
     if constexpr (kAddressing == Addressing::kWhole) {
-      load_unit<In>(raw[i], x + x_strides.at(next), wide);
-      place[i] = next;
+      at = exists ? next : Place{};
+      load_unit<In>(to, x + (exists ? x_strides.at(next) : 0), wide);
       if (++next.token == page_size) next = {next.page + 1, 0};
     } else {
-      load_unit<In>(raw[i], x + x_strides.at({0, first + i}), wide);
+      load_unit<In>(to, x + x_strides.at({0, exists ? first + i : 0}), wide);
     }
-    if constexpr (kAddressing == Addressing::kSlots) place[i] = lists.find(first + i);
-  }
-  if constexpr (kAddressing == Addressing::kPositions) {  // once for each token: it takes many instructions
-    find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
+  };
 #pragma unroll
-    for (int i = 0; i < kTokens; ++i) place[i] = live ? places[row + i] : Place{};
-  }
+  for (int i = 0; i < kAhead; ++i) load(i, raw[i], place[i]);
   if constexpr (kHasPdl) ptx::griddep_launch();
-
   const float decode = ptx::ld_f32(side ? v_scale : k_scale);
-  const float sixth  = nvfp4_sixth(fminf(1.0f / decode, kFltMax));
+  if constexpr (kTogether) {
+    find_places(places, blockDim.y * kTokens, [&](uint32 i) { return lists.find(cta_first + i); });
+  }
+
+  const float sixth = nvfp4_sixth(fminf(1.0f / decode, kFltMax));
+#pragma unroll 1
+  for (int i = 0; i < kTokens; i += kAhead) {
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) {
-    const uint8 b = encode_e4m3(block_amax<In>(raw[i]) * sixth);
-    const float o = fminf(1.0f / (decode_e4m3(b) * decode), kFltMax);
-    const uint2 c = encode_block<In>(raw[i], o);
-    if (!place[i].found()) continue;
-    store_codes(codes + codes_strides.at(place[i]), c);
-    sf[column.at(place[i], sf_strides)] = b;
+    for (int j = 0; j < kAhead; ++j) {
+      Place at = place[j];
+      if constexpr (kTogether) at = places[row + i + j];
+      else if constexpr (kAddressing == Addressing::kSlots) at = lists.find(first + i + j);
+      const uint8 b = encode_e4m3(block_amax<In>(raw[j]) * sixth);
+      const float o = fminf(1.0f / (decode_e4m3(b) * decode), kFltMax);
+      const uint2 c = encode_block<In>(raw[j], o);
+      if (i + kAhead < kTokens) load(i + kAhead + j, raw[j], place[j]);
+      if (own != block || !at.found()) continue;
+      store_codes(codes + codes_strides.at(at), c);
+      sf[column.at(at, sf_strides)] = b;
+    }
   }
 }
