@@ -78,7 +78,12 @@ class NarrowSpec(KernelSpec):
     ctas: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 3, 4, 5)), ("row_warps", (1, 2, 4)), ("stages", (2, 3, 4, 5, 6))):
+        for name, allowed in (
+            ("tile_m", TILE_MS),
+            ("warp_blocks", (1, 2, 3, 4, 5)),
+            ("row_warps", (1, 2, 4)),
+            ("stages", (2, 3, 4, 5, 6)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
         if not 0 < self.threads <= _MAX_THREADS:
