@@ -11,6 +11,7 @@ from typing import Any
 from jitfp4.errors import ArgumentError, UnsupportedArchError
 
 CTA_RESERVE = 1024  # bytes of shared memory that the driver keeps in each CTA
+_GPC_SMS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # one object each, compared by identity
@@ -42,6 +43,17 @@ class Arch:
     def shared_of(self, ctas: int) -> int:
         """Bytes of shared memory that each of ``ctas`` CTAs on an SM can have."""
         return (self.shared_bytes + CTA_RESERVE) // ctas - CTA_RESERVE
+
+    def clusters(self, ctas: int) -> int:
+        """Clusters of ``ctas`` CTAs, each on an SM of its own, that run at once.
+
+        A cluster stays within a GPC. How many SMs the GPCs of a part have is not documented: here each has up to 20,
+        in pairs, as evenly as possible.
+        """
+        if ctas == 1:
+            return self.num_sms
+        pairs, gpcs = self.num_sms // 2, -(-self.num_sms // _GPC_SMS)
+        return sum(2 * ((pairs + gpc) // gpcs) // ctas for gpc in range(gpcs))
 
     @staticmethod
     def of(name: str) -> Arch:

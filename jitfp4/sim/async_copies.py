@@ -58,6 +58,8 @@ class BulkCopies:
         self.machine = machine
         self.pending: deque[_Copy] = deque()
         self.committed = np.zeros(machine.total, np.int64)
+        self.waited = np.zeros(machine.total, np.int64)  # groups whose sources have been read for sure
+        self.grouped: dict[int, tuple[int, int]] = {}  # each thread's last group, and where it was issued
         machine.engines.insert(0, self)  # before the tensor pipe
         machine.on_exit.append(self.threads_left)
 
@@ -65,6 +67,8 @@ class BulkCopies:
         """Queue a copy of one thread."""
         thread = int(one.ids[0])
         group = int(self.committed[thread]) if grouped else None
+        if group is not None:
+            self.grouped[thread] = group, self.machine.pc
         self.pending.append(_Copy(thread, self.machine.pc, read, write, group))
 
     def advance(self) -> bool:
@@ -82,6 +86,7 @@ class BulkCopies:
     def wait(self, lanes: Lanes, allowed: int, *, read_only: bool) -> None:
         """Complete (or only read the sources of) all but the last ``allowed`` groups of each thread."""
         waiting = set(lanes.ids.tolist())
+        self.waited[lanes.sel] = np.maximum(self.waited[lanes.sel], self.committed[lanes.sel] - allowed)
         kept: deque[_Copy] = deque()
         while self.pending:
             copy = self.pending.popleft()
@@ -99,11 +104,11 @@ class BulkCopies:
 
     def threads_left(self, ids: Array) -> None:
         """A CTA's shared memory ends with it: its threads must wait for copies out of it."""
-        gone = set(ids.tolist()) if self.pending else set()
-        for copy in self.pending:
-            if copy.thread in gone and copy.group is not None and copy.data is None:
+        for thread in self.grouped.keys() & set(ids.tolist()):
+            group, pc = self.grouped[thread]
+            if group >= self.waited[thread]:
                 text = "a thread exits before its bulk copy has read shared memory (cp.async.bulk.wait_group)"
-                raise self.machine.error(SimMemoryError, text, np.array([copy.thread]), copy.pc)
+                raise self.machine.error(SimMemoryError, text, np.array([thread]), pc)
 
 
 @dataclass(slots=True)

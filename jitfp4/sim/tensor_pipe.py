@@ -2,7 +2,8 @@
 
 Work takes effect as late as the program allows: in order of issue, when no thread can run and no copy is pending.
 Shared memory is read then, so that overwriting an operand too early changes the result. Until then reading the tensor
-memory that queued work will write is an error.
+memory that queued work will write is an error. Arrivals of commits in other CTAs come last, the latest of them first:
+nothing orders the arrivals of two commits.
 """
 
 from __future__ import annotations
@@ -50,16 +51,20 @@ class TensorPipe:
         self.allocations = [Allocations() for _ in range(machine.ctas)]
         self.waiting: list[Lanes] = []  # allocations that found no room, with their program counters
         self.queue: deque[PipeWork] = deque()
+        self.abroad: list[PipeWork] = []  # arrivals in other CTAs
         machine.engines.append(self)
         machine.on_exit.append(self.threads_left)
 
     def issue(self, thread: int, perform: Callable[[], None]) -> None:
         self.queue.append(PipeWork(thread, self.machine.pc, perform))
 
+    def arrive_abroad(self, thread: int, arrive: Callable[[], None]) -> None:
+        self.abroad.append(PipeWork(thread, self.machine.pc, arrive))
+
     def advance(self) -> bool:
-        if not self.queue:
+        if not self.queue and not self.abroad:
             return False
-        work = self.queue.popleft()
+        work = self.queue.popleft() if self.queue else self.abroad.pop()
         now, self.machine.pc = self.machine.pc, work.pc
         with self.blame(work.thread):
             work.perform()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -57,15 +59,27 @@ def operand(rows: int, k: int, block_format: BlockFormat, seed: int) -> tuple[to
 
 
 def assert_product(
-    tactic: Tactic, arch: Arch, m: int, n: int, k: int, block_format: BlockFormat, dtype: torch.dtype, past: int = 0
-) -> None:
-    """A product behind an unfinished grid, in a poisoned output with ``past`` columns more, is within the bound."""
+    tactic: Tactic,
+    arch: Arch,
+    m: int,
+    n: int,
+    k: int,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    past: int = 0,
+    seed: int | None = None,
+) -> torch.Tensor:
+    """A product behind an unfinished grid, in a poisoned output with ``past`` columns more, is within the bound.
+
+    Returns it. With a ``seed``, warps run in an order of their own.
+    """
     codes_a, scales_a, a = operand(m, k, block_format, 1)
     codes_b, scales_b, b = operand(n, k, block_format, 2)
     alpha = None if past else torch.tensor([2.0**-13 * 1.37])
     whole = poisoned((m, n + past), dtype, "cpu")
     before, out = whole[:, n:].clone(), whole[:, :n]
-    with sim.device(arch, races=True, chain=sim.Chain(after_unknown=True)), MM_FP4.forced(tactic):
+    chain = sim.Chain(after_unknown=True)
+    with sim.device(arch, races=True, seed=seed, chain=chain), MM_FP4.forced(tactic):
         mm_fp4(
             codes_a, codes_b.T, scales_a, scales_b.T, alpha, dtype, out,
             block_size=block_format.block, use_nvfp4=block_format is NVFP4,
@@ -73,6 +87,7 @@ def assert_product(
     error, bound = (out.double() - matmul(a, b, alpha, None)).abs(), error_bound(a, b, alpha, None, dtype)
     assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
     assert torch.equal(whole[:, n:].view(torch.int16), before.view(torch.int16))
+    return out
 
 
 # Rows, columns and k that are no whole tiles; more tiles than CTAs; more steps than stages.
@@ -105,6 +120,54 @@ def test_products(
     """With races, proxies and the order of tensor memory."""
     on = SM_100A if isinstance(tactic, K64Tactic) else SM_103A
     assert_product(tactic, replace(on, num_sms=sms), m, n, k, block_format, dtype)
+
+
+SHAPES = [(ctas, m, n) for ctas, m, n in product((1, 2), (1, 2, 4), (1, 2, 4)) if m * n > 1 and ctas * m <= 4]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("ctas", "cluster_m", "cluster_n"), SHAPES)
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=SIM) for arch in ("sm_100a", "sm_103a")])
+def test_clusters(ctas: int, cluster_m: int, cluster_n: int, arch: str) -> None:
+    """Of three tiles along each side that is shared: a tile of the last cluster is outside. One cluster takes all."""
+    shape = {"cluster_m": cluster_m, "cluster_n": cluster_n}
+    m, n = 128 * ctas * (3 if cluster_m > 1 else 1) - 28, 64 * (3 if cluster_n > 1 else 1) - 8
+    on = replace(Arch.of(arch), num_sms=ctas * cluster_m * cluster_n)
+    if arch == "sm_100a":
+        assert_product(K64Tactic(64, ctas, 2, **shape), on, m, n, 576, MXFP4 if cluster_n == 2 else NVFP4, BF16)
+    else:
+        assert_product(K96Tactic(64, ctas, 3, 2, **shape), on, m, n, 896, MXFP4 if cluster_m == 2 else NVFP4, BF16)
+
+
+SHARED_CASES = (  # and SMs: what else the CTAs of a cluster share, in other combinations
+    (K64Tactic(256, 2, 2, cluster_m=2, cluster_n=2), 8, 300, 520, 320, NVFP4, BF16),
+    (K64Tactic(192, 1, 2, cluster_m=4), 4, 300, 200, 320, MXFP4, F16),
+    (K64Tactic(64, 1, 2, cluster_n=2, tma_store=False), 2, 100, 200, 576, NVFP4, BF16),
+    (K64Tactic(64, 2, 2, swap_ab=True, prefetch=True, cluster_m=2), 4, 100, 296, 832, NVFP4, BF16),
+    (K64Tactic(8, 1, 3, swap_ab=True, split=2), 2, 5, 264, 832, MXFP4, BF16),
+    (K64Tactic(64, 1, 2, swap_ab=True, split=4), 4, 61, 264, 1216, NVFP4, F16),
+    (K64Tactic(64, 2, 2, swap_ab=True, cluster_n=2, split=2), 8, 100, 264, 832, NVFP4, BF16),
+    (K96Tactic(256, 2, 2, 3, cluster_n=2), 4, 200, 520, 896, NVFP4, BF16),
+    (K96Tactic(32, 1, 3, 2, swap_ab=True, split=2), 2, 29, 264, 1664, MXFP4, BF16),
+)
+
+
+@pytest.mark.parametrize(("tactic", "sms", "m", "n", "k", "block_format", "dtype"), SHARED_CASES, ids=str)
+@pytest.mark.parametrize("arch", [pytest.param("", marks=SIM)])
+def test_clusters_of_other_tactics(
+    tactic: Tactic, sms: int, m: int, n: int, k: int, block_format: BlockFormat, dtype: torch.dtype, arch: str
+) -> None:
+    on = SM_100A if isinstance(tactic, K64Tactic) else SM_103A
+    assert_product(tactic, replace(on, num_sms=sms), m, n, k, block_format, dtype)
+
+
+@pytest.mark.parametrize("case", [SHARED_CASES[0], SHARED_CASES[5], SHARED_CASES[-1]], ids=str)
+@pytest.mark.parametrize("arch", [pytest.param("sm_103a", marks=SIM)])
+def test_the_order_in_which_warps_run_changes_nothing(case: tuple[Any, ...], arch: str) -> None:
+    tactic, sms, *rest = case
+    on = replace(Arch.of(arch), num_sms=sms)
+    first, second = (assert_product(tactic, on, *rest, seed=seed) for seed in (1, 2))
+    assert torch.equal(first.view(torch.int16), second.view(torch.int16))
 
 
 @pytest.mark.parametrize("tactic", [K64Tactic(64, 1, 2), K64Tactic(64, 1, 2, tma_store=False)], ids=str)
@@ -145,6 +208,10 @@ def test_a_scale_that_is_nan_spoils_its_row_only(arch: str) -> None:
         (K96Tactic(8, 1, 2, 2, swap_ab=True), SM_103A, problem(8, 256, 256), "multiples of 16"),
         (K64Tactic(128, 1, 2), SM_100A, problem(128, 64, 256), "empty"),
         (K64Tactic(64, 1, 2, prefetch=True), SM_100A, problem(128, 64, 512), "prefetch"),
+        (K64Tactic(64, 1, 2, cluster_m=2), SM_100A, problem(128, 256, 256), "half of the CTAs"),
+        (K96Tactic(64, 2, 2, 2, cluster_n=4), SM_103A, problem(512, 128, 256), "half of the CTAs"),
+        (K64Tactic(64, 1, 2, split=2), SM_100A, problem(64, 64, 512), "few rows of a"),
+        (K64Tactic(64, 1, 2, swap_ab=True, split=4), SM_100A, problem(64, 64, 768), "part of the columns"),
     ],
     ids=str,
 )
@@ -155,7 +222,11 @@ def test_why_a_tactic_is_rejected(tactic: Tactic, arch: Arch, one: Fp4Problem, r
 
 
 @pytest.mark.parametrize(("name", "tactic"), [("tile_n", K64Tactic(48, 1, 2)), ("ctas", K64Tactic(64, 4, 2)),
-                                              ("stages", K64Tactic(64, 1, 1))], ids=str)  # fmt: skip
+                                              ("stages", K64Tactic(64, 1, 1)), ("split", K64Tactic(64, 1, 2, split=3)),
+                                              ("cluster_m", K64Tactic(64, 2, 2, cluster_m=4)),
+                                              ("cluster_m", K64Tactic(8, 1, 2, cluster_m=2)),
+                                              ("split", K64Tactic(64, 2, 2, cluster_n=4, split=4))],
+                         ids=str)  # fmt: skip
 def test_impossible_cuts_name_the_field(name: str, tactic: Tactic) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         specialise(problem(256, 256, 256), tactic)
@@ -177,6 +248,9 @@ def test_grids() -> None:
     assert geometry(one, K64Tactic(256, 2, 5), SM_100A).grid == (128, 1, 1)  # 64 tiles, two CTAs each
     wide = geometry(one, K96Tactic(128, 1, 5, 9), SM_103A)
     assert (wide.grid, wide.block, wide.cluster) == ((148, 1, 1), (224, 1, 1), (1, 1, 1))  # of 256 tiles
+    shared = geometry(problem(4096, 4096, 4096), K64Tactic(256, 2, 5, cluster_m=2, cluster_n=2), SM_100A)
+    assert (shared.grid, shared.cluster) == ((128, 1, 1), (8, 1, 1))  # of 64 groups, 16 at once: two on each GPC
+    assert geometry(problem(8, 4096, 4096), K64Tactic(8, 1, 5, swap_ab=True, split=4), SM_100A).grid == (128, 1, 1)
 
 
 # ---- what the model chooses ------------------------------------------------------------------------------------------
@@ -206,11 +280,22 @@ def test_who_takes_what() -> None:
 
 def test_the_model_counts_waves_and_bytes() -> None:
     figures = estimate(problem(1000, 4096, 4096), K64Tactic(256, 2, 5), SM_100A)
-    assert (figures.tiles, figures.waves, figures.stages) == (64, 1, 5)
+    assert (figures.groups, figures.waves, figures.stages) == (64, 1, 5)
     assert figures.bytes_in_flight == 5 * 256 * 128
     assert figures.product_clocks == 4096 / 64 * 128
     longer = estimate(problem(1000, 4096, 4096), K96Tactic(256, 2, 5, 7), SM_103A)
     assert longer.product_clocks == 43 * 128  # a third fewer, rounded up
+
+
+def test_the_model_counts_what_a_cluster_shares_once() -> None:
+    one = problem(4096, 4096, 4096)
+    alone, shared = (estimate(one, K64Tactic(256, 2, 5, cluster_m=n, cluster_n=n), SM_100A) for n in (1, 2))
+    assert alone.tile_bytes == shared.tile_bytes == 256 * 2048 + 3 * 128 * 256
+    assert alone.l2_bytes == alone.tile_bytes - 128 * 256  # pairs share the scales of the right rows
+    assert shared.l2_bytes == alone.l2_bytes / 2
+    assert (alone.groups, alone.waves, shared.groups, shared.waves) == (256, 4, 64, 4)
+    split = estimate(problem(8, 4096, 4096), K64Tactic(8, 1, 5, swap_ab=True, split=4), SM_100A)
+    assert (split.groups, split.product_clocks) == (32, 16 * 4)
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
@@ -218,20 +303,34 @@ def test_the_model_counts_waves_and_bytes() -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("tactic", "arch", "products", "copies"),
-    [(K64Tactic(256, 2, 5), SM_100A, 4, 12), (K96Tactic(128, 1, 5, 9), SM_103A, 8, 24)],
+    ("tactic", "arch", "products", "copies", "multicast"),
+    [
+        (K64Tactic(256, 2, 5), SM_100A, 4, 12, 1),
+        (K64Tactic(128, 1, 5, cluster_n=2), SM_100A, 4, 8, 2),
+        (K64Tactic(256, 2, 5, cluster_m=2, cluster_n=2), SM_100A, 4, 12, 4),
+        (K64Tactic(32, 1, 5, swap_ab=True, split=4), SM_100A, 4, 8, 0),
+        (K96Tactic(128, 1, 5, 9), SM_103A, 8, 24, 0),
+        (K96Tactic(256, 2, 5, 7, cluster_m=2), SM_103A, 8, 36, 2),
+    ],
     ids=str,
 )
-def test_the_machine_code_has_the_intended_instructions(tactic: Tactic, arch: Arch, products: int, copies: int) -> None:
-    """Block-scaled products and copies of scales, of a step each once and in no loop over lanes; tensor copies."""
+def test_the_machine_code_has_the_intended_instructions(
+    tactic: Tactic, arch: Arch, products: int, copies: int, multicast: int
+) -> None:
+    """Block-scaled products and copies of scales, of a step each once and in no loop over lanes; tensor copies.
+
+    What several CTAs of a cluster need comes by multicast, and commits arrive in all of them.
+    """
     kernel = K64 if isinstance(tactic, K64Tactic) else K96
     spec = specialise(problem(256, 256, 256), tactic)
     cubin = nvrtc.compile_cubin(kernel.render(spec, arch), arch, symbol=kernel.symbol)
-    count = Counter(line.split()[0].partition(".")[0] for line in disassemble(cubin))
+    opcodes = [line.split()[0].split(".") for line in disassemble(cubin)]
+    count, cast = Counter(op[0] for op in opcodes), Counter(op[0] for op in opcodes if "MULTICAST" in op)
     assert (count["UTCOMMA"], count["UTCCP"]) == (products, copies)
-    assert count["UTMALDG"] == 4
+    assert (count["UTMALDG"], cast["UTMALDG"]) == (4, multicast)
+    assert cast["UTCBAR"] == (count["UTCBAR"] if multicast else 0)
     assert count["UTMASTG"] == 1
-    assert count["LDTM"] == 1
+    assert count["LDTM"] == (2 if tactic.swap_ab else 1)
     assert count["LDL"] + count["STL"] == 0
 
 

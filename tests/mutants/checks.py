@@ -398,7 +398,23 @@ CHECKS: dict[str, Subject] = {
     ),
     "mm_fp4, K = 64 in pairs": Subject(
         "gemm_blockscaled",
-        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2100, 72, 64, MXFP4, BF16)),
+        _mm_fp4(blockscaled.K64_CASES[4], (K64Tactic(64, 2, 2), 2, 2600, 72, 64, MXFP4, BF16)),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 64 in clusters": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(
+            (K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 4, 330, 328, 576, NVFP4, BF16),
+            (K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 4, 1300, 136, 64, NVFP4, BF16),
+        ),
+        ("sm_100a",),
+    ),
+    "mm_fp4, K = 64 split": Subject(
+        "gemm_blockscaled",
+        _mm_fp4(
+            (K64Tactic(64, 1, 2, swap_ab=True, split=4), 4, 61, 392, 1216, NVFP4, BF16),
+            (K64Tactic(64, 1, 2, swap_ab=True, split=4), 4, 100, 1304, 1024, NVFP4, BF16),
+        ),
         ("sm_100a",),
     ),
     "mm_fp4, K = 96": Subject(

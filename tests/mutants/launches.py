@@ -216,15 +216,16 @@ def _tile(arch: str) -> None:
     sim.run(compiled(gemm.with_pieces(source, pieces), arch), tensors, geometry, arch)
 
 
-def _mm_fp4(ctas: int) -> None:
-    """Three tiles for each CTA or pair, more steps than stages."""
+def _mm_fp4(tactic: K64Tactic, m: int, n: int = 136, k: int = 576) -> None:
+    """Several tiles for each CTA, by one cluster; more steps than stages."""
     device = sim.active_device()
     if device is None or device.arch.name != "sm_100a":
         return
-    generator, (m, n, k) = torch.Generator().manual_seed(1), (100 * ctas, 136, 576)
+    generator = torch.Generator().manual_seed(1)
     sizes = (m, k // 2), (n, k // 2), (round_up(m, 128), k // 16), (round_up(n, 128), k // 16)
     a, b, a_scales, b_scales = (torch.randint(0, 64, size, generator=generator).to(torch.uint8) for size in sizes)
-    with sim.device(replace(device.arch, num_sms=ctas)), MM_FP4.forced(K64Tactic(64, ctas, 2)):
+    sms = tactic.ctas * tactic.cluster_m * tactic.cluster_n * tactic.split
+    with sim.device(replace(device.arch, num_sms=sms)), MM_FP4.forced(tactic):
         jitfp4.mm_fp4(a, b.T, a_scales, b_scales.T, torch.tensor([0.5]))
 
 
@@ -261,8 +262,10 @@ KERNELS: dict[str, Callable[[], None]] = {
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
     "mm_fp4, wgmma": lambda: _fp4_wide(WideTactic(64, 2, divided=True), 70, 136, 416),
-    "mm_fp4, one CTA": lambda: _mm_fp4(1),
-    "mm_fp4, pair": lambda: _mm_fp4(2),
+    "mm_fp4, one CTA": lambda: _mm_fp4(K64Tactic(64, 1, 2), 100),
+    "mm_fp4, pair": lambda: _mm_fp4(K64Tactic(64, 2, 2), 200),
+    "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
+    "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 

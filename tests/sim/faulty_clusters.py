@@ -94,4 +94,30 @@ CLUSTERS = [
         grid=2,
         extra={"END": 'asm volatile("PIECE; barrier.cluster.wait.acquire.aligned;" ::: "memory");'},
     ),
+    Case(
+        name="CTA that ends before a commit of its neighbour has arrived",
+        section=_LIFETIME + "; tcgen05.commit: .multicast::cluster",
+        source="""
+        extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+          __shared__ __align__(8) uint64 done; const int t = threadIdx.x;
+          if (t == 0) init(&done, 1);
+          cluster_sync();
+          if (cluster_rank() == 0) {
+            if (t == 0)
+              asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
+                           " [%0], %1;" ::"r"(address(&done)), "h"((unsigned short)3) : "memory");
+            wait(&done, 0);
+          }
+          if (cluster_rank() == 1) { PIECE }
+          y[64 * blockIdx.x + t] = x[t];
+          cluster_sync();
+        }
+        """,
+        right="wait(&done, 0);",
+        message="CTA has exited",
+        ends=False,
+        arch="sm_100a",
+        args=ints(64, 128),
+        grid=2,
+    ),
 ]

@@ -32,6 +32,7 @@ extern "C" __global__ void kernel(const int* x, int* y) {
   }
 }
 """
+LATER = "__shared__ __align__(128) int more[4]; expect(&b, 16); copy_in(more, x, 16, &b); wait(&b, 1)"
 WAIT, DONE = "wait(&b, 0)", 'asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory")'
 
 
@@ -51,10 +52,11 @@ def test_reading_before_the_copy_was_waited_for_is_found() -> None:
         )
 
 
-def test_exiting_before_a_copy_has_read_its_source_is_found() -> None:
+@pytest.mark.parametrize("end", ["", LATER], ids=["at once", "behind a later copy"])
+def test_exiting_before_a_copy_has_read_its_source_is_found(end: str) -> None:
     with pytest.raises(SimMemoryError, match=r"(?s)exits before its bulk copy.*cp.async.bulk.global"):
         launch(
-            BULK.replace("WAIT", WAIT).replace("DONE", ""),
+            BULK.replace("WAIT", WAIT).replace("DONE", end),
             [np.zeros(256, np.int32), np.zeros(256, np.int32)],
             block=256,
         )
@@ -194,6 +196,14 @@ MULTICAST = (
     ' "r"(row + int(cluster_rank()) * 16), "r"(address(&b)), "h"((unsigned short)3) : "memory")'
 )
 
+PAIRS = (
+    'unsigned leader; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(leader) : "r"(address(&b)),'
+    ' "r"(cluster_rank() & ~1u));'
+    'asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster'
+    '.cta_group::2 [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(address(cells) + cluster_rank() * 1024), "l"(&map), "r"(col),'
+    ' "r"(row + int(cluster_rank()) * 8), "r"(leader), "h"((unsigned short)15) : "memory")'
+)
+
 
 def tensor(base: np.ndarray, rows: int = 32) -> sim.TensorMap:
     return sim.TensorMap(
@@ -235,6 +245,25 @@ def test_multicast_fills_the_shared_memory_of_the_cluster() -> None:
     source = TENSOR.replace("CLUSTER", "__cluster_dims__(2, 1, 1)").replace("SYNC", "cluster_sync()")
     source = source.replace("LOAD", MULTICAST).replace("UNSWIZZLE", "^ r % 8")
     launch(source, [tensor(x, 16), tensor(x.copy()), y, 0, 32], grid=2, block=64)
+    assert (y == x[32:64]).all()
+
+
+@pytest.mark.parametrize("waiter", [0, 1])
+def test_multicast_to_pairs_signals_one_cta_of_each(waiter: int) -> None:
+    """Of each pair the one with the parity of the CTA that has the given mbarrier: here the first."""
+    x = np.random.default_rng(4).integers(0, 256, (64, 128), dtype=np.uint8)
+    y = np.zeros((4, 32, 128), np.uint8)
+    source = TENSOR.replace("CLUSTER", "__cluster_dims__(4, 1, 1)").replace("SYNC", "cluster_sync()")
+    source = source.replace("expect(&b, 32 * 128);", "if (cluster_rank() % 2 == WAITER) expect(&b, 2 * 32 * 128);")
+    source = source.replace("wait(&b, 0);", "if (cluster_rank() % 2 == WAITER) wait(&b, 0);\n cluster_sync();")
+    source = source.replace("LOAD", PAIRS).replace("WAITER", str(waiter)).replace("UNSWIZZLE", "^ r % 8")
+    source = source.replace('"r"(row), "r"(address(cells)) :', '"r"(32 * blockIdx.x), "r"(address(cells)) :')
+    args = [tensor(x, 8), tensor(np.zeros((128, 128), np.uint8)), y, 0, 32]
+    if waiter == 1:
+        with pytest.raises(SimError, match="every live thread waits"):
+            launch(source, args, grid=4, block=64, arch="sm_100a", races=True)
+        return
+    launch(source, args, grid=4, block=64, arch="sm_100a", races=True)
     assert (y == x[32:64]).all()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
@@ -22,8 +22,12 @@ _SLICE_BYTES = 128  # one row of a slice: 256 codes
 _ATOM_BYTES = 512  # 128 rows by four scales
 _SHARED_BYTES = 232448  # that a CTA may have
 _WRITERS = 4  # warps that write tiles of the output
+_WARP_ROWS = 32
 _SUMS_COLUMNS = 464  # columns of tensor memory for two images of the sums of a tile
 _STAGES = range(2, 13)
+_MAX_CTAS = 16  # of a cluster; more than 8 need a launch attribute, which the driver module sets
+_MAX_SIDE = 4  # CTAs of a cluster along either side: a smaller part of an operand is not worth a copy
+_SWIZZLE_ROWS = 8  # rows after which the swizzle of shared memory repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,10 @@ class BlockScaledSpec(KernelSpec):
     """A tile is 128 * ``ctas`` rows of the left operand by ``tile_n`` rows of the right one.
 
     The left operand is a, or b with ``swap_ab``. ``stages`` slices of 256 columns are in flight. With ``tma_store``,
-    tiles of the output are written through shared memory, else from registers.
+    tiles of the output are written through shared memory, else from registers. A cluster computes ``cluster_m`` tiles
+    along the left rows by ``cluster_n`` along the right ones; its CTAs share operands. FlashInfer and CUTLASS count
+    CTAs: their cluster of 4 x 2 is here, with two CTAs for a tile, 2 x 2. The columns are in ``split`` parts, for each
+    of which the cluster has such CTAs.
     """
 
     format: BlockFormat
@@ -41,20 +48,46 @@ class BlockScaledSpec(KernelSpec):
     stages: int
     swap_ab: bool
     tma_store: bool
+    cluster_m: int
+    cluster_n: int
+    split: int
 
     threads: ClassVar[int]
     products: ClassVar[int]  # columns that one instruction multiplies
     step: ClassVar[int]  # columns of whole slices and whole instructions
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_n", NARROW_NS + WIDE_NS), ("ctas", (1, 2)), ("stages", _STAGES)):
+        for name, allowed in (
+            ("tile_n", NARROW_NS + WIDE_NS),
+            ("ctas", (1, 2)),
+            ("stages", _STAGES),
+            ("cluster_m", (1, 2, 4)),
+            ("cluster_n", (1, 2, 4)),
+            ("split", (1, 2, 4, 8)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+        if self.column > _MAX_SIDE:
+            raise ArgumentError("cluster_m", self.cluster_m, f"at most {_MAX_SIDE} CTAs along the left rows")
+        if self.tile_n % (_SWIZZLE_ROWS * self.column):
+            raise ArgumentError("cluster_m", self.cluster_m, f"multiples of {_SWIZZLE_ROWS} right rows for each CTA")
+        if self.cluster > _MAX_CTAS:
+            raise ArgumentError("split", self.split, f"at most {_MAX_CTAS} CTAs in a cluster")
+
+    @property
+    def column(self) -> int:
+        """CTAs of the tiles of a cluster that have the same right rows."""
+        return self.ctas * self.cluster_m
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.column * self.cluster_n * self.split
 
     @property
     def part_n(self) -> int:
-        """Columns of the sums that a warp writes at a time."""
-        return min(self.tile_n, 64)
+        """Columns of the sums that a warp writes at a time; fewer where sums of other CTAs need room too."""
+        return min(self.tile_n, 64 if self.split == 1 else 32)
 
     @property
     def load_shape(self) -> str:
@@ -82,13 +115,25 @@ class BlockScaledSpec(KernelSpec):
 
     @property
     def scale_words(self) -> int:
-        """The same in words of 8 bytes, which are the elements of a row of the copied box."""
+        """The same in words of 8 bytes, for 128 rows."""
         return _ATOM_BYTES // 8 * self.scale_atoms
 
     @property
-    def atoms(self) -> int:
-        """Atoms along the rows of both operands in a CTA: one of the left operand, and all of the tile's right one."""
-        return 1 + ceil_div(self.tile_n, _TILE_ROWS)
+    def right_atoms(self) -> int:
+        """Atoms along the right rows of a tile. Along the left rows, a CTA has one."""
+        return ceil_div(self.tile_n, _TILE_ROWS)
+
+    @property
+    def boxes(self) -> dict[str, tuple[int, int]]:
+        """The boxes that a CTA copies, in rows by bytes of codes or words of scales: its part of what CTAs share."""
+        right_words = self.right_atoms * self.scale_words // self.column
+        words = min(right_words, self.scale_words)
+        return {
+            "left": (_TILE_ROWS // self.cluster_n, _SLICE_BYTES),
+            "right": (self.tile_n // self.column, _SLICE_BYTES),
+            "left_scales": (1, self.scale_words // self.cluster_n),
+            "right_scales": (right_words // words, words),
+        }
 
     @property
     def stage_bytes(self) -> int:
@@ -101,7 +146,8 @@ class BlockScaledSpec(KernelSpec):
         out = _WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
         barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
-        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024)
+        handed = 0 if self.split == 1 else _WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + handed
 
     @property
     def scale_bytes(self) -> int:
@@ -129,7 +175,7 @@ class K64Spec(BlockScaledSpec):
 
     @property
     def stage_bytes(self) -> int:
-        return self.slice_bytes + self.atoms * self.scale_atoms * _ATOM_BYTES + 16
+        return self.slice_bytes + (1 + self.right_atoms) * self.scale_atoms * _ATOM_BYTES + 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +202,7 @@ class K96Spec(BlockScaledSpec):
 
     @property
     def scale_bytes(self) -> int:
-        return self.scale_stages * (self.atoms * self.scale_atoms * _ATOM_BYTES + 16)
+        return self.scale_stages * ((1 + self.right_atoms) * self.scale_atoms * _ATOM_BYTES + 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +215,9 @@ class K64Tactic:
     swap_ab: bool = False
     tma_store: bool = True
     prefetch: bool = False
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +230,9 @@ class K96Tactic:
     scale_stages: int
     swap_ab: bool = False
     tma_store: bool = True
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
 
 
 Tactic = K64Tactic | K96Tactic
@@ -232,8 +284,15 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
         return f"tiles of {tactic.tile_n} columns begin within a word of scales, so that there can be only one"
     if tactic.swap_ab and not tactic.tma_store:
         return "with swap_ab a thread has columns of out, which only a copy by a tensor map stores well"
+    if tactic.split > 1 and not (tactic.swap_ab and tactic.tile_n <= _TILE_ROWS):
+        return "columns are split for few rows of a, as the right operand"
+    if ceil_div(problem.k, specialise(problem, tactic).step) < tactic.split:
+        return "a part of the columns would be empty"
     if tactic.ctas == 2 and left <= _TILE_ROWS:
         return "one CTA of each pair would have nothing to do"
+    across = (left, _TILE_ROWS * tactic.ctas, tactic.cluster_m), (right, tactic.tile_n, tactic.cluster_n)
+    if any(2 * ceil_div(rows, tile) <= cluster for rows, tile, cluster in across):
+        return "half of the CTAs of each cluster would have nothing to do"
     if tactic.tile_n > (NARROW_NS if tactic.swap_ab else WIDE_NS)[0] and 2 * right <= tactic.tile_n:
         return "half of its columns would be empty"
     if isinstance(tactic, K64Tactic) and tactic.prefetch and ceil_div(problem.k, K64Spec.step) <= tactic.stages:
@@ -242,16 +301,18 @@ def _wastes(problem: Fp4Problem, tactic: Tactic) -> str | None:
 
 
 def geometry(problem: Fp4Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """A persistent grid: one cluster for each tile, but no more clusters than the GPU runs at once."""
-    clusters = min(tiles(problem, tactic), arch.num_sms // tactic.ctas)
-    spec, grid = specialise(problem, tactic), (clusters * tactic.ctas, 1, 1)
-    return Geometry(grid, block=(spec.threads, 1, 1), cluster=(tactic.ctas, 1, 1), shared_bytes=spec.shared_bytes)
+    """A persistent grid: a cluster for each group of tiles, but no more clusters than the GPU runs at once."""
+    spec = specialise(problem, tactic)
+    clusters = min(groups(problem, tactic), arch.clusters(spec.cluster))
+    grid, cluster = (clusters * spec.cluster, 1, 1), (spec.cluster, 1, 1)
+    return Geometry(grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
 
 
-def tiles(problem: Fp4Problem, tactic: Tactic) -> int:
-    """Number of tiles of the output. One CTA, or one pair, computes a tile."""
+def groups(problem: Fp4Problem, tactic: Tactic) -> int:
+    """Number of groups of tiles of the output; a cluster computes one at a time."""
     left, right = sides(problem, tactic)
-    return ceil_div(left, _TILE_ROWS * tactic.ctas) * ceil_div(right, tactic.tile_n)
+    rows = _TILE_ROWS * tactic.ctas * tactic.cluster_m
+    return ceil_div(left, rows) * ceil_div(right, tactic.tile_n * tactic.cluster_n)
 
 
 # ---- all tactics -----------------------------------------------------------------------------------------------------
@@ -262,20 +323,49 @@ def _most(spec: BlockScaledSpec, ring: str) -> int:
     return max(n for n in _STAGES if replace(spec, **{ring: n}).shared_bytes <= _SHARED_BYTES)  # type: ignore[arg-type]
 
 
-def _tactics() -> Iterator[Tactic]:
-    """Every tactic, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
+class Cut(NamedTuple):
+    """The fields of a tactic that its stages follow from."""
+
+    tile_n: int
+    ctas: int
+    swap_ab: bool = False
+    tma_store: bool = True
+    cluster_m: int = 1
+    cluster_n: int = 1
+    split: int = 1
+
+    @classmethod
+    def of(cls, tactic: Tactic) -> Cut:
+        return cls(*(getattr(tactic, name) for name in cls._fields))
+
+
+def _cuts() -> Iterator[Cut]:
+    """Every tile with its epilogues and clusters."""
     for tile_n, ctas, swap_ab, tma_store in product(NARROW_NS + WIDE_NS, (1, 2), (False, True), (True, False)):
         if (tile_n in NARROW_NS and not swap_ab) or (swap_ab and not tma_store) or tile_n % (8 * ctas):
             continue
-        cut = {"tile_n": tile_n, "ctas": ctas, "swap_ab": swap_ab, "tma_store": tma_store}
-        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **cut)  # type: ignore[arg-type]
-        for prefetch in (False, True):
-            yield K64Tactic(tile_n, ctas, _most(short, "stages"), swap_ab, tma_store, prefetch)
-        if tile_n % 16:
+        alone = Cut(tile_n, ctas, swap_ab, tma_store)
+        yield alone
+        if tma_store and tile_n in WIDE_NS:
+            for m, n in product((1, 2, 4), repeat=2):
+                if m * n > 1 and ctas * m <= _MAX_SIDE:
+                    yield alone._replace(cluster_m=m, cluster_n=n)
+        if swap_ab and ctas == 1 and tile_n <= WIDE_NS[0]:
+            yield from (alone._replace(split=split) for split in (2, 4, 8))
+
+
+def _tactics() -> Iterator[Tactic]:
+    """Every tactic, with as many stages as fit with NVFP4, whose scales take more memory than MXFP4's."""
+    for cut in _cuts():
+        fields = cut._asdict()
+        short = K64Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, prefetch=False, **fields)
+        for prefetch in (False, True) if short.cluster == short.ctas else (False,):
+            yield K64Tactic(stages=_most(short, "stages"), prefetch=prefetch, **fields)
+        if cut.tile_n % 16:
             continue
-        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **cut)  # type: ignore[arg-type]
+        long = K96Spec(format=NVFP4, out_dtype=DType.BF16, stages=2, scale_stages=3, **fields)
         long = replace(long, stages=_most(long, "stages"))
-        yield K96Tactic(tile_n, ctas, long.stages, _most(long, "scale_stages"), swap_ab, tma_store)
+        yield K96Tactic(stages=long.stages, scale_stages=_most(long, "scale_stages"), **fields)
 
 
 K64_TACTICS = tuple(tactic for tactic in _tactics() if isinstance(tactic, K64Tactic))

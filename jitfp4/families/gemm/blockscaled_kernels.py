@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from jitfp4.families.gemm.fp4_operation import Arguments
 
 _PARAMS = (
-    TensorMapParam("left", "[rows, k / 2] bytes, boxes [128, 128]"),
-    TensorMapParam("right", "[rows, k / 2] bytes, boxes [kRightRows, 128]"),
-    TensorMapParam("left_scales", "[rows / 128, 64 words for each 4 columns of scales]"),
-    TensorMapParam("right_scales", "likewise, boxes of kRightAtoms rows"),
+    TensorMapParam("left", "[rows, k / 2] bytes; boxes are a CTA's part of what CTAs share"),
+    TensorMapParam("right", "likewise"),
+    TensorMapParam("left_scales", "[rows / 128, 64 words for each 4 columns of scales], likewise"),
+    TensorMapParam("right_scales", "likewise"),
     TensorMapParam("out_map", "[m, n], boxes [32, 64] or with kSwapAb [kPartN, 32]"),
     Ptr("alpha", "const float", "[1]; null: 1"),
     Ptr("out", "Out", "[m, n]"),
@@ -44,12 +44,12 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     a = arguments.a, atoms(arguments.a_descale, problem.m, problem.k // problem.format.block)
     b = arguments.b, atoms(arguments.b_descale, problem.n, problem.k // problem.format.block)
     (left, left_scales), (right, right_scales) = (b, a) if spec.swap_ab else (a, b)
-    box = (spec.part_n, 32) if spec.swap_ab else (32, spec.part_n)
+    boxes, box = spec.boxes, (spec.part_n, 32) if spec.swap_ab else (32, spec.part_n)
     return {
-        "left": TileMap(left, (128, 128), swizzle=128),
-        "right": TileMap(right, (spec.tile_n // spec.ctas, 128), swizzle=128),
-        "left_scales": TileMap(left_scales, (1, spec.scale_words)),
-        "right_scales": TileMap(right_scales, (spec.atoms - 1, spec.scale_words)),
+        "left": TileMap(left, boxes["left"], swizzle=128),
+        "right": TileMap(right, boxes["right"], swizzle=128),
+        "left_scales": TileMap(left_scales, boxes["left_scales"]),
+        "right_scales": TileMap(right_scales, boxes["right_scales"]),
         "out_map": TileMap(out, box, swizzle=2 * box[1]),
         "alpha": arguments.alpha,
         "out": arguments.out,

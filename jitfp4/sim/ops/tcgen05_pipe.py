@@ -217,11 +217,17 @@ def _commit(d: Decode) -> Step:
             for key in keys:
                 barriers.use_async(key, ids)
 
+            def arrive(key: int) -> None:
+                if m.races is not None and known is not None:
+                    m.races.join(barriers.clock, key, known)
+                barriers.arrive(key, 1, ids)
+
             def perform() -> None:
                 for key in keys:
-                    if m.races is not None and known is not None:
-                        m.races.join(barriers.clock, key, known)
-                    barriers.arrive(key, 1, ids)
+                    if key // m.memory.shared_stride == m.cta[thread]:
+                        arrive(key)
+                    else:
+                        m.unit(TensorPipe).arrive_abroad(thread, partial(arrive, key))
 
             return perform
 

@@ -1,5 +1,5 @@
 // gemm_blockscaled, generated from templates/gemm/blockscaled.cu.j2
-// spec: {"ctas":1,"format":"nvfp4","out_dtype":"bf16","prefetch":false,"stages":6,"swap_ab":false,"tile_n":64,"tma_store":true}
+// spec: {"cluster_m":1,"cluster_n":1,"ctas":1,"format":"nvfp4","out_dtype":"bf16","prefetch":false,"split":4,"stages":8,"swap_ab":true,"tile_n":16,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the block-scaled products of the sm_100
 // family. The left operand of the products, of which a CTA takes 128 rows, is a, or b with kSwapAb. Then the products
@@ -9,6 +9,10 @@
 // the products: scales from shared to tensor memory, then four products of 64 columns a step. Four warps write a tile
 // while the next one is computed. CTAs are persistent. With a kCtas of 2, two CTAs compute a tile of 256 rows together:
 // each has half of the rows of both operands, and the first one issues the products of both.
+//
+// A cluster computes kClusterM by kClusterN tiles. Of the rows and scales that several of its CTAs need, each of them
+// copies a part, for all. With a kSplit above 1, it has so many groups of these CTAs, each for a part of the columns,
+// and the first group adds up the sums of all.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -342,10 +346,15 @@ template <> struct Recipe<Format::kMxfp4> {
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
-constexpr int  kTileN     = 64;
-constexpr int  kCtas      = 1;
-constexpr int  kStages    = 6;
-constexpr bool kSwapAb    = false;
+constexpr int  kTileN     = 16;
+constexpr int  kCtas      = 1;  // of a tile
+constexpr int  kClusterM  = 1;  // tiles
+constexpr int  kClusterN  = 1;
+constexpr int  kSplit     = 4;  // parts of the columns
+constexpr int  kGroup     = kCtas * kClusterM * kClusterN;  // CTAs that have the same part of the columns
+constexpr int  kCluster   = kGroup * kSplit;  // CTAs
+constexpr int  kStages    = 8;
+constexpr bool kSwapAb    = true;
 constexpr bool kPrefetch  = false;   // to L2, kStages steps ahead
 constexpr bool kTmaStore  = true;
 
@@ -636,24 +645,31 @@ __device__ __forceinline__ void multiply(uint32 sums, uint64 left, uint64 right,
                ::"r"(sums), "l"(left), "l"(right), "r"(form), "r"(left_scales), "r"(right_scales), "r"(uint32(add))
                : "memory");
 }
-// Arrives once at the barrier, in each CTA of a pair, when all that this thread has issued so far is complete.
-__device__ __forceinline__ void commit(Barrier* b) {
-  if constexpr (kCtas == 1)
+// Arrives once at the barrier, in each CTA of the mask, when all that this thread has issued so far is complete.
+__device__ __forceinline__ void commit(Barrier* b, uint16 mask) {
+  if constexpr (kGroup == 1)
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
                  ::"r"(shared_address(b)) : "memory");
-  if constexpr (kCtas == 2)
-    asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;"
-                 ::"r"(shared_address(b)), "h"(uint16(3)) : "memory");
+  if constexpr (kGroup > 1)
+    asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64"
+                 " [%0], %1;"
+                 ::"r"(shared_address(b)), "h"(mask) : "memory");
 }
 
-// The address in the first CTA of the pair that `p` has in this one.
-__device__ __forceinline__ uint32 leader_address(const void* p) {
+// The address that `p` has in another CTA.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
   uint32 a;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(a) : "r"(shared_address(p)));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
   return a;
 }
-__device__ __forceinline__ void arrive_at_leader(Barrier* b) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(leader_address(b)) : "memory");
+// The same in the first CTA of this CTA's pair.
+__device__ __forceinline__ uint32 leader_address(const void* p) {
+  if constexpr (kCtas == 1) return shared_address(p);
+  return cluster_address(p, kCluster == 2 ? 0 : cluster_rank() & ~1u);
+}
+__device__ __forceinline__ void arrive_at(Barrier* b, uint32 rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+               ::"r"(cluster_address(b, rank)) : "memory");
 }
 // What the other CTA did before it arrived is visible then.
 __device__ __forceinline__ void mbarrier_wait_cluster(Barrier* b, uint32 parity) {
@@ -672,6 +688,14 @@ __device__ __forceinline__ void tma_load_for_pair(void* to, const TensorMap& map
                " [%0], [%1, {%2, %3}], [%4];"
                ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(leader_address(b)) : "memory");
 }
+// Copies a box to every CTA of the mask, to the address of `to`. In each, its bytes count towards the barrier of the
+// first CTA of its tile.
+__device__ __forceinline__ void tma_load_for_all(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                                 uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               ".cta_group::1 [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(leader_address(b)), "h"(mask) : "memory");
+}
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, int32 row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];"
                ::"l"(&map), "r"(col), "r"(row) : "memory");
@@ -680,10 +704,11 @@ __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int32 col, in
 
 // ---- gemm/tiles ------------------------------------------------------------
 // The rows of the left operand are the rows of the sums: the left operand is a, or b with kSwapAb. A tile is kTileM
-// rows of the left operand by kTileN rows of the right one. Clusters take tiles in turn, and the CTAs of a cluster
-// divide the left rows of a tile.
+// rows of the left operand by kTileN rows of the right one, and the kCtas CTAs of a tile divide its left rows. Clusters
+// take groups of kClusterM tiles along the left rows by kClusterN along the right ones in turn. What is outside of the
+// matrix is computed too, from zeros, and not written.
 constexpr int kTileM = 128 * kCtas;
-constexpr int kBand  = 8;  // tiles with the same right rows that follow each other
+constexpr int kBand  = 8 / kClusterM;  // groups with the same right rows that follow each other
 
 // The barriers of a ring: one arrival completes `full`, and `frees` arrivals complete `empty`.
 template <int kSize>
@@ -694,39 +719,116 @@ __device__ __forceinline__ void init_ring(Barrier (&full)[kSize], Barrier (&empt
   }
 }
 
+// A mask of `count` CTAs of a cluster: every `step`-th.
+__host__ __device__ constexpr uint32 every(int step, int count) {
+  uint32 mask = 0;
+  for (int i = 0; i < count; ++i) mask |= 1u << i * step;
+  return mask;
+}
+constexpr int kColumn = kCtas * kClusterM;  // CTAs of a group that have the same right rows
+
+// The place of this CTA in its cluster: by rank, the CTAs of a tile follow each other, then the tiles along the left
+// rows, then those along the right ones, then the parts of the columns.
+struct Member {
+  uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
+
+  __device__ __forceinline__ uint32 cta() const { return rank % kCtas; }  // of its tile
+  __device__ __forceinline__ uint32 column() const { return rank % kColumn; }
+  __device__ __forceinline__ uint32 tile_m() const { return column() / kCtas; }
+  __device__ __forceinline__ uint32 tile_n() const { return (rank - part() * kGroup) / kColumn; }
+  __device__ __forceinline__ uint32 part() const { return kSplit == 1 ? 0 : rank / kGroup; }
+  // Its steps, of all.
+  __device__ __forceinline__ uint32 begin(uint32 steps) const { return steps * part() / kSplit; }
+  __device__ __forceinline__ uint32 end(uint32 steps) const { return steps * (part() + 1) / kSplit; }
+  // Masks: who needs the same left rows, right rows, and scales of the right rows.
+  __device__ __forceinline__ uint16 with_left() const {
+    return every(kColumn, kClusterN) << (part() * kGroup + column());
+  }
+  __device__ __forceinline__ uint16 with_right() const { return every(kCtas, kClusterM) << (rank - column() + cta()); }
+  __device__ __forceinline__ uint16 with_right_scales() const { return every(1, kColumn) << (rank - column()); }
+  // The CTAs of its tile, and all that copy something for them.
+  __device__ __forceinline__ uint16 of_tile() const { return every(1, kCtas) << (rank - cta()); }
+  __device__ __forceinline__ uint16 copiers() const {
+    return with_right_scales() | every(kColumn, kClusterN) * every(1, kCtas) << (part() * kGroup + tile_m() * kCtas);
+  }
+};
+constexpr uint32 kReleases = kClusterM + kClusterN - 1;  // of a slot: tiles for which a CTA copies something
+
 struct Tiles {
-  uint32 left, right, first, step;
+  uint32 left, right, first, step;  // groups
+  Member member;
 
   __device__ __forceinline__ Tiles(int64 m, int64 n)
-      : left(ceil_div(kSwapAb ? n : m, kTileM)), right(ceil_div(kSwapAb ? m : n, kTileN)),
+      : left(ceil_div(kSwapAb ? n : m, kTileM * kClusterM)), right(ceil_div(kSwapAb ? m : n, kTileN * kClusterN)),
         first(ptx::cluster_id()), step(ptx::clusters()) {}
   __device__ __forceinline__ uint32 count() const { return left * right; }
   // The first row of the left operand for this CTA, and the first row of the right operand.
-  __device__ __forceinline__ uint2 place(uint32 tile) const {
-    const uint32 band = tile / (kBand * right), inside = tile % (kBand * right);
+  __device__ __forceinline__ uint2 place(uint32 group) const {
+    const uint32 band = group / (kBand * right), inside = group % (kBand * right);
     const uint32 high = min(uint32(kBand), left - band * kBand);
-    const uint32 rank = kCtas == 1 ? 0 : ptx::cluster_rank();
-    return {(band * kBand + inside % high) * kTileM + rank * 128, inside / high * kTileN};
+    return {(band * kBand + inside % high) * (kTileM * kClusterM) + member.column() * 128,
+            (inside / high * kClusterN + member.tile_n()) * kTileN};
   }
 };
 
-// A barrier of all threads of the CTA, or of the pair.
+// A barrier of all threads of the CTA, or of the cluster.
 __device__ __forceinline__ void meet() {
-  if constexpr (kCtas == 1) __syncthreads();
-  if constexpr (kCtas == 2) {
+  if constexpr (kCluster == 1) __syncthreads();
+  if constexpr (kCluster > 1) {
     __syncwarp();
     ptx::cluster_sync();
   }
 }
 
-// Copies a box of an operand; its bytes count towards the barrier of the pair's first CTA, which alone expects them.
-__device__ __forceinline__ void load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
-  if constexpr (kCtas == 1) ptx::tma_load(to, map, col, row, b);
-  if constexpr (kCtas == 2) ptx::tma_load_for_pair(to, map, col, row, b);
+// The part of an operand's box that a CTA copies, for all kSharers CTAs that need the box: at `row` and `col` of the
+// box and `offset` bytes of a slot. In each of them it counts towards the barrier of the first CTA of its tile, which
+// alone expects it.
+template <int kSharers> struct Share {
+  const TensorMap& map;
+  uint16 mask;
+  uint32 row, col, offset;
+
+  __device__ __forceinline__ void load(uint8* slot, uint32 box_col, uint32 box_row, Barrier* b) const {
+    uint8* const to = slot + offset;
+    const int32  x = box_col + col, y = box_row + row;
+    if constexpr (kSharers > 1) ptx::tma_load_for_all(to, map, x, y, b, mask);
+    if constexpr (kSharers == 1 && kCtas == 1) ptx::tma_load(to, map, x, y, b);
+    if constexpr (kSharers == 1 && kCtas == 2) ptx::tma_load_for_pair(to, map, x, y, b);
+  }
+  __device__ __forceinline__ void prefetch(uint32 box_col, uint32 box_row) const {
+    ptx::tma_prefetch(map, box_col + col, box_row + row);
+  }
+};
+using LeftShare       = Share<kClusterN>;
+using RightShare      = Share<kClusterM>;
+using RightScaleShare = Share<kColumn>;
+
+// Rows of 128 bytes.
+__device__ __forceinline__ LeftShare left_share(const TensorMap& map, Member member) {
+  constexpr uint32 kRows = 128 / kClusterN;
+  const uint32 row = member.tile_n() * kRows;
+  return {map, member.with_left(), row, 0, row * 128};
 }
-// Waits until every slot is free: a CTA must not end while the other one still arrives at its barriers.
+__device__ __forceinline__ RightShare right_share(const TensorMap& map, Member member) {
+  constexpr uint32 kRows = kTileN / kColumn;
+  const uint32 row = member.tile_m() * kRows;
+  return {map, member.with_right(), member.cta() * (kTileN / kCtas) + row, 0, row * 128};
+}
+// Rows of kWords words of 8 bytes, one for each 128 rows of the operand.
+template <uint32 kWords>
+__device__ __forceinline__ LeftShare left_scales_share(const TensorMap& map, Member member) {
+  const uint32 word = member.tile_n() * (kWords / kClusterN);
+  return {map, member.with_left(), 0, word, word * 8};
+}
+template <uint32 kRows, uint32 kWords>
+__device__ __forceinline__ RightScaleShare right_scales_share(const TensorMap& map, Member member) {
+  const uint32 word = member.column() * (kRows * kWords / kColumn);
+  return {map, member.with_right_scales(), word / kWords, word % kWords, word * 8};
+}
+
+// Waits until every slot is free: a CTA must not end while others still arrive at its barriers.
 template <int kSize> __device__ __forceinline__ void drain(Barrier (&empty)[kSize], Ring<kSize> ring) {
-  if constexpr (kCtas == 1) return;
+  if constexpr (kGroup == 1) return;
   for (int i = 0; i < kSize; ++i, ring.advance()) ptx::mbarrier_wait(&empty[ring.slot], ring.parity ^ 1);
 }
 
@@ -740,11 +842,12 @@ constexpr int  kImageStep   = kOverlap ? kScaleColumn - kTileN : kTileN;
 constexpr int  kShared      = kTileN - kImageStep;
 constexpr int  kSumsBarriers = kOverlap ? 1 : 2;
 constexpr int  kWriters     = 4;                            // warps: each has the lanes of a quarter
-constexpr int  kPartN       = kTileN < 64 ? kTileN : 64;    // columns that a warp writes at a time
+constexpr int  kPartN       = 16;               // columns that a warp writes at a time
 constexpr int  kParts       = kTileN / kPartN;
 constexpr int  kRegisters   = kSwapAb ? 2 * (kPartN / 2) : kPartN;
 constexpr int  kPartBytes   = kPartN * 64;                  // 32 rows of the sums, 16 bits each
 static_assert(kShared <= kPartN && kShared >= 0, "the first part that is read has the shared columns");
+static_assert(kPartN == 64 || kSwapAb, "other parts are written by the epilogue of kSwapAb");
 
 struct Images {
   uint32 image = 0, parity = 0;
@@ -759,20 +862,10 @@ struct Images {
 namespace ptx {
 // Registers that a load of tensor memory fills, in order. They belong to it until the wait.
 __device__ __forceinline__ void tensor_memory_load(uint32* r, uint32 from) {
-  asm volatile("tcgen05.ld.sync.aligned.32x32b.x64.b32 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, [%64];"
+  asm volatile("tcgen05.ld.sync.aligned.16x256b.x2.b32 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7"
+               "}, [%8];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7])
-               , "=r"(r[8]), "=r"(r[9]), "=r"(r[10]), "=r"(r[11]), "=r"(r[12]), "=r"(r[13]), "=r"(r[14]), "=r"(r[15])
-               , "=r"(r[16]), "=r"(r[17]), "=r"(r[18]), "=r"(r[19]), "=r"(r[20]), "=r"(r[21]), "=r"(r[22]), "=r"(r[23])
-               , "=r"(r[24]), "=r"(r[25]), "=r"(r[26]), "=r"(r[27]), "=r"(r[28]), "=r"(r[29]), "=r"(r[30]), "=r"(r[31])
-               , "=r"(r[32]), "=r"(r[33]), "=r"(r[34]), "=r"(r[35]), "=r"(r[36]), "=r"(r[37]), "=r"(r[38]), "=r"(r[39])
-               , "=r"(r[40]), "=r"(r[41]), "=r"(r[42]), "=r"(r[43]), "=r"(r[44]), "=r"(r[45]), "=r"(r[46]), "=r"(r[47])
-               , "=r"(r[48]), "=r"(r[49]), "=r"(r[50]), "=r"(r[51]), "=r"(r[52]), "=r"(r[53]), "=r"(r[54]), "=r"(r[55])
-               , "=r"(r[56]), "=r"(r[57]), "=r"(r[58]), "=r"(r[59]), "=r"(r[60]), "=r"(r[61]), "=r"(r[62]), "=r"(r[63])
                : "r"(from));
 }
 template <int N> __device__ __forceinline__ void tensor_memory_wait(uint32 (&r)[N]) {
@@ -797,10 +890,38 @@ __device__ __forceinline__ void st_32(void* p, const uint32 (&v)[8]) {
                ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(v[4]), "r"(v[5]), "r"(v[6]), "r"(v[7])
                : "memory");
 }
+// At an address of another CTA's shared memory.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
 }  // namespace ptx
+
+// What warps of the CTAs with other columns hand to the one that adds it up. The barrier `empty` is that of the sender.
+// With a kSplit above 1, one for each warp stands behind the other shared memory.
+struct Handed {
+  uint4   sums[kSplit > 1 ? kSplit - 1 : 1][kRegisters / 4][kWarp];
+  Barrier full, empty;
+};
+constexpr int kHandedBytes = kSplit > 1 ? kWriters * sizeof(Handed) : 0;
+
+template <typename Shared> __device__ __forceinline__ Handed& handed_of(Shared& shared, uint32 warp) {
+  return reinterpret_cast<Handed*>(&shared + 1)[warp];
+}
+
+template <typename Shared> __device__ __forceinline__ void init_sums(Shared& shared) {
+  init_ring(shared.sums_full, shared.sums_empty, kWriters * kCtas);
+  for (int w = 0; kSplit > 1 && w < kWriters; ++w) {
+    ptx::mbarrier_init(&handed_of(shared, w).full, kSplit - 1);
+    ptx::mbarrier_init(&handed_of(shared, w).empty, 1);
+  }
+}
 
 __device__ __forceinline__ uint32 scaled(const uint32* r, float alpha) {
   return to_pair<Out>(__uint_as_float(r[0]) * alpha, __uint_as_float(r[1]) * alpha);
+}
+__device__ __forceinline__ uint32 sum(uint32 a, uint32 b) {
+  return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
 }
 
 // One warp: 32 rows of the sums of every tile of this CTA.
@@ -809,6 +930,7 @@ struct Writer {
   float  alpha;
   bool   leader;  // of the warp
   Images images;
+  uint32 handed = 0;  // the parity of the next exchange of sums
 
   // kPartN columns of its rows. A thread gets a row of them, or with kSwapAb fragments of 8 x 8.
   __device__ __forceinline__ void load(uint32 (&r)[kRegisters], uint32 from) const {
@@ -854,7 +976,35 @@ struct Writer {
     __syncwarp();
     if (!leader) return;
     if constexpr (kCtas == 1) ptx::mbarrier_arrive(empty);
-    if constexpr (kCtas == 2) ptx::arrive_at_leader(empty);
+    if constexpr (kCtas == 2) ptx::arrive_at(empty, ptx::cluster_rank() & ~1u);
+  }
+  // The CTA with the first part of the columns adds the sums of the other parts to its own, in their order; true there.
+  __device__ __forceinline__ bool add_up(Handed& of_warp, uint32 (&r)[kRegisters], Member member) {
+    const uint32 parity = handed;
+    handed ^= 1;
+    if (member.part() > 0) {
+      const uint32 first = member.rank % kGroup;
+      const uint32 to = ptx::cluster_address(&of_warp.sums[member.part() - 1][0][lane], first);
+      ptx::mbarrier_wait_cluster(&of_warp.empty, parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kRegisters / 4; ++i) ptx::st_cluster(to + i * sizeof(of_warp.sums[0][0]), r + 4 * i);
+      __syncwarp();
+      if (leader) ptx::arrive_at(&of_warp.full, first);
+      return false;
+    }
+    ptx::mbarrier_wait_cluster(&of_warp.full, parity);
+    for (int part = 1; part < kSplit; ++part) {
+#pragma unroll
+      for (int i = 0; i < kRegisters / 4; ++i) {
+        const uint4 v = of_warp.sums[part - 1][i][lane];
+        r[4 * i] = sum(r[4 * i], v.x), r[4 * i + 1] = sum(r[4 * i + 1], v.y);
+        r[4 * i + 2] = sum(r[4 * i + 2], v.z), r[4 * i + 3] = sum(r[4 * i + 3], v.w);
+      }
+    }
+    __syncwarp();
+    if (leader)
+      for (int part = 1; part < kSplit; ++part) ptx::arrive_at(&of_warp.empty, member.rank + part * kGroup);
+    return true;
   }
   // `out` as a map of boxes of one warp's part, and as rows out_stride apart: either serves.
   template <typename Shared>
@@ -874,6 +1024,8 @@ struct Writer {
         uint32 r[kRegisters];
         load(r, sums + images.column() + part * kPartN);
         if (i == (kOverlap ? 0 : kParts - 1)) release(shared);
+        if constexpr (kSplit > 1)
+          if (!add_up(handed_of(shared, warp), r, tiles.member)) continue;
         if constexpr (kTmaStore) {
           const uint32 staged = ptx::shared_address(shared.out[warp][buffer]);
           const uint32 row = kSwapAb ? right : left, col = kSwapAb ? left : right;
@@ -913,36 +1065,41 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   Barrier full[kStages], empty[kStages], sums_full[kSumsBarriers], sums_empty[kSumsBarriers];
   uint32  tensor_memory;
 };
-static_assert(sizeof(Shared) == 205824, "the launch counts on it");
+static_assert(sizeof(Shared) + kHandedBytes == 214080, "the launch counts on it");
 constexpr uint32 kStageBytes = sizeof(Shared::left[0]) + sizeof(Shared::right[0])
                                + sizeof(Shared::left_scales[0]) + sizeof(Shared::right_scales[0]);
 
 // ---- copies ----------------------------------------------------------------
-struct Operands { const TensorMap &left, &right, &left_scales, &right_scales; };
+constexpr uint32 kScaleWords = kAtoms * kAtomBytes / 8;
 
-__device__ __forceinline__ void produce(Shared& shared, const Tiles& tiles, const Operands& of, uint32 steps) {
-  constexpr int kScaleStep = kAtoms * kAtomBytes / 8;  // elements of 8 bytes
-  const bool first = kCtas == 1 || ptx::cluster_rank() == 0;
+struct Copies {
+  LeftShare left, left_scales;
+  RightShare right;
+  RightScaleShare right_scales;
+};
+
+__device__ __forceinline__ void produce(Shared& shared, const Tiles& tiles, const Copies& copies, uint32 steps) {
+  const bool   first = tiles.member.cta() == 0;
+  const uint32 end   = tiles.member.end(steps);
   Ring<kStages> ring;
   for (uint32 tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
-    const uint2  at    = tiles.place(tile);
-    const uint32 right = at.y + (first ? 0 : kRightRows);
-    for (uint32 step = 0; step < steps; ++step, ring.advance()) {
+    const uint2 at = tiles.place(tile);
+    for (uint32 step = tiles.member.begin(steps); step < end; ++step, ring.advance()) {
       const uint32 slot = ring.slot;
       Barrier*     full = &shared.full[slot];
-      if (kPrefetch && step + kStages < steps) {
+      if (kPrefetch && step + kStages < end) {
         const uint32 ahead = step + kStages;
-        ptx::tma_prefetch(of.left, ahead * 128, at.x);
-        ptx::tma_prefetch(of.right, ahead * 128, right);
-        ptx::tma_prefetch(of.left_scales, ahead * kScaleStep, at.x / 128);
-        ptx::tma_prefetch(of.right_scales, ahead * kScaleStep, at.y / 128);
+        copies.left.prefetch(ahead * 128, at.x);
+        copies.right.prefetch(ahead * 128, at.y);
+        copies.left_scales.prefetch(ahead * kScaleWords, at.x / 128);
+        copies.right_scales.prefetch(ahead * kScaleWords, at.y / 128);
       }
       ptx::mbarrier_wait(&shared.empty[slot], ring.parity ^ 1);
       if (first) ptx::mbarrier_arrive_expect_tx(full, kCtas * kStageBytes);
-      load(shared.left[slot], of.left, step * 128, at.x, full);
-      load(shared.right[slot], of.right, step * 128, right, full);
-      load(shared.left_scales[slot], of.left_scales, step * kScaleStep, at.x / 128, full);
-      load(shared.right_scales[slot], of.right_scales, step * kScaleStep, at.y / 128, full);
+      copies.left.load(shared.left[slot], step * 128, at.x, full);
+      copies.right.load(shared.right[slot], step * 128, at.y, full);
+      copies.left_scales.load(shared.left_scales[slot], step * kScaleWords, at.x / 128, full);
+      copies.right_scales.load(shared.right_scales[slot], step * kScaleWords, at.y / 128, full);
     }
   }
   drain(shared.empty, ring);
@@ -960,6 +1117,7 @@ __device__ __forceinline__ void multiply(Shared& shared, const Tiles& tiles, uin
   constexpr int kProductsOfAtom = kProducts / kAtoms;
   const uint32 memory = shared.tensor_memory, left_scales = memory + kScaleColumn;
   const uint32 right_scales = left_scales + kAtoms * 4;
+  const uint32 begin = tiles.member.begin(steps), end = tiles.member.end(steps);
   Ring<kStages> ring;
   Images images;
   for (uint32 tile = tiles.first; tile < tiles.count(); tile += tiles.step, images.advance()) {
@@ -967,7 +1125,7 @@ __device__ __forceinline__ void multiply(Shared& shared, const Tiles& tiles, uin
     const uint32 sums = memory + images.column();
     if constexpr (kCtas == 1) ptx::mbarrier_wait(&shared.sums_empty[images.barrier()], images.parity ^ 1);
     if constexpr (kCtas == 2) ptx::mbarrier_wait_cluster(&shared.sums_empty[images.barrier()], images.parity ^ 1);
-    for (uint32 step = 0; step < steps; ++step, ring.advance()) {
+    for (uint32 step = begin; step < end; ++step, ring.advance()) {
       const uint32 left = ptx::shared_address(shared.left[ring.slot]);
       const uint32 right = ptx::shared_address(shared.right[ring.slot]);
       const uint32 from_left = ptx::shared_address(shared.left_scales[ring.slot]);
@@ -986,11 +1144,11 @@ __device__ __forceinline__ void multiply(Shared& shared, const Tiles& tiles, uin
         const int atom = i / kProductsOfAtom, half = i % kProductsOfAtom;
         if (step * kProducts + i < products)
           ptx::multiply(sums, ptx::operand(left + 32 * i), ptx::operand(right + 32 * i), form(half),
-                        left_scales + 4 * atom, right_scales + kRightStep * atom + skip, step + i > 0);
+                        left_scales + 4 * atom, right_scales + kRightStep * atom + skip, step > begin || i > 0);
       }
-      ptx::commit(&shared.empty[ring.slot]);
+      ptx::commit(&shared.empty[ring.slot], tiles.member.copiers());
     }
-    ptx::commit(&shared.sums_full[images.barrier()]);
+    ptx::commit(&shared.sums_full[images.barrier()], tiles.member.of_tile());
   }
 }
 
@@ -999,10 +1157,10 @@ constexpr int kProductWarp = kWriters, kCopyWarp = kWriters + 1, kThreads = 32 *
 static_assert(kThreads == 192, "the launch counts on it");
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_blockscaled(
-    const __grid_constant__ TensorMap left,          // [rows, k / 2] bytes, boxes [128, 128]
-    const __grid_constant__ TensorMap right,         // [rows, k / 2] bytes, boxes [kRightRows, 128]
-    const __grid_constant__ TensorMap left_scales,   // [rows / 128, 64 words for each 4 columns of scales]
-    const __grid_constant__ TensorMap right_scales,  // likewise, boxes of kRightAtoms rows
+    const __grid_constant__ TensorMap left,          // [rows, k / 2] bytes; boxes are a CTA's part of what CTAs share
+    const __grid_constant__ TensorMap right,         // likewise
+    const __grid_constant__ TensorMap left_scales,   // [rows / 128, 64 words for each 4 columns of scales], likewise
+    const __grid_constant__ TensorMap right_scales,  // likewise
     const __grid_constant__ TensorMap out_map,       // [m, n], boxes [32, 64] or with kSwapAb [kPartN, 32]
     const float* __restrict__ alpha,                 // [1]; null: 1
     Out* __restrict__ out,                           // [m, n]
@@ -1020,8 +1178,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_blockscaled(
     ptx::prefetch_tensor_map(right);
     ptx::prefetch_tensor_map(left_scales);
     ptx::prefetch_tensor_map(right_scales);
-    init_ring(shared.full, shared.empty, 1);
-    init_ring(shared.sums_full, shared.sums_empty, kWriters * kCtas);
+    init_ring(shared.full, shared.empty, kReleases);
+    init_sums(shared);
     ptx::fence_mbarrier_init();
   }
   if (warp == kProductWarp) {
@@ -1036,10 +1194,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_blockscaled(
   const uint32 steps = ceil_div(k, 256);
   if (warp == kCopyWarp) {
     ptx::griddep_wait();
-    if (ptx::elect_one()) produce(shared, tiles, {left, right, left_scales, right_scales}, steps);
+    const Copies copies{left_share(left, tiles.member), left_scales_share<kScaleWords>(left_scales, tiles.member),
+                        right_share(right, tiles.member),
+                        right_scales_share<kRightAtoms, kScaleWords>(right_scales, tiles.member)};
+    if (ptx::elect_one()) produce(shared, tiles, copies, steps);
   } else if (warp == kProductWarp) {
-    if ((kCtas == 1 || ptx::cluster_rank() == 0) && ptx::elect_one())
-      multiply(shared, tiles, steps, ceil_div(k, 64));
+    if (tiles.member.cta() == 0 && ptx::elect_one()) multiply(shared, tiles, steps, ceil_div(k, 64));
   } else {
     ptx::griddep_wait();
     Writer writer{warp, lane, alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f, ptx::elect_one(), {}};
