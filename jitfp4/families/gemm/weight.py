@@ -7,21 +7,22 @@ Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 
 has one 32-bit word with the eight codes that it passes to the tensor cores: columns 2 t and 2 t + 1 of row g, then of
 row g + 8; columns 2 t + 8 and 2 t + 9 of row g, then of row g + 8. The words of four steps are adjacent, then come the
 other lanes, then the other four steps. The first column of each of the four pairs is in the low half of the word, the
-second in the high half. Codes are placed so that a pair becomes bf16 with few instructions: its two signs go to the
-first bits of the halves, and its exponents and mantissas to bits 8 to 6, all other bits are masked. Pair 0 is there
-already, pair 1 after a shift to the left by 6, pair 2 after a rotation to the right by 6, and pair 3 is the exclusive or
-of the word shifted to the left by 4 and to the right by 4. So the halves of a word are (s: sign, e: exponent, m:
-mantissa of a pair's code; S: the sign in the other half; x: what is left for pair 3)::
+second in the high half. Codes are placed so that few instructions turn a pair into bf16, where its signs are the first
+bits of the halves, and its exponents and mantissas bits 8 to 6: a mask, and before it for pair 1 a shift to the left by
+6, for pair 2 a rotation to the right by 6, and for pair 3 the exclusive or of shifts by 4 to the left and to the right.
+So a half has these bits (s: sign, e: exponent, m: mantissa of a pair's code; S: the sign in the other half; x: what
+makes pair 3 come out)::
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     pair     0  2  2  2  3  3  1  0  0  0  2  3  3  1  1  1
              s  e  e  m  x  x  s  e  e  m  S  x  x  e  e  m
 
 Scales follow, one byte each: block after block, and for each g a word for two columns of blocks: row g of both in the
-low half, row g + 8 in the high half. The byte of the first column is in bits 11 to 4 of a half; that of the second
-column is there once the bytes of the half change places. A byte has no sign, five bits of exponent with a bias of 21
-and three bits of mantissa: it can hold every E4M3 magnitude except zero. A scale of zero is written as zero codes, a negative scale as codes of the opposite
-sign, NaN as 0xFF. MXFP4's scales are relative to the largest scale of their row, which ``row_scale`` holds.
+low half, row g + 8 of both in the high half. The byte of the first column is in bits 11 to 4 of its half; that of the
+second is there after the bytes of the half have changed places. A byte has no sign, five bits of exponent with a bias
+of 21 and three bits of mantissa: it can hold every E4M3 magnitude except zero. A scale of zero is written as zero
+codes, a negative scale as codes of the opposite sign, NaN as 0xFF. MXFP4's scales are relative to the largest scale of
+their row, which ``row_scale`` holds.
 """
 
 from __future__ import annotations
