@@ -109,6 +109,10 @@ class Problem(NamedTuple):
     def units_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.units, arch.num_sms)
 
+    def items_per_sm(self, arch: Arch) -> int:
+        """Requests, for one KV head, of the greatest length."""
+        return ceil_div(self.units, self.tiles * arch.num_sms)
+
     @property
     def wide(self) -> bool:
         """Whether the sums of a warp take so many registers that an SM holds few warps."""
@@ -157,8 +161,8 @@ class Spec(KernelSpec):
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory of a warp's tiles and of which tokens have no page, in whole lines."""
-        return round_up(self.stages * (self.stage_bytes + 4), _LINE)
+        """Shared memory of a warp's tiles, with 8 bytes about each, in whole lines."""
+        return round_up(self.stages * (self.stage_bytes + 8), _LINE)
 
     @property
     def part_bytes(self) -> int:
@@ -168,8 +172,8 @@ class Spec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
-        of_warp = self.ring_bytes + self.part_bytes + 3 * 52 + 4
-        return round_up(self.warps * of_warp + 8 + 1, _LINE)
+        of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
+        return round_up(round_up(of_warps, 16) + round_up(self.warps * 4, 16) + 48, _LINE)
 
     @property
     def counter_bytes(self) -> int:
@@ -198,6 +202,9 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
         return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
+    lines = tactic.head_warps * problem.rows
+    if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
+        return f"a workspace has {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
     shared = specialise(problem, tactic).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"

@@ -1,9 +1,10 @@
 """Which tactic a problem gets, and the problems that meet every row.
 
-Twelve warps keep an SM's memory busy: with a ring of three tiles each, or of two where there is less to do. Short
-requests end often: two CTAs then fill each other's pauses. Little work is over sooner with fewer parts to add up, and
-fewer tiles in flight. Where the rows of a head do not follow each other, warps take the heads of one token: the scales
-of four are a sector. Two tiles leave room for L1 to keep it until the last of them has come.
+Twelve warps with a ring of two tiles each keep an SM busy. They take several heads of the same tokens: then requests
+end less often, and fewer parts are added up. Where an SM has no more than one request and head, they take one, so that
+all SMs have work. Short requests end often: two CTAs then fill each other's pauses. Little work is over sooner with
+fewer parts to add up, and fewer tiles in flight. Where the rows of a head do not follow each other, four heads also
+share sectors of scales: two tiles leave room for L1 to keep them until the last has come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
 copies K and V. Two CTAs share the expansion of NVFP4, which costs most. Few rows are better cut into 128 than into 192,
@@ -27,7 +28,7 @@ from jitfp4.selection import Row, Table, rows
 
 _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
-_SHORT = 128  # tiles of a request
+_SHORT = 64  # tiles of a request
 _FEW_BLOCKS = 4096  # of query rows
 
 TABLE: Table[Any] = Table(
@@ -39,11 +40,11 @@ TABLE: Table[Any] = Table(
             (Tactic(4, 3, 1), {"cache": Cache.F16}),
         ),
         *rows(
-            (Tactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),  # measured where rows are packed, assumed elsewhere
-            (Tactic(6, 3, 2), {"packed": True, "tiles": _SHORT}),
-            (Tactic(12, 2, 1), {"packed": True, "units_per_sm": _SOME_UNITS}),
-            (Tactic(12, 3, 1), {"packed": True}),
-            (Tactic(8, 2, 1), {"units_per_sm": _SOME_UNITS}),
+            (Tactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
+            (Tactic(12, 2, 1), {"packed": True, "items_per_sm": 1}),
+            (Tactic(6, 2, 2, head_warps=2), {"packed": True, "tiles": _SHORT}),
+            (Tactic(6, 2, 2), {"packed": True, "tiles": _SHORT}),
+            (Tactic(8, 2, 1), {"packed": False, "items_per_sm": 1, "units_per_sm": _SOME_UNITS}),
             (Tactic(12, 2, 1, head_warps=4), {}),
             (Tactic(12, 2, 1, head_warps=2), {}),
             (Tactic(12, 2, 1), {}),
@@ -106,24 +107,24 @@ WGMMA_TACTICS = tuple(
 def problems(arch: Arch) -> Iterator[Problem]:
     """bf16 queries: each order of heads and scales, few, short and many requests; the odd sizes; many query tokens."""
     pages = (Pages.HALVES, Pages.WHOLE)
-    loads = ((32, _FEW_UNITS), (_SHORT, 2 * _SOME_UNITS), (4096, 2 * _SOME_UNITS))
+    loads = ((32, _FEW_UNITS), (_SHORT, 2 * _SOME_UNITS), (4096, 4096), (256, 4096))
     for page in pages:
         for packed, interleaved in ((True, False), (True, True), (False, False)):
             for tiles, units in loads:
                 yield _problem(arch, page, tiles, units, packed=packed, interleaved=interleaved)
-        yield _problem(arch, page, *loads[2], rows=16)
-        yield _problem(arch, page, *loads[2], head_dim=64)
-        yield _problem(arch, page, *loads[2], head_dim=256)
+        yield _problem(arch, page, *loads[3], rows=16)
+        yield _problem(arch, page, *loads[3], head_dim=64)
+        yield _problem(arch, page, *loads[3], head_dim=256)
     for heads in (1, 2, 4):
-        yield _problem(arch, Pages.HALVES, *loads[2], packed=False, heads=heads)
-    for packed in (True, False):
-        yield _problem(arch, Pages.HALVES, 4096, _SOME_UNITS, packed=packed)
-    yield _problem(arch, Pages.HALVES, *loads[2], two_tables=True)
-    yield _problem(arch, Pages.HALVES, *loads[2], cache=Cache.E4M3, rows=16)
-    yield _problem(arch, Pages.HALVES, *loads[2], head_dim=256, rows=16)
+        yield _problem(arch, Pages.HALVES, *loads[3], packed=False, heads=heads)
+    yield _problem(arch, Pages.HALVES, *loads[1], heads=1)
+    yield _problem(arch, Pages.HALVES, 4096, _SOME_UNITS, packed=False)
+    yield _problem(arch, Pages.HALVES, *loads[3], two_tables=True)
+    yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.E4M3, rows=16)
+    yield _problem(arch, Pages.HALVES, *loads[3], head_dim=256, rows=16)
     for cache in (Cache.E4M3, Cache.F16, Cache.BF16):
-        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache)
-        yield _problem(arch, Pages.HALVES, *loads[2], cache=cache, head_dim=256, rows=16)
+        yield _problem(arch, Pages.HALVES, *loads[3], cache=cache)
+        yield _problem(arch, Pages.HALVES, *loads[3], cache=cache, head_dim=256, rows=16)
     for block in (ROW_BLOCK, 2 * ROW_BLOCK):
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)

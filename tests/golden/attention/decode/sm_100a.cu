@@ -540,17 +540,40 @@ __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
   return b == 1 ? a : a / b;
 }
+// A value that is the same in all lanes, as the compiler now sees: branches on it need no reconvergence.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 // The query token of a row
 __device__ __forceinline__ int token_of(const Operands& p, int row) {
   return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^26
 }
+
+// The tokens that a query row sees: from `first` to before `end`.
+struct Span {
+  int first, end;
+
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
+    end   = r.tokens - r.q_len + min(token_of(p, row), r.q_len - 1) + 1;
+    first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
+  }
+};
+
+// Tiles that all query rows of a request see in full: those that begin at `first` to `first + width`.
+struct Inner {
+  int first, width;
+
+  __device__ __forceinline__ Inner(const Operands& p, const Request& r) {
+    const int begin = max(0, Span(p, r, r.q_len * p.group - 1).first), end = Span(p, r, 0).end - kTile;
+    first = uniform(end < begin ? kMostTokens : begin), width = uniform(max(end - begin, 0));
+  }
+  __device__ __forceinline__ bool has(int start) const { return uint32(start - first) <= uint32(width); }
+};
 
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
   int b, heads, block;  // numbers of the request, of a group of kHeadWarps heads, and of a block of rows
   int tile, count;  // the first of the request's tiles, and how many
-  int left;         // units of this CTA after the segment
+  int begin, left;  // the first of the units, and how many this CTA has after them
 
   // The KV head of warp i of those that take the same tokens
   __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
@@ -563,8 +586,15 @@ struct Segment {
   }
   __device__ __forceinline__ int end_token() const { return (request.first_tile + tile + count) * kTile; }
 
+  // The tiles that this warp takes
+  __device__ __forceinline__ int own_tiles() const {
+    constexpr int kStep = kTokenWarps * kTile;
+    return (end_token() - first_token() + kStep - 1) / kStep;
+  }
+
   __device__ __forceinline__ bool next(const Operands& p) {
     if (left == 0) return false;
+    begin += count;
     if (++block == request.row_blocks) {
       block = 0;
       if (++heads == p.kv_heads / kHeadWarps) {
@@ -584,7 +614,7 @@ struct Segment {
 __device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
   Segment s = own;
   __syncwarp();
-  if (!s.next(p)) return false;
+  if (!uniform(s.next(p))) return false;
   if (threadIdx.x % kWarp == 0) own = s;
   __syncwarp();
   return true;
@@ -607,7 +637,10 @@ __device__ __forceinline__ void prefetch_inputs(const Operands& p) {
 
 struct Shares {
   int units[kWarps];  // units of the requests that each warp has counted
-  int b, before;      // the request in which this CTA's share begins, and the units of all requests before it
+  alignas(16) Request request;  // the one in which this CTA's share begins
+  int b, before;      // its number, and the units of all requests before it
+  int size;           // units of every CTA but the last
+  int tiles;          // of the first request
 };
 
 // Rounds the size of a share up a little, if shares then end where items of `tiles` units end: whole items need no sum
@@ -619,15 +652,10 @@ __device__ __forceinline__ int rounded(int size, int tiles) {
   return next - size <= min(kRounding, size / 16) ? next : size;
 }
 
-struct Share {
-  int size;   // units of every CTA but the last
-  int begin;  // this CTA's first unit
-};
-
 // Finds the share of this CTA and its first segment; false where no unit is left for it. Every thread counts the units
 // of a part of the requests.
 __device__ __forceinline__ bool find_share(
-    const Operands& p, Shares& s, Share& share, Segment& now, Segment& ahead) {
+    const Operands& p, Shares& s, Segment& now, Segment& ahead) {
   const int each = (p.batch + kThreads - 1) / kThreads, b0 = threadIdx.x * each, b1 = min(b0 + each, p.batch);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int units = 0;
@@ -635,6 +663,7 @@ __device__ __forceinline__ bool find_share(
     Request r;
     r.load(p, b);
     units += r.items(p) * r.tiles;
+    if (b == 0) s.tiles = r.tiles;
   }
   int upto = units;
 #pragma unroll
@@ -650,22 +679,19 @@ __device__ __forceinline__ bool find_share(
     if (w == warp) upto += total;
     total += s.units[w];
   }
-  share.size  = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
-  if (share.size >= kRounding) {
-    Request any;
-    any.load(p, 0);
-    if (total % any.tiles == 0) share.size = rounded(share.size, any.tiles);
-  }
-  share.begin = blockIdx.x * share.size;
-  if (share.begin >= total) return false;
+  int size = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
+  if (size >= kRounding && total % s.tiles == 0) size = rounded(size, s.tiles);
+  const int begin = blockIdx.x * size;
+  if (begin >= total) return false;
+  if (threadIdx.x == 0) s.size = size;
   int before = upto - units;
-  if (before <= share.begin && share.begin < upto) {
+  if (before <= begin && begin < upto) {
     for (int b = b0; b < b1; ++b) {
       Request r;
       r.load(p, b);
       const int own = r.items(p) * r.tiles;
-      if (share.begin < before + own) {
-        s.b = b, s.before = before;
+      if (begin < before + own) {
+        s.b = b, s.before = before, s.request = r;
         break;
       }
       before += own;
@@ -673,15 +699,15 @@ __device__ __forceinline__ bool find_share(
   }
   __syncthreads();
   Segment first;
-  first.b = s.b;
-  first.request.load(p, first.b);
-  const int inside = share.begin - s.before, mine = min(share.size, total - share.begin);
+  first.b = s.b, first.request = s.request;
+  const int inside = begin - s.before, mine = min(size, total - begin);
   const int item = quotient(inside, first.request.tiles), blocks = first.request.row_blocks;
   first.heads = quotient(item, blocks);
   first.block = item - first.heads * blocks;
   first.tile  = inside - item * first.request.tiles;
   first.count = min(first.request.tiles - first.tile, mine);
   first.left  = mine - first.count;
+  first.begin = begin;
   if (lane == 0) now = ahead = first;
   __syncwarp();
   return true;
@@ -697,14 +723,20 @@ constexpr int kValuesAt   = kTile * kRowBytes;
 constexpr int kScalesAt   = 2 * kTile * kRowBytes;
 constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
 constexpr int kStageBytes = kVScalesAt + kTile * kScaleBytes;
-constexpr int kAbsentAt   = kStages * kStageBytes;
+constexpr int kPartialAt  = kStages * kStageBytes;
 constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
 static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
 static_assert(kStageBytes % 128 == 0, "a line that is copied to two of shared memory costs half as many sectors more");
 
+// Where a tile begins, and a bit for each of its tokens that has no page
+struct Partial {
+  int    start;
+  uint32 absent;
+};
+
 struct alignas(128) Ring {
-  uint8  stages[kStages][kStageBytes];
-  uint32 absent[kStages];  // a bit for each token that has no page; of stages that have not all
+  uint8   stages[kStages][kStageBytes];
+  Partial partial[kStages];  // of tiles that rows do not see in full
 };
 
 // The offset of a chunk of a row in a tile, in bytes. The chunks of each 128 bytes are permuted, so that reads of K and
@@ -752,7 +784,7 @@ class Producer {
  public:
   // `segment` is the one that this warp copies, ahead of the one that it works on.
   __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring)
-      : p_(p), segment_(segment), inverse_((0x80000000u + p.page - 1) / p.page) {
+      : p_(p), segment_(segment), inner_(p, segment.request), inverse_((0x80000000u + p.page - 1) / p.page) {
     const int lane = threadIdx.x % kWarp;
     rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
     scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
@@ -765,15 +797,14 @@ class Producer {
   __device__ __forceinline__ void issue(int stage) {
     partial_ <<= 1;
     if (token_ < end_) {
-      bool there[kLookups], all = token_ + kTile <= tokens_;
+      bool there[kLookups], all = inner_.has(token_);
 #pragma unroll
       for (int i = 0; i < kLookups; ++i) {
         there[i] = uint32(k_page_[i]) < uint32(p_.num_pages);
         if constexpr (kTwoTables) there[i] &= uint32(v_page_[i]) < uint32(p_.num_pages);
         all &= there[i];
       }
-      if constexpr (kPages == Pages::kMany) all = __all_sync(~0u, all);
-      if (all) {
+      if (__all_sync(~0u, all)) {
         copy<true>(stage, there);
       } else {
         partial_ |= 1;
@@ -785,17 +816,18 @@ class Producer {
     ptx::copy_async_commit();
   }
 
-  // Whether the tile that is used next lacks tokens: then the ring's `absent` tells which of them have no page.
+  // Whether the tile that is used next lacks tokens: then the ring has its Partial.
   __device__ __forceinline__ bool partial() const { return partial_ >> (kStages - 1) & 1; }
 
  private:
   // Goes to the first tile of this warp in the segment. The pointers are to what this lane copies if it is in page 0.
   __device__ __forceinline__ void enter() {
-    const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16, warp = threadIdx.x / kWarp;
-    const int head = segment_.head(warp % kHeadWarps);
-    token_  = segment_.first_token();
-    end_    = segment_.end_token();
-    tokens_ = segment_.request.tokens;
+    const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16;
+    const int head = segment_.head(threadIdx.x / kWarp % kHeadWarps);
+    token_  = uniform(segment_.first_token());
+    end_    = uniform(segment_.end_token());
+    tokens_ = uniform(segment_.request.tokens);
+    inner_  = Inner(p_, segment_.request);
     table_  = p_.tables + segment_.request.table;
     k_ = p_.k + head * p_.k_head_stride + row * k_token_stride() + chunk;
     v_ = p_.v + head * p_.v_head_stride + row * v_token_stride() + chunk;
@@ -848,7 +880,7 @@ class Producer {
     const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
     if constexpr (!kAll) {
       const uint32 absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
-      if (lane == 0) st_absent(scales_to_ + kAbsentAt - kScalesAt + stage / kStageBytes * 4, absent);
+      if (lane == 0) st_partial(scales_to_ + kPartialAt - kScalesAt + stage / kStageBytes * sizeof(Partial), absent);
     }
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -887,8 +919,8 @@ class Producer {
       const uint8* base, int page, int page_stride, int slot, int token_stride) {
     return ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base));
   }
-  __device__ __forceinline__ static void st_absent(uint32 p, uint32 v) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+  __device__ __forceinline__ void st_partial(uint32 p, uint32 absent) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(token_), "r"(absent) : "memory");
   }
   __device__ __forceinline__ int k_token_stride() const { return kPacked ? kRowBytes : p_.k_token_stride; }
   __device__ __forceinline__ int v_token_stride() const { return kPacked ? kRowBytes : p_.v_token_stride; }
@@ -905,6 +937,7 @@ class Producer {
   uint32 partial_ = 0;  // a bit for each of the last tiles
   int rows_to_, scales_to_;  // where this lane copies to in the first stage
   int token_, end_, tokens_;  // where this warp's next tile begins, the segment's and the request's ends
+  Inner inner_;
   int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
   const int32* table_;
   const uint8 *k_, *v_, *k_scales_, *v_scales_;
@@ -917,8 +950,8 @@ class Producer {
 // queries and outputs use the same order.
 //
 // Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
-// of its value. Times 2^7, a block scale is a float16 too, so that the product is exact: 2^-7 of the value. Where
-// hardware converts, it is the value itself.
+// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
+// converts, it is the value itself.
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
@@ -936,7 +969,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 
 namespace nvfp4_tile {
 using Mma = f16;
-constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-7f;  // the number that stands for 1 in fragments of K
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
 constexpr float kValueUnit = kKeyUnit;
 constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
 constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
@@ -953,14 +986,22 @@ __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 
 // The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
-// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
   } else {
     constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
     const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
-    const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }
@@ -990,11 +1031,14 @@ __device__ __forceinline__ uint32 high_twice(uint32 pair) {
   return d;
 }
 
+// Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
+constexpr bool kTransposed = !kInterleaved && kScaleBytes == 8;
+
 // The offsets in a stage of what a lane reads.
 struct Lane {
   int key, key_scale;    // of row g; row g + 8 is 8 rows further
   int value[2];          // of tokens 2 c and 2 c + 1, likewise
-  int value_scale;       // of token 2 c
+  int value_scale;       // of token 2 c; of token g where they are transposed
 
   __device__ __forceinline__ Lane() {
     const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
@@ -1005,8 +1049,9 @@ struct Lane {
     for (int i = 0; i < 2; ++i) {
       value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
     }
-    value_scale = keep(kVScalesAt +
-                       (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2 : 2 * c * kScaleBytes + block));
+    value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt
+                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2
+                                                                : 2 * c * kScaleBytes + block));
   }
 };
 
@@ -1018,17 +1063,16 @@ __device__ __forceinline__ void scores(
   for (int i = 0; i < 2; ++i) {
     ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
     const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
-    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_scales(*scales));
+    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
     if constexpr (kScaleBytes > 4) {
 #pragma unroll
       for (int j = 0; j < kScaleBytes / 4; j += 2) {
-        const uint32 two = decode_scales(*reinterpret_cast<const uint16*>(scales + j));
+        const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
         scale[i][j]     = low_twice(two);
         scale[i][j + 1] = high_twice(two);
       }
     }
   }
-  float odd[kBlocks][4] = {};  // a second sum for every other product: chains of dependent products are half as long
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -1043,14 +1087,9 @@ __device__ __forceinline__ void scores(
           ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n) {
-        ptx::mma_half<Mma>(j ? odd[n] : s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+        ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
       }
     }
-  }
-#pragma unroll
-  for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
   }
 }
 
@@ -1081,7 +1120,7 @@ struct Values {
 #pragma unroll
       for (int b = 0; b < (kValueWords + 1) / 2; ++b) {
         const uint8* at = stage + lane.value_scale + (first + i * 8) * kScaleBytes + b * (kInterleaved ? 4 : 1);
-        if constexpr (kInterleaved) scales[i][b] = *reinterpret_cast<const uint16*>(at);
+        if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
         else scales[i][b] = at[0] | at[kScaleBytes] << 8;
       }
     }
@@ -1099,11 +1138,17 @@ struct Values {
     }
   }
 
+  // The scales of this lane's block for two tokens
+  static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
+    const uint32 pair = decode_e4m3x2(scales);
+    return kTransposed ? ptx::transpose(pair) : pair;
+  }
+
   // o += V p
   __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
 #pragma unroll
     for (int w = 0; w < kValueWords; ++w) {
-      const uint32 scale0 = decode_scales(scales[0][w / 2]), scale1 = decode_scales(scales[1][w / 2]);
+      const uint32 scale0 = decode_two(scales[0][w / 2]), scale1 = decode_two(scales[1][w / 2]);
       uint32 first[8], second[8];
       interleave(codes[0][w], codes[1][w], first);
       interleave(codes[2][w], codes[3][w], second);
@@ -1368,26 +1413,55 @@ struct State {
     }
   }
 
-  // Moves a reference up where an exponent would be above kLargest.
-  __device__ __forceinline__ void keep_above(const Logits& x, const Scales& scales) {
-    float most = kNone, top[kBlocks][2];
+  // Makes products exponents. Moves a reference up where one would be above kLargest.
+  __device__ __forceinline__ void to_exponents(Logits& x, const Scales& scales) {
+    Logits y;
+    int most = __float_as_int(kNone);  // if one is positive, the largest float is the largest integer, too
+    set_exponents(x, scales, y);
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int u = 0; u < kSubs; ++u) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        top[n][i] = fmaxf(x[0][n][i], x[0][n][i + 2]);
+      for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
-        for (int u = 1; u < kSubs; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[u][n][i], x[u][n][i + 2]));
-        const float over = fmaf(top[n][i], scales.x[n][i], -reference[n][i]);
-        most = n + i == 0 ? over : fmaxf(most, over);
+        for (int i = 0; i < 4; i += 2) {
+          most = max(max(most, __float_as_int(y[u][n][i])), __float_as_int(y[u][n][i + 1]));
+        }
       }
     }
-    if (!__any_sync(~0u, most > kLargest)) return;
+    if (__any_sync(~0u, most > __float_as_int(kLargest))) {
+      raise(x, scales);
+      set_exponents(x, scales, y);
+    }
+#pragma unroll
+    for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[u][n][i] = y[u][n][i];
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set_exponents(const Logits& x, const Scales& scales, Logits& y) const {
+#pragma unroll
+    for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[u][n][i] = fmaf(x[u][n][i], scales.x[n][i % 2], -reference[n][i % 2]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise(const Logits& x, const Scales& scales) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float next = top[n][i];
+        float next = fmaxf(x[0][n][i], x[0][n][i + 2]);
+#pragma unroll
+        for (int u = 1; u < kSubs; ++u) next = fmaxf(next, fmaxf(x[u][n][i], x[u][n][i + 2]));
 #pragma unroll
         for (int distance = 4; distance < kWarp; distance *= 2) {
           next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
@@ -1404,29 +1478,8 @@ struct State {
   }
 };
 
-// The tokens that a query row sees: from `first` to before `end`.
-struct Span {
-  int first, end;
-
-  __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
-    end   = r.tokens - r.q_len + min(token_of(p, row), r.q_len - 1) + 1;
-    first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
-  }
-};
-
-// Tiles that all query rows of a request see in full: those that begin at `first` to `first + width`.
-struct Inner {
-  int first, width;
-
-  __device__ __forceinline__ Inner(const Operands& p, const Request& r) {
-    first = max(0, Span(p, r, r.q_len * p.group - 1).first);
-    width = Span(p, r, 0).end - kTile - first;
-  }
-  __device__ __forceinline__ bool has(int start) const { return width >= 0 && uint32(start - first) <= uint32(width); }
-};
-
 // Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there.
-__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int start, uint32 absent, Logits& x) {
+__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, const Partial& tile, Logits& x) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) {
@@ -1435,14 +1488,14 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, int 
       const Span span(p, s.request, s.first_row() + 8 * n + 2 * c + i);
 #pragma unroll
       for (int u = 0; u < 2 * kSubs; ++u) {
-        const int token = g + u * 8, at = start + token;
-        const bool seen = at >= span.first && at < span.end && !(absent >> token & 1);
+        const int token = g + u * 8, at = tile.start + token;
+        const bool seen = at >= span.first && at < span.end && !(tile.absent >> token & 1);
         if (!seen) x[u / 2][n][u % 2 * 2 + i] = __uint_as_float(0xFF800000u);
       }
     }
   }
-  const int rest = s.request.tokens - start;
-  return ~absent & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+  const int rest = s.request.tokens - tile.start;
+  return ~tile.absent & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
 }
 
 // ---- partials/named_barriers -----------------------------------------------
@@ -1460,13 +1513,14 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 
 // ---- attention/combine -----------------------------------------------------
 // Adds up parts of a softmax, each of which has its own reference. Parts of warps are added in shared memory. Parts of
-// CTAs that share an item are in the workspace, and the last CTA to arrive adds them in the order of the tokens. If
-// many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the groups: one CTA would
-// take long to read all parts.
+// CTAs that share an item are in the workspace. The last CTA to write its part of a line adds up the line, in the order
+// of the tokens. If many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the
+// groups: one warp would take long to read all parts.
 constexpr int kPitch = kHeadDim + 4;  // floats of a row in shared memory; rows start in different banks
 constexpr int kLines = kHeadWarps * kRows;  // lines of a CTA: the query rows of all its heads
 constexpr int kQuads = kLines * kHeadDim / 4;
-constexpr int kMostLines = 8 * kWarp;  // lines of all parts that one CTA adds up in one round, at most
+constexpr int kCounterWords = (kLines + 3) / 4;
+constexpr int kMostLines = 8 * kWarp;  // lines of all parts that are added up in one round, at most
 
 struct Part {
   float o[kRows][kPitch];
@@ -1482,8 +1536,8 @@ struct Quad {
 };
 
 // The workspace has counters, as many as the largest kernel needs, then the parts. Counters are zero between launches.
-// A CTA has two counters, one for the item that begins in it and one for the group that ends with it, and two parts,
-// one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
+// A CTA has two counters of a byte for each line, one for the item that begins in it and one for the group that ends
+// with it, and two parts, one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
 constexpr int kCounterBytes = 65536;
 struct Slot {
   float* p;
@@ -1585,64 +1639,66 @@ struct Round {
   }
 };
 
-// Adds up the parts of a round, at most as many as a warp has lanes, and writes the outputs of the item (`finishes`) or
-// the last of the parts. A warp takes whole lines, and reads kAtOnce parts at a time.
-__device__ __forceinline__ void merge(const Operands& p, const Segment& s, const Round& round, bool finishes) {
+// Adds up a line of the parts of a round, at most as many as a warp has lanes, and writes the outputs of the item
+// (`finishes`) or the last of the parts. A warp takes a line, and reads kAtOnce parts at a time.
+__device__ __forceinline__ void merge(
+    const Operands& p, const Segment& s, const Round& round, bool finishes, int line) {
   constexpr int kDims = kHeadDim < 4 * kWarp ? kHeadDim : 4 * kWarp, kAtOnce = 8;
   const int lane = threadIdx.x % kWarp, count = round.count();
   const bool used = lane * 4 < kDims;
+  uint4 parts[kAtOnce];
+  const auto load = [&](int from, int dim) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      parts[i] = {};
+      if (used && from + i < count) parts[i] = ptx::ld<uint4>(round.slot(p, from + i).o(line, dim));
+    }
+  };
+  float reference = kNone, sum = 0.0f;
+  if (lane < count) {
+    const Slot slot = round.slot(p, lane);
+    reference = ptx::ld_f32(slot.reference(line)), sum = ptx::ld_f32(slot.sum(line));
+  }
+  load(0, lane * 4);
+  float top = reference;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  const float factor = ptx::ex2_approx(reference - top);
+  sum *= factor;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
 #pragma unroll 1
-  for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
-    uint4 parts[kAtOnce];
-    const auto load = [&](int from, int dim) {
+  for (int dim = lane * 4; dim - lane * 4 < kHeadDim; dim += kDims) {
+    Quad quad = {top, sum, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 1
+    for (int from = 0; from < count; from += kAtOnce) {
+      if (from > 0 || dim >= kDims) load(from, dim);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        parts[i] = {};
-        if (used && from + i < count) parts[i] = ptx::ld<uint4>(round.slot(p, from + i).o(line, dim));
+        const uint4 v = parts[i];
+        quad.add(__shfl_sync(~0u, factor, from + i),
+                 {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
       }
-    };
-    float reference = kNone, sum = 0.0f;
-    if (lane < count) {
-      const Slot slot = round.slot(p, lane);
-      reference = ptx::ld_f32(slot.reference(line)), sum = ptx::ld_f32(slot.sum(line));
     }
-    load(0, lane * 4);
-    float top = reference;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-    const float factor = ptx::ex2_approx(reference - top);
-    sum *= factor;
-#pragma unroll
-    for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-#pragma unroll 1
-    for (int dim = lane * 4; dim - lane * 4 < kHeadDim; dim += kDims) {
-      Quad quad = {top, sum, {0.0f, 0.0f, 0.0f, 0.0f}};
-#pragma unroll 1
-      for (int from = 0; from < count; from += kAtOnce) {
-        if (from > 0 || dim >= kDims) load(from, dim);
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const uint4 v = parts[i];
-          quad.add(__shfl_sync(~0u, factor, from + i),
-                   {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
-        }
-      }
-      if (!used) continue;
-      if (finishes) finish(p, s, quad, line, dim);
-      else round.slot(p, count - 1).put(quad, line, dim);
-    }
+    if (!used) continue;
+    if (finishes) finish(p, s, quad, line, dim);
+    else round.slot(p, count - 1).put(quad, line, dim);
   }
 }
 
-// Counts this CTA, which has written its part. Returns whether `others` CTAs were counted before it.
-__device__ __forceinline__ bool comes_last(uint32* counter, int others, bool& last) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = ptx::atom_add_acq_rel(counter, 1) == uint32(others);
-    if (last) *counter = 0;  // for the next launch
+// Counts this warp, which has written a line of its CTA's part, in byte `line` % 4 of a counter. Returns whether
+// `others` CTAs were counted before it.
+__device__ __forceinline__ bool comes_last(uint32* counter, int line, int others) {
+  const int shift = line % 4 * 8;
+  uint32 before = 0;
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) {
+    before = ptx::atom_add_acq_rel(counter, 1u << shift) >> shift & 0xFFu;
+    if (before == uint32(others)) atomicSub(counter, uint32(others + 1) << shift);  // for the next launch
   }
-  __syncthreads();
-  return last;
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before == uint32(others);
 }
 
 // Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
@@ -1660,17 +1716,19 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
   ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
 }
 
-// Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace.
+// Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace. The warp
+// that writes the last of an item's parts of a line adds them up.
 __device__ __forceinline__ void combine(
-    const Operands& p, const Segment& s, int item_begin, int share, Part (&parts)[kWarps], bool& last) {
-  const int cta = blockIdx.x;
-  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
-    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
-    const Quad quad = sum_of_warps(parts, line, dim);
-    if (s.whole()) finish(p, s, quad, line, dim);
-    else Slot(p, cta, s.tile == 0).put(quad, line, dim);
+    const Operands& p, const Segment& s, int share, const Part (&parts)[kWarps]) {
+  const int cta = blockIdx.x, lane = threadIdx.x % kWarp;
+  if (s.whole()) {
+    for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+      const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+      finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+    }
+    return;
   }
-  if (s.whole()) return;
+  const int item_begin = s.begin - s.tile;
   const int first = quotient(item_begin, share), end = (item_begin + s.request.tiles - 1) / share;
   const int count = end - first + 1;
   int group = 1;
@@ -1678,20 +1736,24 @@ __device__ __forceinline__ void combine(
     do group *= 2;
     while (group * group < count);
   }
-  Round round = {first, first, 1, end};
-  if (group > 1) {
-    round.begin = first + (cta - first) / group * group;
-    round.last  = min(round.begin + group - 1, end);
-  }
+  const int begin = first + (cta - first) / group * group;
   uint32* counters = reinterpret_cast<uint32*>(p.workspace);
-  uint32* counter  = counters + (group > 1 ? gridDim.x + round.last : first);
 #pragma unroll 1
-  while (comes_last(counter, round.count() - 1, last)) {
-    const bool finishes = round.begin == first && round.last == end;
-    merge(p, s, round, finishes);
-    if (finishes) break;
-    round   = {first, first, group, end};
-    counter = counters + first;
+  for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
+    for (int dim = lane * 4; dim < kHeadDim; dim += 4 * kWarp) {
+      Slot(p, cta, s.tile == 0).put(sum_of_warps(parts, line, dim), line, dim);
+    }
+    Round round = {first, first, 1, end};
+    if (group > 1) round.begin = begin, round.last = min(begin + group - 1, end);
+    int counter = group > 1 ? gridDim.x + round.last : first;
+#pragma unroll 1
+    while (comes_last(counters + counter * kCounterWords + line / 4, line, round.count() - 1)) {
+      const bool finishes = round.begin == first && round.last == end;
+      merge(p, s, round, finishes, line);
+      if (finishes) break;
+      round   = {first, first, group, end};
+      counter = first;
+    }
   }
 }
 // ---- shared memory ---------------------------------------------------------
@@ -1701,22 +1763,21 @@ struct Shared {
   Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
   Segment done[kWarps];  // whose parts wait to be added up
   Shares shares;
-  bool   last;
 };
 
-static_assert(sizeof(Shared) == 110464, "the launch counts on it");
+static_assert(sizeof(Shared) == 110592, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
-__device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Inner& inner, const Lane& lane,
-                                       const Ring& ring, int stage, bool partial, int start, const Queries& q,
+__device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
+                                       const Ring& ring, int stage, bool partial, const Queries& q,
                                        const Scales& scales, State& state) {
   const uint8* tile = ring.stages[0] + stage;
   Logits x;
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) scores(tile, 16 * u, lane, q, x[u]);
   uint32 present = ~0u;
-  if (partial || !inner.has(start)) present = mask(p, s, start, partial ? ring.absent[stage / kStageBytes] : 0, x);
-  state.keep_above(x, scales);
+  if (__any_sync(~0u, partial)) present = mask(p, s, ring.partial[stage / kStageBytes], x);
+  state.to_exponents(x, scales);
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) {
     Values v(tile, 16 * u, lane);
@@ -1726,7 +1787,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Segment& s, cons
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        x[u][n][i] = ptx::ex2_approx(fmaf(x[u][n][i], scales.x[n][i % 2], -state.reference[n][i % 2]));
+        x[u][n][i] = ptx::ex2_approx(x[u][n][i]);
         state.sum[n][i % 2] += x[u][n][i];
       }
 #pragma unroll
@@ -1794,15 +1855,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
       int(v_table), int(group_inverse)};
-  const int warp = threadIdx.x / kWarp;
+  const int warp = uniform(threadIdx.x / kWarp);
 
   if constexpr (kHasPdl) {
     prefetch_inputs(p);
     ptx::griddep_wait();
   }
-  Share share;
   Segment& now = s.now[warp];
-  if (!find_share(p, s.shares, share, now, s.ahead[warp])) return;
+  if (!uniform(find_share(p, s.shares, now, s.ahead[warp]))) return;
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   RawQueries raw;
@@ -1814,7 +1874,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
   const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
   constexpr int kLast = (kStages - 1) * kStageBytes;
   const Ring& ring = *reinterpret_cast<const Ring*>(dynamic + keep(warp * int(sizeof(Ring))));
-  int stage = 0, begin = share.begin;  // stage: bytes from the first
+  int  stage = 0, free = kLast;  // the stage that is used next, and the one that is filled; in bytes from the first
   bool more, unsettled = false;
   do {
     Queries queries;
@@ -1822,39 +1882,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     State state;
     raw.convert(unit, queries, scales);
     state.clear();
-    const Inner inner(p, now.request);
-    const int end = now.end_token();
+    bool settles = unsettled && warp >= kFirstSettler;  // after its first tile
+    int  left = uniform(now.own_tiles());
+    if (settles) left = min(left, 1);
+    while (true) {
 #pragma unroll 1
-    for (int start = now.first_token(); start < end; start += kTokenWarps * kTile) {
-      ptx::copy_async_wait_for<kStages - 2>();
-      __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
-      ahead.issue(stage == 0 ? kLast : stage - kStageBytes);
-      attend(p, now, inner, lane, ring, stage, ahead.partial(), start, queries, scales, state);
-      stage = stage == kLast ? 0 : stage + kStageBytes;
-      if (kSettlers > 0 && unsettled && warp >= kFirstSettler) {
-        settle(p, s.done[warp], s.parts);
-        unsettled = false;
+      for (; left > 0; --left) {
+        ptx::copy_async_wait_for<kStages - 2>();
+        __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
+        ahead.issue(free);
+        attend(p, now, lane, ring, stage, ahead.partial(), queries, scales, state);
+        free = stage, stage = stage == kLast ? 0 : stage + kStageBytes;
       }
+      if (!settles) break;
+      settle(p, s.done[warp], s.parts);
+      settles = false, left = uniform(now.own_tiles()) - 1;
     }
-    if (unsettled) {
-      if (warp >= kFirstSettler) settle(p, s.done[warp], s.parts);
-      else ptx::barrier_sync(kSettled, kThreads);
-    }
+    if (unsettled && warp < kFirstSettler) ptx::barrier_sync(kSettled, kThreads);
     put(state, s.parts[warp]);
     Segment next = now;
-    more = next.next(p);
+    more = uniform(next.next(p));
     if (more) raw.load(p, next);
-    unsettled = kSettlers > 0 && more && now.whole();
+    unsettled = uniform(kSettlers > 0 && more && now.whole());
     if (!unsettled) {
       __syncthreads();
-      combine(p, now, begin - now.tile, share.size, s.parts, s.last);
+      combine(p, now, s.shares.size, s.parts);
       if (more) __syncthreads();
     } else if (warp < kFirstSettler) {
       ptx::barrier_arrive(kUnsettled, kThreads);
     } else if (threadIdx.x % kWarp == 0) {
       s.done[warp] = now;
     }
-    begin += now.count;
     __syncwarp();
     if (more && threadIdx.x % kWarp == 0) now = next;
     __syncwarp();

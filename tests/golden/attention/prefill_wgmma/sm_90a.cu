@@ -850,14 +850,22 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1.
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
 __device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
   if constexpr (kHasE2m1Cvt) {
     ptx::cvt_f16x2_e2m1x8(word, pair);
   } else {
     constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
     const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
-    const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
     pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
   }
 }

@@ -8,8 +8,8 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. The first are started before the kernel waits for x. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the
-// same order.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a

@@ -715,9 +715,18 @@ constexpr int kTileBytes = 4608;
 constexpr int kSums      = kTileM / 2;               // of a thread
 constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
-struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
+
+template <bool kOwn> struct Results {
+  Part parts[kTeams][kParts];
+  __device__ __forceinline__ Part* of(uint32 team) { return parts[team]; }
+};
+template <> struct Results<false> {  // they take the place of sums
+  __device__ __forceinline__ Part* of(uint32) { return nullptr; }
+};
+
+struct alignas(1024) Shared : Results<kSharers == 1> {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   out[kTeams][kParts][kPartM * kTileRows * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
@@ -1102,25 +1111,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
         ptx::barrier_sync(kTeamBarrier + team, 128);
         if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
       };
-      if constexpr (kDivided) {
-        const Exchange exchange(workspace, team, thread);
-        if (work.end < schedule.steps) {
-          exchange.leave(sums, team, thread);
-          continue;
+      if constexpr (kSharers > 1) {
+        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
+        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
+#pragma unroll
+        for (int i = 0; i < kEights; ++i) {
+          if (i / (kPartM / 8) == part) continue;  // it adds these up itself
+          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
         }
-        const uint32 first = work.tile * schedule.steps;
-        for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-          exchange.collect(sums, back, team, thread);
-          begin = schedule.share_begin(ptx::cluster_id() - back);
+        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
+        if constexpr (kSplit > 1) ptx::cluster_sync();
+        uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
+        stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        if (part < kParts) store(rows, part);
+        break;  // they have one tile
+      } else {
+        if constexpr (kDivided) {
+          const Exchange exchange(workspace, team, thread);
+          if (work.end < schedule.steps) {
+            exchange.leave(sums, team, thread);
+            continue;
+          }
+          const uint32 first = work.tile * schedule.steps;
+          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+            exchange.collect(sums, back, team, thread);
+            begin = schedule.share_begin(ptx::cluster_id() - back);
+          }
         }
+        Part* const rows = shared.of(team);
+        if (thread == 0) ptx::tma_store_wait();
+        ptx::barrier_sync(kTeamBarrier + team, 128);
+        stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+        store(rows[0], 0);
+        stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
+        store(rows[1], 1);
       }
-      uint8 (&rows)[kParts][kPartM * kTileRows * 2] = shared.out[team];
-      if (thread == 0) ptx::tma_store_wait();
-      ptx::barrier_sync(kTeamBarrier + team, 128);
-      stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
-      store(rows[0], 0);
-      stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
-      store(rows[1], 1);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
