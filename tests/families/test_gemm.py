@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from jitfp4 import ArgumentError, ArgumentTypeError, mm_bf16_fp4, prepare_fp4_weight, sim
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
-from jitfp4.families.gemm.problem import NarrowTactic, Problem, rejects
+from jitfp4.families.gemm.problem import NarrowTactic, Problem, geometry, rejects
 from jitfp4.families.gemm.tables import TABLE, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.gemm import (
@@ -97,13 +99,15 @@ def test_no_rows(device: str) -> None:
 
 SIMULATED = (
     NarrowTactic(8, 4, 1, 4, 2, 1),
-    NarrowTactic(8, 2, 2, 2, 3, 1, split=2),
+    NarrowTactic(8, 2, 2, 2, 2, 1, split=2),
     NarrowTactic(16, 1, 4, 2, 2, 1),
     NarrowTactic(16, 4, 2, 2, 2, 1, split=3),
     NarrowTactic(32, 2, 2, 2, 2, 1),
     NarrowTactic(64, 1, 4, 1, 2, 1),
+    NarrowTactic(8, 2, 1, 2, 3, 2),
+    NarrowTactic(8, 5, 1, 2, 2, 2),
+    NarrowTactic(16, 3, 2, 2, 4, 1, split=2),
 )
-EARLY = (NarrowTactic(8, 2, 1, 2, 3, 2, early=True), NarrowTactic(16, 1, 5, 2, 4, 1, split=2, early=True))
 
 
 @pytest.mark.sim
@@ -114,13 +118,6 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
     """More chunks than stages, a last CTA with rows to spare, a last chunk that is not whole."""
     with sim.device(arch, races=True), MM_BF16_FP4.forced(tactic):
         assert_product(tactic.tile_m - 3, 72, 672, device="cpu")
-
-
-@pytest.mark.sim
-@pytest.mark.compile
-@pytest.mark.parametrize("tactic", EARLY, ids=str)
-def test_weights_ahead_of_x(tactic: NarrowTactic) -> None:
-    test_every_cut_without_a_race(tactic, "sm_90a")
 
 
 @pytest.mark.sim
@@ -188,6 +185,15 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "empty" in str(rejects(problem(8, 64, 1024), NarrowTactic(16, 4, 1, 4, 2, 1), sm_90a))
     with pytest.raises(ArgumentError, match="groups"):
         NARROW.specialise(problem(8, 64, 1024), NarrowTactic(8, 1, 2, 16, 2, 1))
+
+
+def test_a_small_grid_is_filled_up() -> None:
+    """Every SM gets as many CTAs, so that those of the next kernel spread evenly."""
+    sm_90a, tactic = Arch.of("sm_90a"), NarrowTactic(8, 4, 1, 8, 2, 2)
+    grids = [geometry(problem(8, n, 1024), replace(tactic, split=2), sm_90a).grid for n in (64, 4224, 8192)]
+    assert grids == [(2, 66, 1), (2, 66, 1), (2, 128, 1)]
+    assert geometry(problem(8, 64, 1024), tactic, Arch.of("sm_80")).grid == (1, 1, 1)
+    assert geometry(problem(16, 64, 1024), tactic, sm_90a).grid == (1, 1, 2)
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------

@@ -69,13 +69,11 @@ def test_fragments_lie_as_documented() -> None:
         g, t = divmod(lane, 4)
         at = block * 1024 + step // 4 * 512 + lane * 16 + step % 4 * 4
         word = int.from_bytes(bytes(data[0, 0, at : at + 4].tolist()), "little")
-        signs, values = 0x80008000, 0x01C001C0
-        pairs = [word & (signs | values), word << 3 & (signs | values)]
-        pairs += [word << 1 & signs | word << 6 & values, word << 2 & signs | word >> 3 & values]
-        for i, pair in enumerate(pairs):
+        rotated = word >> 6 | (word & 63) << 26
+        for i, pair in enumerate((word, word << 6, rotated, word << 4 ^ word >> 4)):
             row, column = 16 * block + g + i % 2 * 8, 16 * step + 2 * t + i // 2 * 8
             for half in range(2):
-                bits = pair >> 16 * half & 0xFFFF
+                bits = pair >> 16 * half & 0x81C0
                 assert (bits >> 12 & 8 | bits >> 6 & 7) == nibbles[row, column + half], (block, step, lane, i, half)
 
 

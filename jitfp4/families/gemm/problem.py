@@ -57,7 +57,6 @@ class NarrowTactic:
     stages: int
     ctas: int
     split: int = 1
-    early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,7 @@ class NarrowSpec(KernelSpec):
     """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs run on an SM. With ``early``, the copies of all stages
-    of the weight are started before x is available, and x has only two stages.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
     """
 
     dtype: DType
@@ -78,10 +76,14 @@ class NarrowSpec(KernelSpec):
     groups: int
     stages: int
     ctas: int
-    early: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", TILE_MS), ("warp_blocks", (1, 2, 4)), ("stages", (2, 3, 4, 5, 6))):
+        for name, allowed in (
+            ("tile_m", TILE_MS),
+            ("warp_blocks", (1, 2, 3, 4, 5)),
+            ("row_warps", (1, 2, 4)),
+            ("stages", (2, 3, 4, 5, 6)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
         if not 0 < self.threads <= _MAX_THREADS:
@@ -99,17 +101,13 @@ class NarrowSpec(KernelSpec):
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
-    def x_stages(self) -> int:
-        """Stages of a group for chunks of x."""
-        return 2 if self.early else self.stages
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        ring = round_up(weights, 128) + self.groups * self.x_stages * self.tile_m * _ROW_BYTES + barriers
+        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
+        ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
 
@@ -128,8 +126,6 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
-    if tactic.early and not arch.has_tma:
-        return "it needs bulk copies, which complete on barriers"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
         return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
@@ -139,8 +135,14 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     return None
 
 
-def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:  # noqa: ARG001
-    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over rows of x."""
+def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
+    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over rows of x.
+
+    A grid that is smaller than the GPU is filled up. CTAs of the next kernel start beside those of this one, and on an
+    SM that this one left free there would be two of them: the others would wait for them.
+    """
     spec = specialise(problem, tactic)
     grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
+    if arch.has_pdl and grid[2] == 1:
+        grid = (tactic.split, max(grid[1], arch.num_sms // tactic.split), 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)

@@ -18,19 +18,24 @@ _MOST_NARROW = 16  # rows of x
 TABLE = Table(
     (
         *rows(
-            (NarrowTactic(8, 2, 1, 16, 3, 1), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 1, 1, 16, 2, 2), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.9}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(8, 4, 1, 4, 2, 3, split=3), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(8, 5, 1, 12, 2, 1), {"tiles_per_sm": 1.25}),
             (NarrowTactic(8, 4, 1, 4, 2, 4), {}),
             m=8,
         ),
         *rows(
-            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.25}),
-            (NarrowTactic(16, 1, 1, 8, 4, 2, early=True), {"tiles_per_sm": 0.5, "k": 4096}),
-            (NarrowTactic(16, 4, 1, 8, 3, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(16, 4, 1, 8, 3, 1), {"tiles_per_sm": 0.9}),
+            (NarrowTactic(16, 2, 1, 8, 2, 2, split=2), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(16, 2, 1, 8, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (NarrowTactic(16, 4, 1, 12, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(16, 3, 1, 12, 2, 1), {"tiles_per_sm": 0.75}),
+            (NarrowTactic(16, 2, 1, 8, 2, 2), {"tiles_per_sm": 0.9, "k": 2048}),
+            (NarrowTactic(16, 4, 1, 12, 2, 1), {"tiles_per_sm": 1.0, "k": 8192}),
             (NarrowTactic(16, 4, 2, 8, 2, 1, split=2), {"tiles_per_sm": 1.0}),
-            (NarrowTactic(16, 4, 1, 4, 2, 3, split=2), {"tiles_per_sm": 1.5}),
+            (NarrowTactic(16, 5, 2, 6, 2, 1, split=2), {"tiles_per_sm": 1.25}),
             (NarrowTactic(16, 4, 2, 4, 2, 2), {"tiles_per_sm": 5.0}),
             (NarrowTactic(16, 4, 1, 4, 2, 3), {}),
             m=16,
@@ -116,27 +121,39 @@ HOPPER: Table[Any] = Table(
 
 _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
     8: (
+        (5, 1, 12, 2, 1),
+        (5, 1, 7, 2, 2),
         (4, 1, 16, 2, 1),
+        (4, 1, 12, 3, 1),
         (4, 1, 8, 2, 2),
-        (4, 1, 8, 4, 1),
         (4, 1, 4, 2, 4),
         (4, 1, 4, 2, 3),
-        (2, 2, 6, 2, 2),
-        (2, 2, 3, 2, 4),
+        (3, 1, 16, 2, 1),
+        (3, 1, 10, 2, 2),
         (2, 2, 12, 2, 1),
         (2, 1, 16, 3, 1),
-        (1, 4, 4, 3, 2),
+        (2, 1, 12, 2, 2),
+        (2, 1, 8, 4, 2),
+        (1, 1, 16, 2, 2),
+        (1, 1, 12, 4, 2),
     ),
     16: (
+        (5, 1, 10, 2, 1),
+        (5, 1, 8, 3, 1),
+        (5, 2, 6, 2, 1),
+        (4, 1, 12, 2, 1),
         (4, 1, 8, 3, 1),
-        (4, 1, 4, 2, 3),
-        (4, 2, 4, 2, 2),
         (4, 2, 8, 2, 1),
+        (4, 1, 6, 2, 2),
+        (4, 2, 4, 2, 2),
+        (4, 1, 4, 2, 3),
+        (3, 1, 12, 2, 1),
+        (3, 1, 7, 2, 2),
+        (3, 2, 4, 2, 2),
         (2, 2, 8, 3, 1),
-        (2, 4, 5, 2, 1),
-        (2, 2, 4, 3, 2),
-        (2, 2, 4, 2, 2),
-        (1, 8, 3, 3, 1),
+        (2, 1, 8, 2, 2),
+        (1, 1, 10, 2, 2),
+        (1, 1, 8, 4, 2),
     ),
     32: (
         (4, 1, 8, 2, 1),
@@ -145,20 +162,16 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (2, 2, 6, 2, 1),
         (2, 4, 4, 3, 1),
         (2, 4, 2, 3, 2),
-        (2, 8, 2, 3, 1),
         (2, 2, 3, 2, 2),
-        (1, 8, 3, 3, 1),
     ),
     64: (
         (2, 4, 2, 3, 1),
-        (2, 8, 1, 4, 1),
         (2, 2, 4, 2, 1),
         (2, 4, 1, 3, 2),
-        (1, 8, 2, 3, 1),
         (1, 4, 2, 2, 2),
     ),
 }
-_SPLITS = (1, 2, 3, 4, 6, 8)
+_SPLITS = (1, 2, 3, 4)
 
 _searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
 TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
@@ -213,5 +226,5 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:
             yield Problem(dtype, dtype, block_format, m=m, n=int(load * arch.num_sms) * TILE_ROWS, k=4096)
-        for n, k in ((8, 32), (4096, 16384), (8192, 16384)):  # too few columns for a cluster; many
+        for n, k in ((8, 32), (7168, 2048), (4096, 16384), (8192, 16384)):  # too few columns for a cluster; few; many
             yield Problem(dtype, dtype, block_format, m=m, n=n, k=k)

@@ -7,17 +7,22 @@ Codes come first, 4096 bytes: four blocks of 16 rows, each of eight steps of 16 
 has one 32-bit word with the eight codes that it passes to the tensor cores: columns 2 t and 2 t + 1 of row g, then of
 row g + 8; columns 2 t + 8 and 2 t + 9 of row g, then of row g + 8. The words of four steps are adjacent, then come the
 other lanes, then the other four steps. The first column of each of the four pairs is in the low half of the word, the
-second in the high half. In a half, codes are placed so that one shift and one mask turn a pair into bf16 (s: sign, e:
-exponent, m: mantissa of a pair's code)::
+second in the high half. Codes are placed so that few instructions turn a pair into bf16, where its signs are the first
+bits of the halves, and its exponents and mantissas bits 8 to 6: a mask, and before it for pair 1 a shift to the left by
+6, for pair 2 a rotation to the right by 6, and for pair 3 the exclusive or of shifts by 4 to the left and to the right.
+So a half has these bits (s: sign, e: exponent, m: mantissa of a pair's code; S: the sign in the other half; x: what
+makes pair 3 come out)::
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-    pair     0  2  3  1  3  3  3  0  0  0  1  1  1  2  2  2
-             s  s  s  s  e  e  m  e  e  m  e  e  m  e  e  m
+    pair     0  2  2  2  3  3  1  0  0  0  2  3  3  1  1  1
+             s  e  e  m  x  x  s  e  e  m  S  x  x  e  e  m
 
-Scales follow, one byte each: block after block, and for each g a word for two columns of blocks: row g of both, then
-row g + 8 of both. A byte has no sign, five bits of exponent with a bias of 21 and three bits of mantissa: it can hold
-every E4M3 magnitude except zero. A scale of zero is written as zero codes, a negative scale as codes of the opposite
-sign, NaN as 0xFF. MXFP4's scales are relative to the largest scale of their row, which ``row_scale`` holds.
+Scales follow, one byte each: block after block, and for each g a word for two columns of blocks: row g of both in the
+low half, row g + 8 of both in the high half. The byte of the first column is in bits 11 to 4 of its half; that of the
+second is there after the bytes of the half have changed places. A byte has no sign, five bits of exponent with a bias
+of 21 and three bits of mantissa: it can hold every E4M3 magnitude except zero. A scale of zero is written as zero
+codes, a negative scale as codes of the opposite sign, NaN as 0xFF. MXFP4's scales are relative to the largest scale of
+their row, which ``row_scale`` holds.
 """
 
 from __future__ import annotations
@@ -168,36 +173,54 @@ def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
 # ---- layout ----------------------------------------------------------------------------------------------------------
 
 
+_PAIRS = 0x81C081C0  # a pair of codes as bf16
+
+
 def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Pack codes [rows, cols] (0 to 15) and scale bytes [rows, cols / block], both uint8, into tiles."""
     tiles, chunks = codes.shape[0] // TILE_ROWS, codes.shape[1] // TILE_COLS
     # [tile, block, row half, g, chunk, step half, step, column half, t, parity]
-    c = codes.to(torch.int16).reshape(tiles, 4, 2, 8, chunks, 2, 4, 2, 4, 2)
-    # [tile, chunk, block, step half, g, t, step, parity, column half, row half]
-    c = c.permute(0, 4, 1, 5, 3, 8, 6, 9, 7, 2)
-    first, second, third, fourth = c[..., 0, 0], c[..., 0, 1], c[..., 1, 0], c[..., 1, 1]
-    low = (first & 3) << 6 | (second & 7) << 3 | third & 7
-    high = (first & 8) << 4 | (third & 8) << 3 | (fourth & 8) << 2 | (second & 8) << 1
-    high = high | (fourth & 7) << 1 | (first & 4) >> 2
-    code_bytes = torch.stack((low, high), -1).to(torch.uint8).reshape(tiles, chunks, CODE_BYTES)
+    c = codes.to(torch.int32).reshape(tiles, 4, 2, 8, chunks, 2, 4, 2, 4, 2)
+    c = (c & 8) << 12 | (c & 7) << 6
+    c = (c[..., 0] | c[..., 1] << 16).long() & _PAIRS
+    # [column half, row half, tile, chunk, block, step half, g, t, step]
+    first, second, third, fourth = c.permute(7, 2, 0, 4, 1, 5, 3, 8, 6).flatten(0, 1).unbind()
+    words = first | second >> 6 | _rotated(third, 6)
+    rest = (fourth ^ words << 4 ^ words >> 4) & _PAIRS
+    # where both shifts give a bit of pair 3, the one of the left shift comes first
+    chain = rest & 0x80808080
+    chain = chain ^ chain >> 8
+    chain = chain ^ chain >> 16
+    words = words | chain >> 4 | (rest & 0x01000100) >> 4 | (rest & 0x00400040) << 4
     # [tile, block, row half, g, chunk, word, column of a word]
     s = scales.reshape(tiles, 4, 2, 8, chunks, -1, 2).permute(0, 4, 1, 3, 5, 2, 6)
-    return torch.cat((code_bytes, s.reshape(tiles, chunks, -1)), -1)
+    first, second = s.unbind(-1)
+    s = torch.stack((first << 4 | second >> 4, second << 4 | first >> 4), -1)
+    return torch.cat((_bytes_of(words).reshape(tiles, chunks, CODE_BYTES), s.reshape(tiles, chunks, -1)), -1)
 
 
 def unpack(data: torch.Tensor, block_format: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of pack(): codes [rows, cols] and scale bytes [rows, cols / block] of whole tiles."""
     tiles, chunks, _ = data.shape
-    halves = data[..., :CODE_BYTES].to(torch.int16).reshape(tiles, chunks, 4, 2, 8, 4, 4, 2, 2)
-    low, high = halves.unbind(-1)
-    first = (high & 0x80) >> 4 | (high & 1) << 2 | low >> 6
-    second = (high & 0x10) >> 1 | low >> 3 & 7
-    third = (high & 0x40) >> 3 | low & 7
-    fourth = (high & 0x20) >> 2 | high >> 1 & 7
-    c = torch.stack((first, second, third, fourth), -1).to(torch.uint8).unflatten(-1, (2, 2))
-    codes = c.permute(0, 2, 9, 4, 1, 3, 6, 8, 5, 7).reshape(tiles * TILE_ROWS, chunks * TILE_COLS)
-    s = data[..., CODE_BYTES:].reshape(tiles, chunks, 4, 8, -1, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    words = sum(part << 8 * i for i, part in enumerate(data[..., :CODE_BYTES].long().unflatten(-1, (-1, 4)).unbind(-1)))
+    c = torch.stack((words, words << 6, _rotated(words, 26), words << 4 ^ words >> 4)) & _PAIRS
+    c = torch.stack((c & 0xFFFF, c >> 16), -1)
+    c = (c >> 12 | c >> 6 & 7).to(torch.uint8).reshape(2, 2, tiles, chunks, 4, 2, 8, 4, 4, 2)
+    codes = c.permute(2, 4, 1, 6, 3, 5, 8, 0, 7, 9).reshape(tiles * TILE_ROWS, chunks * TILE_COLS)
+    low, high = data[..., CODE_BYTES:].unflatten(-1, (-1, 2)).unbind(-1)
+    s = torch.stack((high << 4 | low >> 4, low << 4 | high >> 4), -1)
+    s = s.reshape(tiles, chunks, 4, 8, -1, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
     return codes, s.reshape(tiles * TILE_ROWS, chunks * TILE_COLS // block_format.block)
+
+
+def _rotated(words: torch.Tensor, left: int) -> torch.Tensor:
+    """32-bit words, as int64, rotated to the left."""
+    return (words << left | words >> 32 - left) & 0xFFFFFFFF
+
+
+def _bytes_of(words: torch.Tensor) -> torch.Tensor:
+    """The bytes of 32-bit words, the lowest first."""
+    return torch.stack([words >> 8 * i & 0xFF for i in range(4)], -1).to(torch.uint8)
 
 
 def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat) -> Fp4Weight:

@@ -296,32 +296,32 @@ constexpr float kWeightUnit = 0x1p8f;
 
 // Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
 // 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
 template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
 template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  constexpr uint32 kSigns = 0x80008000u, kMask = 0x01C001C0u;
-  pairs[0] = w & (kSigns | kMask);
-  pairs[1] = w << 3 & (kSigns | kMask);
-  pairs[2] = (w << 1 & kSigns) | (w << 6 & kMask);
-  pairs[3] = (w << 2 & kSigns) | (w >> 3 & kMask);
+  pairs[0] = w & kPairCodes;
+  pairs[1] = w << 6 & kPairCodes;
+  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
+  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
 }
 template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
-  constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
-  pairs[0] = (w & kSigns) | (w << 3 & kMask);
-  pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
-  pairs[2] = (w << 1 & kSigns) | (w << 9 & kMask);
-  pairs[3] = (w << 2 & kSigns) | (w & kMask);
+  decode_codes<bf16>(pairs, w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
 }
 
 // Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
-// bits of exponent, with a bias of 21, and three of mantissa.
+// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
+// word, those of the second after its bytes have changed places.
 template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
 template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
   uint32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(second ? v >> 4 : v << 4), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
   return d;  // v & mask | constant
 }
 template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
-  return (second ? v >> 1 : v << 7) & 0x7F807F80u;
+  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
 }
 
 // Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they

@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":1,"dtype":"bf16","early":false,"format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":3,"tile_m":8,"warp_blocks":2}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,9 +8,8 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. With kEarly, copies of all stages of the weight are started before the
-// kernel waits for x, and x has only two stages. Sums are float32: over a warp's chunks in order, then over groups,
-// then over the cluster, always in the same order.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
@@ -301,39 +300,6 @@ __device__ __forceinline__ void copy_async(uint32 to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- partials/mbarrier -----------------------------------------------------
-// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
-// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
-// returns at once.
-using Barrier = uint64;
-
-namespace ptx {
-__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers visible to the copy engine.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
-  uint32 done = 0;
-  while (!done)
-    asm volatile("{\n"
-                 "  .reg .pred p;\n"
-                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                 "  selp.u32 %0, 1, 0, p;\n"
-                 "}"
-                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.
@@ -414,6 +380,69 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }
 }  // namespace ptx
 
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// Returns true in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -435,8 +464,7 @@ __device__ __forceinline__ void copy_async_wait_for() {
 namespace ptx {
 // For data that is read once: L2 evicts it first. The bytes count towards the barrier.
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
-  uint64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                " [%0], [%1], %2, [%3], %4;"
                ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
@@ -477,32 +505,32 @@ constexpr float kWeightUnit = 0x1p8f;
 
 // Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
 // 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
 template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
 template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
-  constexpr uint32 kSigns = 0x80008000u, kMask = 0x01C001C0u;
-  pairs[0] = w & (kSigns | kMask);
-  pairs[1] = w << 3 & (kSigns | kMask);
-  pairs[2] = (w << 1 & kSigns) | (w << 6 & kMask);
-  pairs[3] = (w << 2 & kSigns) | (w >> 3 & kMask);
+  pairs[0] = w & kPairCodes;
+  pairs[1] = w << 6 & kPairCodes;
+  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
+  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
 }
 template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
-  constexpr uint32 kSigns = 0x80008000u, kMask = 0x0E000E00u;
-  pairs[0] = (w & kSigns) | (w << 3 & kMask);
-  pairs[1] = (w << 3 & kSigns) | (w << 6 & kMask);
-  pairs[2] = (w << 1 & kSigns) | (w << 9 & kMask);
-  pairs[3] = (w << 2 & kSigns) | (w & kMask);
+  decode_codes<bf16>(pairs, w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
 }
 
 // Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
-// bits of exponent, with a bias of 21, and three of mantissa.
+// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
+// word, those of the second after its bytes have changed places.
 template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
 template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
   uint32 d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(second ? v >> 4 : v << 4), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
   return d;  // v & mask | constant
 }
 template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
-  return (second ? v >> 1 : v << 7) & 0x7F807F80u;
+  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
 }
 
 // Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
@@ -553,28 +581,27 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 2;  // of 16 rows
+constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
-constexpr int kStages     = 3;
-constexpr int kCtas       = 1;  // of an SM
-constexpr bool kEarly     = false;
+constexpr int kStages     = 2;
+constexpr int kCtas       = 2;  // of an SM
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
-constexpr int kXStages      = 3;
 constexpr int kWarps        = kGroups * kRowWarps;
 constexpr int kThreads      = kWarps * kWarp;
-constexpr int kGroupThreads = kRowWarps * kWarp;
 constexpr int kWarpRows     = kWarpBlocks * 16;
 constexpr int kRows         = kRowWarps * kWarpRows;
-constexpr int kVectors      = kTileCols / 8;              // of 16 bytes, in a row of a chunk of x
-constexpr int kTurnRows     = kGroupThreads / kVectors;   // of it that a group copies at once
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which a group copies at once
 
 // ---- gemm/multiply ---------------------------------------------------------
 // A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
 constexpr int kColumns     = kTileM / 8;  // of the product, in eights
 constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+constexpr int kXBytes      = kTileM * kRowBytes;
 constexpr int kBlockCodes  = kCodeBytes / kBlocks;
 constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
 constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
@@ -586,10 +613,11 @@ __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes, and their 16-byte vectors are permuted
-// so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8. `matrix` is
-// the address of row lane % 8, vector lane / 8.
-__device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 matrix, int lane) {
+// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes, and the 16-byte vectors of their halves
+// are permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+__device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns],
+                                         int lane) {
   constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
   const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
@@ -611,7 +639,7 @@ __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint3
       uint4 x[kColumns];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices((pair ? matrix ^ 64 : matrix) + half * 128 + n * 8 * kRowBytes);
+        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -658,7 +686,7 @@ struct Output {
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][kXStages][kTileM][kRowBytes];
+  alignas(128) uint8 x[kGroups][2][kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
@@ -670,69 +698,62 @@ union Shared {
   Sums sums;  // once every warp is through
 };
 
-static_assert(sizeof(Shared) == 209280, "the launch counts on it");
+static_assert(sizeof(Shared) == 102656, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
-// What a warp works on: rows of the weight, and of the columns every kGroups-th chunk of its CTA's.
-struct Work {
-  const uint8* codes;   // of the first chunk
-  const uint8* scales;
-  const In* x;          // the first chunk of the first row
-  int64 x_stride;
-  int   rows, columns;  // of x, from there on
-  int   turns;
-  bool  has_rows;       // the last CTA may have warps to spare
+// The pieces of the weight for a warp, in the order of its turns. A piece may lie in two tiles, one below the other.
+struct Weights {
+  const uint8* tile;  // with the first block of the next piece
+  int   block;        // of the tile
+  int64 below;        // to the tile below; none is below the last
 
-  // The piece of a turn to a stage of the warp.
-  __device__ __forceinline__ void load_weight(Ring& ring, int warp, int lane, int stage, int turn) const {
-    const int64 offset = int64(turn) * (kGroups * kTileBytes);
-    if (!has_rows) return;
+  __device__ __forceinline__ void load(uint8* to, Barrier* full, int lane) {
+    if (!kHasTma || ptx::elect_one()) {
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
+        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+      } else {
+        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
+        copy_blocks(to, 0, tile, block, here, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
+      }
+    }
+    tile += kGroups * kTileBytes;
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
+                                                     Barrier* full, int lane) {
+    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
+    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full, lane);
+  }
+  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
     if constexpr (kHasTma) {
-      if (lane == 0) {
-        Barrier* full = &ring.full[warp][stage];
-        uint8*   to   = ring.weight[warp][stage];
-        ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
-        if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-          ptx::bulk_load_once(to, codes + offset, kPieceCodes + kPieceScales, full);
-        } else {
-          ptx::bulk_load_once(to, codes + offset, kPieceCodes, full);
-          ptx::bulk_load_once(to + kPieceCodes, scales + offset, kPieceScales, full);
-        }
-      }
+      ptx::bulk_load_once(to, from, bytes, full);
     } else {
-      const uint32 to = ptx::shared_address(ring.weight[warp][stage]);
-#pragma unroll
-      for (int i = 0; i < kPieceCodes; i += kWarp * 16) {
-        ptx::copy_async(to + i + lane * 16, codes + offset + i + lane * 16);
-      }
-#pragma unroll
-      for (int i = 0; i < kPieceScales; i += kWarp * 16) {
-        const int at = i + lane * 16;
-        if (at < kPieceScales) ptx::copy_async(to + kPieceCodes + at, scales + offset + at);
-      }
+      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
     }
   }
+};
 
-  // The chunk of x of a turn to a stage of the group; zero past the last column. `place` is a thread's in the group.
-  __device__ __forceinline__ void load_x(Ring& ring, int group, int place, int stage, int turn) const {
-    const int    vector = place % kVectors, column = turn * (kGroups * kTileCols) + vector * 8;
-    const uint32 to = ptx::shared_address(ring.x[group][stage]), bytes = column < columns ? 16 : 0;
-    const In*    from = x + place / kVectors * x_stride + column;
+// The chunks of x for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half of a row.
+struct Chunks {
+  const In* x;
+  int64 step;           // to its next row
+  int   rows, columns;  // left from there on; columns past the last become zero
+
+  __device__ __forceinline__ void load(uint32 to) {
+    const In* from = x;
 #pragma unroll
-    for (int i = 0; i < kTileM; i += kTurnRows) {
-      const int row = i + place / kVectors;
-      if (row < rows) ptx::copy_async_or_zero(to + row * kRowBytes + (vector ^ row % 8) * 16, from, bytes);
-      from += kTurnRows * x_stride;
-    }
-  }
-
-  // Rows past the last of x, which no copy touches, become zero in every stage of the group.
-  __device__ __forceinline__ void clear_x(Ring& ring, int group, int place) const {
-    for (int i = place; i < kXStages * kTileM * kVectors; i += kGroupThreads) {
-      if (i / kVectors % kTileM >= rows) {
-        ptx::st_shared(ptx::shared_address(ring.x[group]) + i * 16, {0, 0, 0, 0});
+    for (int row = 0; row < kTileM; row += kTurnRows, from += step) {
+      if (row >= rows) continue;  // nobody stores their sums
+#pragma unroll
+      for (int i = 0; i < kTileCols; i += kHalf) {
+        const uint32 at = row % 8 == 4 ? to ^ 64 : to;
+        ptx::copy_async_or_zero(at + row * kRowBytes + i * int(sizeof(In)), from + i, i < columns ? 16 : 0);
       }
     }
+    x += kGroups * kTileCols, columns -= kGroups * kTileCols;
   }
 };
 
@@ -799,64 +820,67 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
   const int first_row = blockIdx.y * kRows, warp_row = warp % kRowWarps * kWarpRows, first_m = blockIdx.z * kTileM;
 
+  if (first_row >= n) {  // only there so that every SM has as many CTAs
+    if constexpr (kHasPdl) {
+      ptx::griddep_launch();
+      ptx::griddep_wait();
+    }
+    return;
+  }
   const int chunks = int(ceil_div(k, kTileCols));
   const int first  = int(int64(chunks) * share / shares), last = int(int64(chunks) * (share + 1) / shares);
-  const int row    = first_row + warp_row, block = row % kTileRows / 16;
-  const uint8* tile = weight + (int64(row / kTileRows) * chunks + first + group) * kTileBytes;
-  const int column  = (first + group) * kTileCols;
-  const Work work = {tile + block * kBlockCodes, tile + kCodeBytes + block * kBlockScales,
-                     x + first_m * x_stride + column, x_stride, int(m) - first_m, int(k) - column,
-                     int(ceil_div(last - first - group, kGroups)), row < n};
+  const int turns = int(ceil_div(last - first - group, kGroups));
+  const int row = first_row + warp_row, rows = min(int(m) - first_m, kTileM);
+  const bool has_rows = row < n;  // the last CTA may have warps to spare
+  const int64 strip = int64(chunks) * kTileBytes;  // of tiles
+  Weights weights = {weight + row / kTileRows * strip + (first + group) * kTileBytes, row % kTileRows / 16,
+                     row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
+  Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
+                  int(k) - column};
+  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  Barrier* const full = ring.full[warp];
+  const uint32 x_stages = ptx::shared_address(ring.x[group]), x_to = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {
     if (lane == 0) {
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&full[i], 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kStages - !kEarly; ++i) {
-      if (i < work.turns) work.load_weight(ring, warp, lane, i, i);
-    }
   }
-  work.clear_x(ring, group, place);
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
+  }
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-#pragma unroll
-  for (int i = 0; i < kXStages - 1; ++i) {
-    if (i < work.turns) {
-      if (!kHasTma) work.load_weight(ring, warp, lane, i, i);
-      work.load_x(ring, group, place, i, i);
-    }
-    ptx::copy_async_commit();
-  }
+  if (turns > 0) chunk.load(x_to);
+  ptx::copy_async_commit();
 
   Accumulators sums = {};
-  const uint32 matrix = lane % 8 * kRowBytes + (lane / 8 ^ lane % 8) * 16;
+  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int x_lane = min(8 * n + lane % 8, rows - 1);
+    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+  }
   int    stage  = 0;
   uint32 parity = 0;
 #pragma unroll 1
-  for (int turn = 0; turn < work.turns; ++turn) {
-    ptx::copy_async_wait_for<kXStages - 2>();
-    if (kHasTma && work.has_rows) ptx::mbarrier_wait(&ring.full[warp][stage], parity);
+  for (int turn = 0; turn < turns; ++turn) {
+    ptx::copy_async_wait_for<0>();
     group_sync(group);
-    const int x_stage = kEarly ? turn % kXStages : stage, next = turn + kXStages - 1;
-    if (next < work.turns) {
-      const int to = x_stage == 0 ? kXStages - 1 : x_stage - 1;  // the stage just read
-      if (!kEarly) work.load_weight(ring, warp, lane, to, next);
-      work.load_x(ring, group, place, to, next);
-    }
+    const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
+    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes);
     ptx::copy_async_commit();
-    if (work.has_rows) {
-      multiply(sums, ptx::shared_address(ring.weight[warp][stage]),
-               ptx::shared_address(ring.x[group][x_stage]) + matrix, lane);
-    }
-    if constexpr (kEarly) {
-      __syncwarp();
-      if (turn + kStages < work.turns) work.load_weight(ring, warp, lane, stage, turn + kStages);
+    if (has_rows) {
+      if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
@@ -875,7 +899,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const Output output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
   for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
     const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
-    if (column >= work.rows || at_n >= n) continue;
+    if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
     const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
     output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
