@@ -7,10 +7,9 @@ fewer parts to add up, and fewer tiles in flight. Where the rows of a head do no
 share sectors of scales: two tiles leave room for L1 to keep them until the last has come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4 and E4M3 where both have rows. Few rows are better cut into 128
-than into 192, of which the last are empty more often. Rows for mma.sync have not been measured: they follow from
-registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half as often as 64;
-32 rows of a warp read it half as often as 16.
+copies K and V. Two CTAs share the expansion of NVFP4. Up to 128 rows take two teams, and so does NVFP4 where requests
+are short. Rows for mma.sync have not been measured: they follow from registers, shared memory, and the products of a
+tile for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from jitfp4.selection import Row, Table, rows
 _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
 _SHORT = 64  # tiles of a request
-_FEW_BLOCKS = 1024  # of query rows
+_FEW_TILES = 32  # of a request
 
 TABLE: Table[Any] = Table(
     (
@@ -59,24 +58,12 @@ TABLE: Table[Any] = Table(
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "rows": 2 * ROW_BLOCK}),
-            (
-                WgmmaTactic(2, 2, 128, 2, turns=True),
-                {"head_dim": 128, "cache": Cache.NVFP4, "packed": False, "blocks": _FEW_BLOCKS},
-            ),
-            (
-                WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
-                {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "blocks": _FEW_BLOCKS},
-            ),
+            (WgmmaTactic(2, 1, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
+            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": 2 * ROW_BLOCK}),
+            (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128, "cache": Cache.E4M3}),
+            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
             (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
-            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
-            (
-                WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2),
-                {"head_dim": 128, "cache": Cache.E4M3, "blocks": _FEW_BLOCKS},
-            ),
-            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
-            (WgmmaTactic(2, 1, 128, 3, turns=True), {"head_dim": 128, "blocks": _FEW_BLOCKS // 4}),
-            (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128}),
+            (WgmmaTactic(3, 1, 64, 3, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
             rows=4 * ROW_BLOCK,
         ),
@@ -136,16 +123,14 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[0], rows=block, head_dim=256)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=2 * ROW_BLOCK, cache=Cache.E4M3)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=64)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
-    for cache, blocks in itertools.product(Cache, (None, 2 * _FEW_BLOCKS)):
-        yield _problem(arch, Pages.HALVES, *loads[0], rows=most, cache=cache, blocks=blocks)
-    many = 2 * _FEW_BLOCKS
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, blocks=many, interleaved=True)
-    yield _problem(arch, Pages.HALVES, *loads[0], rows=most, blocks=many, two_tables=True)
+    for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, most)):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
+    yield _problem(arch, Pages.HALVES, *loads[3], rows=most, interleaved=True)
+    yield _problem(arch, Pages.HALVES, *loads[3], rows=most, two_tables=True)
 
 
 def _problem(
@@ -161,7 +146,6 @@ def _problem(
     heads: int = 8,
     cache: Cache = Cache.NVFP4,
     two_tables: bool = False,
-    blocks: int | None = None,
 ) -> Problem:
     dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
@@ -177,5 +161,5 @@ def _problem(
         two_tables=two_tables,
         tiles=tiles,
         units=units * arch.num_sms,
-        blocks=0 if rows < ROW_BLOCK else units if blocks is None else blocks,
+        blocks=0 if rows < ROW_BLOCK else units,
     )

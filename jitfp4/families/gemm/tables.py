@@ -20,7 +20,8 @@ TABLE = Table(
         *rows(
             (NarrowTactic(8, 1, 1, 16, 2, 2), {"tiles_per_sm": 0.25}),
             (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
-            (NarrowTactic(8, 4, 1, 8, 2, 2, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 2, 1, 16, 3, 1), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(8, 3, 1, 16, 2, 1), {"tiles_per_sm": 0.75}),
             (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.9}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
             (NarrowTactic(8, 5, 1, 12, 2, 1), {"tiles_per_sm": 1.25}),
@@ -28,8 +29,7 @@ TABLE = Table(
             m=8,
         ),
         *rows(
-            (NarrowTactic(16, 2, 1, 8, 2, 2, split=2), {"tiles_per_sm": 0.25}),
-            (NarrowTactic(16, 2, 1, 8, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (NarrowTactic(16, 1, 1, 10, 2, 2), {"tiles_per_sm": 0.5, "k": 8192}),
             (NarrowTactic(16, 4, 1, 12, 2, 1, split=2), {"tiles_per_sm": 0.5}),
             (NarrowTactic(16, 3, 1, 12, 2, 1), {"tiles_per_sm": 0.75}),
             (NarrowTactic(16, 2, 1, 8, 2, 2), {"tiles_per_sm": 0.9, "k": 2048}),
