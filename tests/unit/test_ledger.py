@@ -12,6 +12,9 @@ from tests.support.ledger import NVRTC, builds, code_of, measure, read, sample
 _SPILLED = {
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow.
     ("cache=", "head_dim=256,rows=16"): 1400,
+    # A part of the next segment's queries, once for a segment.
+    ("cache=nvfp4", "rows=8", "pages=whole,packed=false", "warps=12", "head_warps=4"): 8,
+    ("sm_89", "cache=nvfp4", "head_dim=256,rows=8", "pages=whole,packed=true"): 5,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     ("sm_121a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,
     # A product on warpgroups whose last tiles are divided: a register, or two, loaded once for a tile.
