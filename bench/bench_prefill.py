@@ -114,11 +114,15 @@ def call_cudnn(batch: int, tokens: int, head_dim: int) -> Call:
 
 
 def time_cudnn(cell: Cell) -> float | None:
-    """Microseconds, or None where some tokens are not new."""
+    """Microseconds, or None where some tokens are not new, or cuDNN has no kernel."""
     batch, tokens = cell.case.batch, cell.q_len
     if tokens < cell.case.context:
         return None
-    return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim), GRAPH_BYTES)
+    try:
+        return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim), GRAPH_BYTES)
+    except RuntimeError as error:
+        print(f"cuDNN, head dimension {cell.head_dim}: {error}")
+        return None
 
 
 def peers() -> dict[tuple[int, int, int], dict[str, float]]:
