@@ -83,10 +83,11 @@ class Pages(NamedTuple):
 
 
 class Pool:
-    """Random floats that all cases share as the bytes of their pages, in any layout."""
+    """Random floats that all cases share as the bytes of their pages, in any layout: E4M3, and bf16 or NVFP4."""
 
     def __init__(self, size: int) -> None:
-        self._data = torch.randn(size // 2, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
+        self._halves = torch.randn(size // 2, dtype=torch.bfloat16, device="cuda").view(torch.uint8)
+        self._bytes = torch.randn(size, dtype=torch.bfloat16, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
         self._scales = torch.randint(36, 60, (size // 8,), dtype=torch.uint8, device="cuda")
         self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda")
         self._next = 0
@@ -96,14 +97,15 @@ class Pool:
         columns = -(-case.context // case.page)
         order = (case.kv_heads, case.page) if case.kv_layout == "HND" else (case.page, case.kv_heads)
         row = head_dim // 2 if case.cache == "nvfp4" else head_dim * CACHES[case.cache] // HEAD_DIM
-        pages = len(self._data) // (2 * case.kv_heads * case.page * row)
+        data = self._bytes if case.cache == "fp8" else self._halves
+        pages = len(data) // (2 * case.kv_heads * case.page * row)
         dtype = {"nvfp4": torch.uint8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}[case.cache]
 
         def sides(memory: torch.Tensor, row: int) -> list[torch.Tensor]:
             size = pages * case.kv_heads * case.page * row
             return [memory[side * size : (side + 1) * size].view(pages, *order, row) for side in (0, 1)]
 
-        key, value = (side.view(dtype) for side in sides(self._data, row))
+        key, value = (side.view(dtype) for side in sides(data, row))
         scales = None
         if case.cache == "nvfp4":
             k_scales, v_scales = sides(self._scales, head_dim // 16)

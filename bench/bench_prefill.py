@@ -2,6 +2,7 @@
 
 Run on a GPU: ``python -m bench.bench_prefill [--out DIR]``. A request's new tokens are the last of its context, causal.
 ``tflops`` counts four operations for each dimension, query head, and pair of a query and a token that it sees.
+Each measurement follows a pause, in which the clock recovers from the load before it.
 ``cudnn_us`` is cuDNN's kernel, called through torch, over contiguous bf16 keys and values, where all tokens are new.
 Other peers are recorded rows, in results/h200/prefill_peers.csv with their names and date.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ CELLS = (
 HEADS = (64, 8)
 LAYOUTS = (("HND", 64), ("NHD", 16))
 POOL_BYTES = 1 << 30
+PAUSE_S = 0.2
 PEERS = Path(__file__).parent / "results/h200/prefill_peers.csv"
 MMA_SYNC = PrefillTactic(8, 16, 64, 1)  # what 128 rows get where there is no wgmma
 
@@ -118,6 +121,7 @@ def time_cudnn(cell: Cell) -> float | None:
     batch, tokens = cell.case.batch, cell.q_len
     if tokens < cell.case.context:
         return None
+    time.sleep(PAUSE_S)
     try:
         return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim), GRAPH_BYTES)
     except RuntimeError as error:
@@ -136,6 +140,7 @@ def peers() -> dict[tuple[int, int, int], dict[str, float]]:
 
 
 def measure(cell: Cell, pool: Pool, best: dict[str, float]) -> dict[str, Any]:
+    time.sleep(PAUSE_S)
     with ATTENTION.forced(cell.forced) if cell.forced else contextlib.nullcontext():
         us = time_us(lambda: call(cell, pool), GRAPH_BYTES)
     row: dict[str, Any] = cell.case._asdict() | {

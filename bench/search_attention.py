@@ -27,7 +27,7 @@ LOADS = (
     *((256, 1024), (64, 8192), (16, 131072), (256, 8192)),
 )
 POOL_BYTES = 6 << 30
-PREFILL_CELLS = {"HND": (4096, 2048, 1024, 512, 16), "NHD": (2048, 16)}  # new tokens
+PREFILL_CELLS = {"HND": (4096, 2048, 1024, 512, 128, 16), "NHD": (2048, 128, 16)}  # new tokens
 PREFILL_REPLAYS = 5
 SIDES = {
     ("nvfp4", "HND", 64): (

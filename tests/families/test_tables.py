@@ -16,7 +16,7 @@ import pytest
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import ROW_BLOCK, TILE, Cache, Pages
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, Cache, Pages
 from jitfp4.families.attention.problem import Problem as AttentionProblem
 from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.attention.wgmma import WgmmaTactic
@@ -205,7 +205,7 @@ def prefill_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
         rows = int(q_len) * int(heads) // int(kv_heads)
         row_blocks = -(-int(batch) * rows // ROW_BLOCK) + 2 * int(batch)
         problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
-            rows=min(rows, 4 * ROW_BLOCK), blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
+            rows=min(rows, MANY_ROWS), blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
         )
         yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
 

@@ -243,5 +243,5 @@ def _context_call(cache: Arguments, q_lens: tuple[int, ...], tactic: Any) -> Cal
 def _attention_call(kind: str, cache: Arguments, fields: Arguments) -> Call:
     batch = Batch(**(cache | fields))
     given = batch.decode_arguments() if kind == "decode" else batch.context_arguments()
-    given["workspace_buffer"] = torch.zeros(8 << 20, dtype=torch.uint8)
+    given["workspace_buffer"] = torch.zeros(32 << 20, dtype=torch.uint8)
     return Call(f"trtllm_batch_{kind}_with_kv_cache", given, None, _ATTENTION)

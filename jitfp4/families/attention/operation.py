@@ -11,6 +11,7 @@ from jitfp4.families.attention import prefill, wgmma
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
+    MANY_ROWS,
     MAX_Q_LEN,
     MAX_ROWS,
     ROW_BLOCK,
@@ -166,7 +167,7 @@ def _problem(a: Arguments) -> Problem:
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), 4 * ROW_BLOCK),
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), MANY_ROWS),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),

@@ -26,6 +26,7 @@ MAX_GROUP = 16
 MAX_ROWS = 16  # query rows that the decode kernel takes at a time
 COUNTER_BYTES = 1 << 16  # of counters at the start of a workspace, shared by kernels of all grid sizes
 ROW_BLOCK = 64
+MANY_ROWS = 32 * ROW_BLOCK  # of a request and a KV head: more are not told apart
 
 _WARP = 32
 _LINE = 128  # bytes
@@ -81,7 +82,7 @@ class Pages(StrEnum):
 class Problem(NamedTuple):
     """What selection sees of an attention. A query row is one query token of one head.
 
-    ``rows`` query rows of a KV head are taken at a time: 8 or 16 for few query tokens, 64, 128 or 256 for more.
+    ``rows`` query rows of a KV head are taken at a time: 8 or 16 for few query tokens, 64 to MANY_ROWS for more.
     ``heads`` is a power of two that divides the number of KV heads.
 
     Lengths are known on the device only, so the sizes are bounds, rounded up to powers of two: then growing contexts

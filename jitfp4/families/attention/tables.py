@@ -7,9 +7,10 @@ fewer parts to add up, and fewer tiles in flight. Where the rows of a head do no
 share sectors of scales: two tiles leave room for L1 to keep them until the last has come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
-copies K and V. Two CTAs share the expansion of NVFP4. Up to 128 rows take two teams, and so does NVFP4 where requests
-are short. Rows for mma.sync have not been measured: they follow from registers, shared memory, and the products of a
-tile for each access to it. 128 rows decode a tile half as often as 64; 32 rows of a warp read it half as often as 16.
+copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
+192, of which more would be empty, and so is NVFP4 where requests are short. Rows for mma.sync have not been measured:
+they follow from registers, shared memory, and the products of a tile for each access to it. 128 rows decode a tile half
+as often as 64; 32 rows of a warp read it half as often as 16.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, Cache, Pages, Problem, Tactic
 from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
@@ -29,6 +30,7 @@ _FEW_UNITS = 32  # for each SM
 _SOME_UNITS = 256
 _SHORT = 64  # tiles of a request
 _FEW_TILES = 32  # of a request
+_SOME_ROWS = 16 * ROW_BLOCK  # of a request and a KV head
 
 TABLE: Table[Any] = Table(
     (
@@ -59,13 +61,19 @@ TABLE: Table[Any] = Table(
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
             (WgmmaTactic(2, 1, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
+            (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
+            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
             (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": 2 * ROW_BLOCK}),
-            (WgmmaTactic(3, 1, 64, 4, turns=True), {"head_dim": 128, "cache": Cache.E4M3}),
+            (
+                WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
+                {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
+            ),
+            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": _SOME_ROWS}),
             (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
             (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
             (WgmmaTactic(3, 1, 64, 3, turns=True), {"head_dim": 128}),
             (WgmmaTactic(tile=64), {}),
-            rows=4 * ROW_BLOCK,
+            rows=MANY_ROWS,
         ),
         # Many query rows, mma.sync: by model, not measured
         *rows(
@@ -100,7 +108,7 @@ WGMMA_TACTICS = tuple(
 
 def problems(arch: Arch) -> Iterator[Problem]:
     """bf16 queries: each order of heads and scales, few, short and many requests; the odd sizes; many query tokens."""
-    pages, most = (Pages.HALVES, Pages.WHOLE), 4 * ROW_BLOCK
+    pages, most = (Pages.HALVES, Pages.WHOLE), MANY_ROWS
     loads = ((32, _FEW_UNITS), (_SHORT, 2 * _SOME_UNITS), (4096, 4096), (256, 4096))
     for page in pages:
         for packed, interleaved in ((True, False), (True, True), (False, False)):
@@ -127,10 +135,12 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, head_dim=256, cache=Cache.BF16)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, two_tables=True)
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
-    for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, most)):
+    for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, _SOME_ROWS, most)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
-    yield _problem(arch, Pages.HALVES, *loads[3], rows=most, interleaved=True)
-    yield _problem(arch, Pages.HALVES, *loads[3], rows=most, two_tables=True)
+    for rows_ in (_SOME_ROWS, most):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, interleaved=True)
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, two_tables=True)
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, packed=False)
 
 
 def _problem(
