@@ -3,9 +3,10 @@
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
-// for all of them. Several CTAs can share an item's tokens. Producer warps expand tiles of K and V to 16-bit floats in shared memory; each consumer warpgroup
-// has 64 rows, and its products with V of a tile run beside its softmax of the next one. Two CTAs of a cluster can
-// share the expansion: they take neighbouring rows, and one expands K for both, the other V.
+// for all of them. Several CTAs can share an item's tokens. Producer warps expand tiles of K and V to 16-bit floats in
+// shared memory; each consumer warpgroup has 64 rows, and its products with V of a tile run beside its softmax of the
+// next one. Two CTAs of a cluster can share the expansion: they take neighbouring rows, and one expands K for both, the
+// other V.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;

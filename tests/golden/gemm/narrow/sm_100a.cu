@@ -613,8 +613,8 @@ __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes, and the 16-byte vectors of their halves
-// are permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
 // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
 __device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns],
                                          int lane) {
