@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -123,13 +124,22 @@ def test_through_safetensors(block_format: BlockFormat, tmp_path: Path) -> None:
     assert torch.equal(loaded.dequantize(), weight.dequantize())
 
 
+def test_an_order_of_codes_has_its_number() -> None:
+    named = prepare_fp4_weight(*make_codes(72, 160, NVFP4), sf_layout=LINEAR).tensors()
+    digest = hashlib.sha256(named["data"].numpy().tobytes()).hexdigest()[:16]
+    assert (named["size"].tolist()[2], digest) == (3, "72042e4f61aa9d03"), "another order needs another number"
+
+
 def test_tensors_that_do_not_fit_together_are_refused() -> None:
     codes, scales = make_codes(72, 160, NVFP4)
     named = prepare_fp4_weight(codes, scales, sf_layout=LINEAR).tensors()
     with pytest.raises(ArgumentError, match="named"):
         Fp4Weight.from_tensors({"data": named["data"]})
     with pytest.raises(ArgumentError, match="data"):
-        Fp4Weight.from_tensors({**named, "size": torch.tensor([200, 160])})
+        Fp4Weight.from_tensors({**named, "size": torch.tensor([200, 160, 3])})
+    for size in ([72, 160], [72, 160, 2]):  # of releases with another order of codes
+        with pytest.raises(ArgumentError, match="named, size"):
+            Fp4Weight.from_tensors({**named, "size": torch.tensor(size)})
     with pytest.raises(ArgumentError, match="data"):
         Fp4Weight.from_tensors({**named, "row_scale": torch.ones(128)})
 

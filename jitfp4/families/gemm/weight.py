@@ -47,6 +47,7 @@ _ONE, _NAN = _BIAS << 3, 0xFF
 _UE8M0_NAN = 255
 _MOST_ROWS = 1 << 31
 _SLAB = 1 << 24  # elements that are packed at a time
+_ORDER = 3  # the number of the order of codes and scales: another one whenever pack() changes
 
 
 def tile_bytes(block_format: BlockFormat) -> int:
@@ -89,22 +90,30 @@ class Fp4Weight:
             check_same_device("row_scale", self.row_scale, self.data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weight as named tensors, for safetensors or a state_dict."""
-        named = {"data": self.data, "size": torch.tensor([self.n, self.k])}
+        """The weight as named tensors, for safetensors or a state_dict; ``size`` also tells the order of the codes."""
+        named = {"data": self.data, "size": torch.tensor([self.n, self.k, _ORDER])}
         return named if self.row_scale is None else {**named, "row_scale": self.row_scale}
 
     @staticmethod
     def from_tensors(named: Mapping[str, torch.Tensor]) -> Fp4Weight:
-        """The inverse of tensors(). Raises ArgumentError, which names the tensor, if they do not fit together."""
+        """The inverse of tensors().
+
+        Raises ArgumentError, which names the tensor, if they do not fit together, or if another release of jitfp4
+        prepared the weight in an order that this one does not read: then call prepare_fp4_weight() again.
+        """
         if not isinstance(named, Mapping):
             raise ArgumentTypeError("named", type(named).__name__, "a mapping, as tensors() gives it")
         if not {"data", "size"} <= named.keys() <= {"data", "size", "row_scale"}:
             raise ArgumentError("named", sorted(map(str, named)), "data, size and, for MXFP4, row_scale")
         data, row_scale = named["data"], named.get("row_scale")
-        _check_part("named, size", named["size"], torch.int64, (2,))
+        _check_part("named, size", named["size"], torch.int64, (3,))
         if named["size"].is_meta:
             raise ArgumentTypeError("named, size", "a tensor on meta", "a tensor with values")
-        n, k = named["size"].tolist()
+        n, k, order = named["size"].tolist()
+        if order != _ORDER:
+            raise ArgumentError(
+                "named, size", f"order {order} of a prepared weight", f"order {_ORDER}: prepare it again"
+            )
         try:
             return Fp4Weight(data, row_scale, n, k, NVFP4 if row_scale is None else MXFP4)
         except ArgumentError as error:
