@@ -98,7 +98,7 @@ def test_every_tactic_is_legal_with_its_spec_or_rejected_with_a_reason(operation
 
 def test_what_selected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "tactics", "mm_bf16_fp4", "--problem", PROBLEM, "--arch", "sm_90a"
-    assert document(*command)["by"] == "table: row 8 of bench/results/h200/gemm_wide_search.csv"
+    assert document(*command)["by"] == "table: row 12 of bench/results/h200/gemm_wide_search.csv"
     tuned = NarrowTactic(16, 4, 2, 4, 2, 2)
     write_choice(tmp_path / "tactics.json", tuned, m=13, n=8192, k=8192)
     found = document(*command, "--tactics", tmp_path / "tactics.json")
