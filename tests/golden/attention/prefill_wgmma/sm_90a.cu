@@ -750,7 +750,7 @@ class Finder {
     end_   = whole_ + left * parts_;
   }
 
-  // Finds what has the number that was taken last. False if an item has no part of that number.
+  // Finds what has the number that was taken last, and returns whether an item has a part of that number.
   __device__ __forceinline__ bool find(Item& item) {
     if (in_all(number_ >= end_)) {
       // Nobody takes one after the last: ready for the next launch.

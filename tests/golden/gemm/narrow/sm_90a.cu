@@ -616,8 +616,8 @@ __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
 // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
 // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
 // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns],
-                                         int lane) {
+__device__ __forceinline__ void multiply(
+    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
   constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
   const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
@@ -725,7 +725,8 @@ struct Weights {
   __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
                                                      Barrier* full, int lane) {
     copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full, lane);
+    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+         lane);
   }
   __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
     if constexpr (kHasTma) {
@@ -840,7 +841,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
                   int(k) - column};
   uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
-  const uint32 x_stages = ptx::shared_address(ring.x[group]), x_to = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  const uint32 x_stages = ptx::shared_address(ring.x[group]);
+  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {
     if (lane == 0) {
