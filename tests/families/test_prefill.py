@@ -200,7 +200,8 @@ def test_what_counts_as_few_rows() -> None:
         (9, 7, True, 64),
         (9, 8, True, 128),
         (9, 15, True, 256),
-        (100, 16, False, 256),
+        (100, 16, False, 2048),
+        (1000, 16, False, 2048),
     ):
         problem = _problem_of((q_len, 1), group, causal=causal)
         assert (problem.rows, problem.causal) == (rows, causal or q_len == 1)
