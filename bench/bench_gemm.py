@@ -40,12 +40,12 @@ from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
 from jitfp4.families.gemm.problem import NarrowTactic, Problem
-from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import SfLayout
 from jitfp4.spec import I64, Geometry, Ptr
+from jitfp4.weight import TILE_ROWS
 
 LAYERS = (
     (8192, 8192),

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from jitfp4 import ArgumentError, ArgumentTypeError, Fp4Weight, SfLayout, nvfp4_quantize, prepare_fp4_weight
 from jitfp4.families.gemm import weight as module
-from jitfp4.families.gemm.weight import pack, tile_bytes, unpack
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.reference.formats import decode_e2m1, swizzle
 from jitfp4.reference.quantize import dequantize
+from jitfp4.weight import pack, tile_bytes, unpack
 from tests.support.compare import assert_same_bytes
 from tests.support.gemm import LINEAR, make_codes
 

@@ -25,7 +25,7 @@ FLOORS = (
         "addresses",
     ),
     ("cache", "bundle", "wheel", "remote", "render", "keys", "kernel"),
-    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics"),
+    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics", "weight"),
     ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden", "tuning"),
@@ -37,6 +37,7 @@ ROOMS = {
     "torch": {
         "addresses",
         "tensors",
+        "weight",
         "dispatch",
         "replay",
         "operation",

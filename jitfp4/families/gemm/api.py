@@ -9,12 +9,12 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
-from jitfp4.families.gemm.weight import COLS, ROWS, Fp4Weight, prepare
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
+from jitfp4.weight import COLS, ROWS, Fp4Weight, prepare
 
 CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
 SCALE_DTYPES = {

@@ -12,11 +12,11 @@ from jitfp4.errors import ArgumentError, UnsupportedArchError
 from jitfp4.families.gemm.api import CODE_DTYPES, SCALE_DTYPES
 from jitfp4.families.gemm.fp4_operation import MM_FP4, Arguments
 from jitfp4.families.gemm.problem import DTYPES
-from jitfp4.families.gemm.weight import COLS, ROWS
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_device, check_dtype, check_same_device
+from jitfp4.weight import COLS, ROWS
 
 BACKENDS = ("auto", "cudnn", "trtllm", "cutlass", "cute-dsl", "b12x")
 _SHUFFLED_ROWS = 128  # the rows of a shuffled b are a multiple of it

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from jitfp4.arch import Arch
 from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.fp4_problem import Fp4Problem
-from jitfp4.families.gemm.weight import CODE_BYTES, TILE_COLS
 from jitfp4.families.gemm.wide import WIDE_TILE_MS, WideSpec, WideTactic
 from jitfp4.formats import NVFP4, BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.weight import CODE_BYTES, TILE_COLS
 
 _SCALE_ROWS = 128  # of a tile of scales
 

@@ -15,7 +15,6 @@ from jitfp4.families.gemm.blockscaled_kernels import atoms
 from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandSpec, ExpandTactic, Fp4WideSpec
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.tables import WIDE_TACTICS
-from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, round_up
@@ -23,6 +22,7 @@ from jitfp4.operation import Operation, Written
 from jitfp4.reference import gemm as reference
 from jitfp4.selection import Row, Table
 from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
+from jitfp4.weight import TILE_COLS, TILE_ROWS
 
 if TYPE_CHECKING:
     from jitfp4.families.gemm.fp4_operation import Arguments

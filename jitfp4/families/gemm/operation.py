@@ -9,12 +9,12 @@ import torch
 from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.problem import DTYPES, NarrowSpec, Problem, geometry, rejects, specialise
 from jitfp4.families.gemm.tables import HOPPER, TABLE, TACTICS, WIDE_TACTICS, problems
-from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, Fp4Weight
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import gemm as reference
 from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
+from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight
 
 
 class Arguments(NamedTuple):

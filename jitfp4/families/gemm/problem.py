@@ -10,10 +10,10 @@ import torch
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 TILE_MS = (8, 16, 32, 64)

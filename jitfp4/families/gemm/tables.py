@@ -8,10 +8,10 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
-from jitfp4.families.gemm.weight import TILE_ROWS
 from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
+from jitfp4.weight import TILE_ROWS
 
 _MOST_NARROW = 16  # rows of x
 

@@ -8,10 +8,10 @@ from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.fp4_problem import Fp4Problem
 from jitfp4.families.gemm.problem import Problem
-from jitfp4.families.gemm.weight import TILE_COLS, TILE_ROWS, tile_bytes
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 WIDE_TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x

@@ -1,4 +1,4 @@
-"""A weight in the order in which the kernels of this family read it.
+"""FP4 weights in the order in which the kernels of products and of experts read them.
 
 A prepared weight is a uint8 tensor of tiles, ``[ceil(n / 64), ceil(k / 128), tile_bytes]``: 64 rows by 128 columns,
 one piece of memory. Rows past n and columns past k hold zero.
