@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jitfp4 import ArgumentError, ArgumentTypeError, Fp4Weight, SfLayout, nvfp4_quantize, prepare_fp4_weight
-from jitfp4.families.gemm import weight as module
+from jitfp4 import weight as module
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.reference.formats import decode_e2m1, swizzle
 from jitfp4.reference.quantize import dequantize
