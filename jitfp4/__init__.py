@@ -56,7 +56,15 @@ if TYPE_CHECKING:
         nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
         nvfp4_quantize_paged_kv_cache,
     )
-    from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+    from jitfp4.families.norm import (
+        add_rmsnorm_fp4quant,
+        fused_add_rmsnorm,
+        gemma_fused_add_rmsnorm,
+        gemma_rmsnorm,
+        rmsnorm,
+        rmsnorm_fp4quant,
+        rmsnorm_gated,
+    )
     from jitfp4.families.quantize import (
         block_scale_interleave,
         e2m1_and_ufp8sf_scale_to_float,
@@ -122,7 +130,15 @@ _HOMES = {
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
         "nvfp4_quantize_paged_kv_cache",
     ),
-    "jitfp4.families.norm": ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant"),
+    "jitfp4.families.norm": (
+        "add_rmsnorm_fp4quant",
+        "fused_add_rmsnorm",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "rmsnorm",
+        "rmsnorm_fp4quant",
+        "rmsnorm_gated",
+    ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",
         "e2m1_and_ufp8sf_scale_to_float",

@@ -62,6 +62,9 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         lambda x, residual: jitfp4.add_rmsnorm_fp4quant(x, residual, WEIGHT, output_both_sf_layouts=True),
         (A, A.flip(0)),
     ),
+    "rmsnorm": (lambda x: jitfp4.rmsnorm(x, WEIGHT), (A,)),
+    "gemma_rmsnorm, rank 3": (lambda x: jitfp4.gemma_rmsnorm(x, WEIGHT), (BATCH,)),
+    "rmsnorm_gated": (lambda x, gate: jitfp4.rmsnorm_gated(x, gate, WEIGHT), (A, A.flip(0))),
     "mm_fp4": (
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
@@ -214,6 +217,7 @@ OPERATORS = {
     "row_scale": "nvfp4_quantize",
     "dequantize": "nvfp4_dequantize",
     "rmsnorm_fp4quant": "add_rmsnorm_fp4quant",
+    "rmsnorm": "fused_add_rmsnorm",
     "gated_delta_rule": "gated_delta_rule_mtp",
     "mm_fp4": "mm_fp4",
     "expand_fp4": "mm_fp4",

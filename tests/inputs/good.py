@@ -89,6 +89,16 @@ def good_calls() -> Calls:
             "block_scale_unswizzled": codes(4, 4),
             "y_out": half(4, 64),
         },
+        "rmsnorm": lambda: {"input": half(4, 64), "weight": half(64), "out": half(4, 64)},
+        "gemma_rmsnorm": lambda: {"input": half(4, 64), "weight": half(64), "out": half(4, 64)},
+        "rmsnorm_gated": lambda: {
+            "input": half(4, 64),
+            "gate": half(4, 64),
+            "weight": half(64),
+            "out": half(4, 64),
+        },
+        "fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
+        "gemma_fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
         "mm_fp4": lambda: {
             "a": codes(4, 32),
             "b": codes(8, 32).T,

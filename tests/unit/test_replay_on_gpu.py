@@ -77,6 +77,13 @@ CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
         "residual": random(130, 256, seed=seed + 1),
         "weight": random(256),
     },
+    "rmsnorm": lambda seed: {"input": random(130, 256, seed=seed), "weight": random(256)},
+    "gemma_rmsnorm": lambda seed: {"input": random(130, 256, seed=seed), "weight": random(256)},
+    "rmsnorm_gated": lambda seed: {
+        "input": random(130, 256, seed=seed),
+        "gate": random(130, 256, seed=seed + 1),
+        "weight": random(256),
+    },
     "gated_delta_rule_mtp": delta_rule,
     "gated_delta_rule_decode_pretranspose": one_token,
     "gated_delta_rule_decode": one_token,
