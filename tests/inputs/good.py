@@ -325,10 +325,14 @@ def _attention_calls() -> Calls:
 
 def _gemm_calls() -> Calls:
     def weight() -> Any:
-        return jitfp4.prepare_fp4_weight(_codes(8, 16), _codes(128, 4))
+        return jitfp4.prepare_fp4_weight(_codes(8, 16), _codes(128, 4), sf_layout=jitfp4.SfLayout.layout_128x4)
 
     return {
-        "prepare_fp4_weight": lambda: {"weight": _codes(8, 16), "scales": _codes(128, 4)},
+        "prepare_fp4_weight": lambda: {
+            "weight": _codes(8, 16),
+            "scales": _codes(128, 4),
+            "sf_layout": jitfp4.SfLayout.layout_128x4,
+        },
         "mm_bf16_fp4": lambda: {
             "a": _half(3, 32),
             "weight": weight(),

@@ -100,7 +100,8 @@ def nvfp4_quantize(
     q_bytes, sf_bytes = q.view(torch.uint8), sf.view(torch.uint8)
     per_token: tuple[torch.Tensor, ...] = ()
     if per_token_activation:
-        encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
+        encode = replay.scratch((m,), torch.float32, like=a)
+        decode = torch.empty(m, dtype=torch.float32, device=a.device)
         ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
         shuffled = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
         scale, per_token = encode, (shuffled,)
