@@ -33,6 +33,7 @@ from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.families.kv import operation as kv
 from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.families.norm.plain import RMSNORM as PLAIN_RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale, Tactic
 from jitfp4.families.quantize.operation import DEQUANTIZE, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE
@@ -53,6 +54,7 @@ OPERATIONS = [
     MM_FP4,
     EXPAND,
     RMSNORM,
+    PLAIN_RMSNORM,
     QUANTIZE,
     QUANTIZE_BATCH,
     ROW_SCALE,

@@ -9,7 +9,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.kernels.rmsnorm import KERNEL, TABLE, Arguments, problem, problems
 from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN
 from jitfp4.operation import Operation
-from jitfp4.public import public
+from jitfp4.public import checked, public
 from jitfp4.reference import norm as reference
 from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output
 
@@ -112,14 +112,10 @@ def rmsnorm_gated(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_dtype("gate", gate, (input.dtype,))
-    check_same_device("gate", gate, input)
-    if differ(gate.shape, input.shape):
-        raise ArgumentError("gate", f"shape {tuple(gate.shape)}", f"{tuple(input.shape)}, as the input")
-    return _normalise(input, weight, as_rows("gate", gate, _MULTIPLE), eps, 0.0, out, enable_pdl)
+    return _normalise(input, weight, gate, eps, 0.0, out, enable_pdl)
 
 
-@public
+@checked
 def fused_add_rmsnorm(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -143,7 +139,7 @@ def fused_add_rmsnorm(
     _add_and_normalise(input, residual, weight, eps, 0.0, enable_pdl)
 
 
-@public
+@checked
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor,  # noqa: A002 - FlashInfer's name
     residual: torch.Tensor,
@@ -180,6 +176,13 @@ def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return rows
 
 
+def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
+    check_dtype(name, tensor, (input.dtype,))
+    check_same_device(name, tensor, input)
+    if differ(tensor.shape, input.shape):
+        raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
+
+
 def _normalise(
     input: torch.Tensor,  # noqa: A002
     weight: torch.Tensor,
@@ -190,6 +193,9 @@ def _normalise(
     enable_pdl: bool | None,
 ) -> torch.Tensor:
     rows = _check(input, weight, eps)
+    if gate is not None:
+        _check_like("gate", gate, input)
+        gate = as_rows("gate", gate, _MULTIPLE)
     result = output("out", out, tuple(input.shape), (input.dtype,), like=input)
     RMSNORM(
         Arguments(
@@ -207,6 +213,7 @@ def _normalise(
     return result
 
 
+@public
 def _add_and_normalise(
     input: torch.Tensor,  # noqa: A002
     residual: torch.Tensor,
@@ -214,13 +221,11 @@ def _add_and_normalise(
     eps: float,
     weight_bias: float,
     enable_pdl: bool | None,
-) -> None:
+) -> torch.Tensor:
+    """The call behind both functions; returns the input, so that it can be remembered."""
     rows = _check(input, weight, eps)
     check_contiguous("input", input)
-    check_dtype("residual", residual, (input.dtype,))
-    check_same_device("residual", residual, input)
-    if differ(residual.shape, input.shape):
-        raise ArgumentError("residual", f"shape {tuple(residual.shape)}", f"{tuple(input.shape)}, as the input")
+    _check_like("residual", residual, input)
     check_contiguous("residual", residual)
     RMSNORM(
         Arguments(
@@ -235,3 +240,4 @@ def _add_and_normalise(
             names="out=input",
         )
     )
+    return input
