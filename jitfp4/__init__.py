@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         silu_and_mul_nvfp4_quantize,
         silu_and_mul_scaled_nvfp4_experts_quantize,
     )
+    from jitfp4.formats import NVFP44Over6Config, NVFP44Over6ErrMode
     from jitfp4.layouts import SfLayout
     from jitfp4.tuning import load_tactics, tune
 
@@ -158,6 +159,7 @@ _HOMES = {
         "silu_and_mul_nvfp4_quantize",
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
+    "jitfp4.formats": ("NVFP44Over6Config", "NVFP44Over6ErrMode"),
     "jitfp4.layouts": ("SfLayout",),
     "jitfp4.tuning": ("load_tactics", "tune"),
 }

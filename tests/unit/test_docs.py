@@ -36,6 +36,8 @@ def test_the_public_names_are_these() -> None:
         "Fp4Weight",
         "Jitfp4Error",
         "LaunchError",
+        "NVFP44Over6Config",
+        "NVFP44Over6ErrMode",
         "OfflineError",
         "RenderError",
         "SfLayout",
