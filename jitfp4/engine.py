@@ -33,6 +33,8 @@ from jitfp4.version import version
 if TYPE_CHECKING:
     from jitfp4.driver import LoadedKernel
 
+__all__ = ["CacheInfo", "cache_info"]
+
 _log = logging.getLogger("jitfp4.engine")
 
 

@@ -27,6 +27,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BundleError",
+    "CacheCorruptError",
+    "CacheError",
+    "CacheUntrustedError",
+    "CompileError",
+    "Jitfp4Error",
+    "LaunchError",
+    "OfflineError",
+    "RenderError",
+    "SimError",
+    "TacticsError",
+    "ToolchainError",
+    "UnsupportedArchError",
+]
+
 
 class Jitfp4Error(Exception):
     """Base of every error that jitfp4 raises on purpose.

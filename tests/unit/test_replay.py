@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,17 +13,7 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
-
-
-class FakeLaunch:
-    """A launch that notes the addresses that it is repeated with."""
-
-    def __init__(self) -> None:
-        self.repeated: list[tuple[int, ...]] = []
-
-    def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        assert stream == 7
-        self.repeated.append(tuple(addresses))
+from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
 
 
 class Public:
@@ -51,19 +41,6 @@ class Public:
     @property
     def repeated(self) -> list[tuple[int, ...]]:
         return [addresses for launch in self.launched for addresses in launch.repeated]
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors pass for CUDA tensors."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(replay, "exchange_device", lambda _index: 0)
-    monkeypatch.setattr(replay, "current_stream", lambda _index: 7)
-    monkeypatch.setattr(
-        replay, "empty_cuda", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
-    )
-    yield
-    replay.forget()
 
 
 def aligned(*shape: int) -> torch.Tensor:
