@@ -119,7 +119,8 @@ def _joined(steps: Sequence[Step | None]) -> Step | None:
 def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
     """The new tensor ``make(*sources)``. A repeated call makes it again, from the tensors of that call.
 
-    ``sources`` are arguments of the call, or temporaries. ``make`` must keep no tensor, and depend only on the flags.
+    ``sources`` are arguments of the call, views of their memory from its start on, or temporaries. ``make`` must depend
+    only on the flags, and return no tensor that somebody else may write.
     """
     tensor = make(*sources)
     if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
@@ -313,7 +314,8 @@ def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tu
                 twins.append((first, number))  # it is not known which of them the kernel got: they must be equal again
     known, temporaries = list(given), []
     for tensor, make, sources in notes.temporaries:
-        numbers = [next((n for n, one in enumerate(known) if one is source), -1) for source in sources]
+        same = [next((n for n, one in enumerate(known) if one is source), None) for source in sources]
+        numbers = [places.get(of.data_ptr(), -1) if n is None else n for n, of in zip(same, sources, strict=True)]
         if -1 in numbers or tensor.data_ptr() in places:
             return None, True
         places[tensor.data_ptr()] = len(known)
