@@ -39,6 +39,7 @@ def good_calls() -> Calls:
             "out": codes(4, 32),
             "out_sf": codes(128, 4),
         },
+        "nvfp4_quantize per token": lambda: {"a": half(4, 64), "a_global_sf": one(), "per_token_activation": True},
         "mxfp4_quantize": lambda: {"a": half(4, 64), "out": codes(4, 32), "out_sf": codes(128, 4)},
         "fp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
         "silu_and_mul_nvfp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
