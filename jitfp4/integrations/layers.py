@@ -88,11 +88,11 @@ class Fp4Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         tiles, chunks = ceil_div(out_features, TILE_ROWS), ceil_div(in_features, TILE_COLS)
-        row_scale = torch.empty(tiles * TILE_ROWS) if block_format is MXFP4 else None
+        row_scale = torch.empty(tiles * TILE_ROWS, dtype=torch.float32) if block_format is MXFP4 else None
         self.register_buffer("weight", torch.empty(tiles, chunks, tile_bytes(block_format), dtype=torch.uint8))
         self.register_buffer("weight_size", torch.empty(3, dtype=torch.int64))
         self.register_buffer("weight_row_scale", row_scale)
-        self.register_buffer("alpha", torch.empty(1) if block_format is NVFP4 else None)
+        self.register_buffer("alpha", torch.empty(1, dtype=torch.float32) if block_format is NVFP4 else None)
         self._weight: Fp4Weight | None = None
         self._siblings: Siblings | None = None
         self._place = 0
@@ -109,8 +109,8 @@ class Fp4Linear(nn.Module):
         empty = {
             names.codes: torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8),
             names.scales: torch.empty(self.out_features, self.in_features // NVFP4.block, dtype=torch.float8_e4m3fn),
-            names.global_scale: torch.empty(1),
-            names.input_scale: torch.empty(1),
+            names.global_scale: torch.empty(1, dtype=torch.float32),
+            names.input_scale: torch.empty(1, dtype=torch.float32),
         }
         self._source, self._expected = source, tuple(name for name in empty if name in kinds)
         for name in self._expected:

@@ -19,7 +19,8 @@ class Jitfp4Config(QuantizationConfigMixin):  # type: ignore[misc]
 
     Args:
         weights: "nvfp4" or "mxfp4", for layers that the checkpoint has in floats.
-        modules_to_not_convert: names of modules, or ends of names, that keep their floats, as routers and the head do.
+        modules_to_not_convert: modules, or adjacent parts of their names ("layers.0.mlp", "o_proj"), that keep their
+            floats, as routers and the head do.
         lm_head: whether the head becomes FP4, too. One that is tied to the embedding is then no longer tied: the
             embedding keeps its floats.
         fuse: whether layers of one input share one product where their scales allow it.

@@ -11,7 +11,6 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitfp4.errors import ArgumentError
@@ -54,8 +53,9 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         self.pre_quantized = bool(found)
         floats = dtype or torch.bfloat16
         if not found:
+            kept = self._kept(model)
             for name, linear in _linears(model):
-                if should_convert_module(name, self._kept(model)):
+                if name.rpartition(".")[2] not in _KEPT and not any(f".{part}." in f".{name}." for part in kept):
                     layer = Fp4Linear(*_sizes(linear), linear.bias is not None, floats, self.quantization_config.format)
                     _replace(model, name, layer)
             return
@@ -71,12 +71,11 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
             _replace(model, name, layer)
 
     def _kept(self, model: Any) -> list[str]:
-        """Names, or ends of names, of the linear layers that keep their floats."""
+        """Modules, or adjacent parts of their names, whose linear layers keep their floats."""
         head = model.get_output_embeddings()
         heads = [name for name, module in model.named_modules() if module is head is not None]
         tied = any(name in key for name in heads for key in getattr(model, "all_tied_weights_keys", ()))
-        kept = [*self.quantization_config.modules_to_not_convert, *(f".{name}" for name in _KEPT)]
-        kept += model._keep_in_fp32_modules or []
+        kept = [*self.quantization_config.modules_to_not_convert, *(model._keep_in_fp32_modules or ())]
         return kept if self.quantization_config.lm_head and not tied else kept + heads
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
