@@ -116,6 +116,10 @@ class Fp4Linear(nn.Module):
         for name in self._expected:
             self.register_buffer(name, empty[name])
 
+    def expect_floats(self, dtype: torch.dtype) -> None:
+        """Have ``weight`` in floats [out_features, in_features]: somebody replaces it by prepared tensors."""
+        self.weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
+
     def finish(self, name: str) -> None:
         """Prepare the weight of the tensors that were loaded; ``name`` is the layer's. Raises ArgumentError."""
         if self.bias is not None:

@@ -41,6 +41,12 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         layer, kind = param_name.rpartition(".")[::2]
         return kind != "bias" and isinstance(model.get_submodule(layer), Fp4Linear)
 
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes of an element on the device: what is quantized while it is loaded needs few."""
+        if not self.pre_quantized and param.dim() == 2 and self.param_needs_quantization(model, param_name):
+            return 0.5 + 1 / self.quantization_config.format.block
+        return float(param.element_size())
+
     def get_quantize_ops(self) -> ConversionOps:
         """What makes an FP4 layer of a float weight."""
         return _Quantize(self.quantization_config.format)
@@ -57,6 +63,7 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
             for name, linear in _linears(model):
                 if name.rpartition(".")[2] not in _KEPT and not any(f".{part}." in f".{name}." for part in kept):
                     layer = Fp4Linear(*_sizes(linear), linear.bias is not None, floats, self.quantization_config.format)
+                    layer.expect_floats(floats)
                     _replace(model, name, layer)
             return
         kinds: dict[str, set[str]] = {}
