@@ -66,8 +66,8 @@ def trtllm_batch_decode_with_kv_cache(
             the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
             1 to 16 query heads.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
-            it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time may
-            not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
+            it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
+            may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
         seq_lens: int32 or uint32 [batch], tokens of each request including the new ones. Read on the device only.
