@@ -39,7 +39,8 @@ def good_calls() -> Calls:
             "out": codes(4, 32),
             "out_sf": codes(128, 4),
         },
-        "nvfp4_quantize per token": lambda: {
+        "nvfp4_quantize per token": lambda: {"a": half(4, 64), "a_global_sf": one(), "per_token_activation": True},
+        "nvfp4_quantize 4over6": lambda: {
             "a": half(4, 64),
             "a_global_sf": one(),
             "per_token_activation": True,

@@ -26,7 +26,7 @@ NO_LAUNCH = (
 """Functions of torch operations alone, and methods that only prepare."""
 
 CHECKED = {
-    "nvfp4_quantize per token": "the better of two scales is chosen by torch operations behind the launch",
+    "nvfp4_quantize 4over6": "the better of two scales is chosen by torch operations behind the launch",
     "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
     "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
