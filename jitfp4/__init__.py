@@ -68,6 +68,7 @@ _HOMES = {
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
         "nvfp4_quantize_paged_kv_cache",
+        "rope_append_paged_kv_cache",
     ),
     "jitfp4.families.norm": (
         "add_rmsnorm_fp4quant",

@@ -124,8 +124,8 @@ def rope_append_paged_kv_cache(
         is_neox: whether element i of a head is rotated with element i + rotary / 2; else neighbours are pairs.
         kv_layout: "NHD" or "HND".
         v_sf_layout: "linear", or "interleaved4" as nvfp4_quantize_paged_kv_cache() describes it.
-        q_norm_weight, k_norm_weight: [d] of query's dtype, of an RMSNorm of each head before the rotation; None for
-            both: no norm.
+        q_norm_weight, k_norm_weight: [d] of query's dtype, of an RMSNorm of each head before the rotation. Both are
+            None where there is none.
         eps: of these norms.
         query_out: [tokens, heads, d] contiguous, of query's dtype; memory of its own; allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
