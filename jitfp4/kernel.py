@@ -152,12 +152,12 @@ def kernels(pattern: str | None = None) -> tuple[AnyKernel, ...]:
         if pattern is None or name == pattern or name.startswith(f"{pattern}/")
     )
     if not found:
-        raise ArgumentError("family", repr(pattern), ", ".join(sorted(_registered)))
+        raise ArgumentError("kernel", repr(pattern), ", ".join(sorted(_registered)))
     return found
 
 
 def lookup(name: str) -> AnyKernel:
     """The kernel called ``name`` exactly."""
     if name not in _registered:
-        raise ArgumentError("family", repr(name), ", ".join(sorted(_registered)))
+        raise ArgumentError("kernel", repr(name), ", ".join(sorted(_registered)))
     return _registered[name].kernel

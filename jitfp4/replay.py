@@ -95,9 +95,9 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> t
 def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
     """The new tensor ``make(*sources)``. A repeated call makes it again, from the tensors of that call.
 
-    ``sources`` are arguments of the call, scratch or temporaries. ``make`` must keep no tensor, and depend only on the
-    flags. A repeated call makes all temporaries before its first launch: a call that makes one from other tensors
-    behind a launch is never repeated.
+    ``sources`` are arguments of the call, views of their memory from its start on, scratch or temporaries. ``make``
+    must depend only on the flags, and return no tensor that somebody else may write. A repeated call makes all
+    temporaries before its first launch: a call that makes one from other tensors behind a launch is never repeated.
     """
     tensor = make(*sources)
     if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
@@ -318,7 +318,7 @@ def _repeatable(step: Step, notes: _Notes, given: Sequence[torch.Tensor], result
         _take(chosen),
         tuple(numbers.twins),
         tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
-        tuple((one.make, tuple(map(numbers.of, one.sources))) for one in notes.temporaries),
+        tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         step.aligned,
         tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
         _take(places) if isinstance(result, tuple) else operator.itemgetter(*places),
@@ -377,6 +377,11 @@ class _Numbers:
             if known is tensor:
                 return number
         raise _Unrepeatable
+
+    def source(self, tensor: torch.Tensor) -> int:
+        """The number of this object, or of the tensor of which it is a view."""
+        known = any(one is tensor for one in self._known)
+        return self.of(tensor) if known else self.at(tensor)
 
     def at(self, tensor: torch.Tensor) -> int:
         """The number of the tensor that begins where this one does."""

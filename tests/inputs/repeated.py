@@ -16,6 +16,7 @@ NO_LAUNCH = (
     *("block_scale_interleave", "nvfp4_block_scale_interleave", "make_nvfp4_global_scale"),
     *("silu_and_mul", "shuffle_matrix_a", "shuffle_matrix_sf_a", "prepare_fp4_weight", "Fp4Weight"),
     "Fp4Weight.from_tensors",
+    "NVFP44Over6Config",
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
         for kind in ("Decode", "Prefill")
@@ -25,6 +26,7 @@ NO_LAUNCH = (
 """Functions of torch operations alone, and methods that only prepare."""
 
 CHECKED = {
+    "nvfp4_quantize 4over6": "the better of two scales is chosen by torch operations behind the launch",
     "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
     "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
@@ -51,7 +53,9 @@ def _more() -> Calls:
     def product(m: int, n: int, k: int) -> Arguments:
         return {
             "a": _half(m, k),
-            "weight": jitfp4.prepare_fp4_weight(_bytes(n, k // 2), _bytes(-(-n // 128) * 128, k // 16)),
+            "weight": jitfp4.prepare_fp4_weight(
+                _bytes(n, k // 2), _bytes(n, k // 16), sf_layout=jitfp4.SfLayout.layout_linear
+            ),
         }
 
     def fp4(m: int, n: int, k: int) -> Arguments:
