@@ -10,6 +10,7 @@ import torch
 
 from jitfp4 import engine, replay
 from jitfp4.arch import Arch
+from jitfp4.families.attention import counters
 from jitfp4.kernel import Plan
 from jitfp4.spec import TileMap
 
@@ -35,6 +36,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         replay, "empty_cuda", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(counters, "of", lambda _workspace: torch.zeros(counters.COUNTER_BYTES, dtype=torch.uint8))
     yield
     replay.forget()
 

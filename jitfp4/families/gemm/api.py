@@ -7,7 +7,8 @@ import math
 import torch
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
+from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
