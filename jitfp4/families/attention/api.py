@@ -65,9 +65,9 @@ def trtllm_batch_decode_with_kv_cache(
             j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
             the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
             1 to 16 query heads.
-        workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what it
-            wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time may
-            not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
+        workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
+            it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
+            may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
         seq_lens: int32 or uint32 [batch], tokens of each request including the new ones. Read on the device only.
@@ -95,7 +95,8 @@ def trtllm_batch_decode_with_kv_cache(
             dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
+        bmm1_scale_log2: None.
+        multi_ctas_kv_counter_buffer: None, or a tensor on query's device, which is not needed and not touched.
         enable_block_sparse_attention: False.
         bf16q_fp8kv_transform_mode: None.
         kv_block_scales: the older name of kv_cache_sf.
@@ -115,11 +116,11 @@ def trtllm_batch_decode_with_kv_cache(
         ("o_sf_vec_size", o_sf_vec_size, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
-        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, None),
         ("enable_block_sparse_attention", enable_block_sparse_attention, False),
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
+    checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     checks.check_backend(backend, BACKENDS)
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"
@@ -257,11 +258,6 @@ def attend(
         )
     )
     return (out,) if lse is None else (out, lse)
-
-
-def factor(scale: float | None) -> float:
-    """A scale; 1 for None."""
-    return 1.0 if scale is None else float(scale)
 
 
 WORKSPACE_BYTES = 32 << 20

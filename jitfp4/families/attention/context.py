@@ -8,7 +8,7 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor
+from jitfp4.families.attention.api import attend, check_plain
 from jitfp4.families.attention.single import single
 from jitfp4.public import checked
 
@@ -76,7 +76,8 @@ def trtllm_batch_context_with_kv_cache(
         causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i. With False it sees all;
             a window begins at the same token as with True.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress: None.
+        multi_ctas_kv_counter_buffer: as for trtllm_batch_decode_with_kv_cache().
+        use_fp16_softmax, uses_spcompress: None or False.
         kv_block_scales: an older name of kv_cache_sf.
         v_scale_layout: "interleaved4", the order in which nvfp4_quantize_paged_kv_cache() returns V's scales, or
             "linear".
@@ -89,15 +90,15 @@ def trtllm_batch_context_with_kv_cache(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    for name, value in (
+    for name, setting in (
         ("o_sf_scale", o_sf_scale),
         ("o_sf_vec_size", o_sf_vec_size),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
-        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer),
-        ("use_fp16_softmax", use_fp16_softmax),
-        ("uses_spcompress", uses_spcompress),
+        ("use_fp16_softmax", use_fp16_softmax or None),
+        ("uses_spcompress", uses_spcompress or None),
     ):
-        checks.unused(name, value, None)
+        checks.unused(name, setting, None)
+    checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     checks.check_q_len("max_q_len", max_q_len)
     seq_lens = checks.signed(seq_lens)
     checks.check_ints("seq_lens", seq_lens, (None,), query)
@@ -161,8 +162,8 @@ def single_prefill_with_kv_cache(
     backend: str = "auto",
     return_lse: bool = False,
     kv_cache_sf: checks.Pair | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request's query tokens over a cache that is not paged.
 
@@ -184,7 +185,7 @@ def single_prefill_with_kv_cache(
         backend: "auto", "fa2" or "fa3", which are the same kernels.
         return_lse: return the logarithms too.
         kv_cache_sf: the block scales of NVFP4 k and v, arranged as k and v with d/16, in linear order.
-        k_scale, v_scale: factors; None means 1.
+        k_scale, v_scale: factors: numbers, or tensors of one float; None means 1.
     Returns:
         [tokens, heads, d], or with return_lse also the base-2 logarithm of the denominators, float32 [tokens, heads].
     Raises:
@@ -198,7 +199,8 @@ def single_prefill_with_kv_cache(
     checks.check_backend(backend, _BACKENDS)
     if q.dim() != 3:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
-    scales = ((q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(k_scale), factor(v_scale))
+    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scales = (checks.product(q, bmm1, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
     result = single(q, (k, v), kv_cache_sf, scales, kv_layout, window_left, o_dtype, causal, return_lse)
     return (result[0], result[1]) if return_lse else result[0]
 

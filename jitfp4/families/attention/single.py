@@ -6,7 +6,7 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor, new_workspace
+from jitfp4.families.attention.api import attend, check_plain, new_workspace
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
 from jitfp4.public import checked
 
@@ -19,9 +19,9 @@ def single_decode_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
@@ -40,7 +40,7 @@ def single_decode_with_kv_cache(
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE".
         use_tensor_cores: accepted; every kernel uses them.
-        q_scale, k_scale, v_scale: factors; None means 1.
+        q_scale, k_scale, v_scale: factors: numbers, or tensors of one float; None means 1.
         window_left: as in trtllm_batch_decode_with_kv_cache().
         logits_soft_cap: None or 0.
         sm_scale: None means ``d ** -0.5``.
@@ -56,8 +56,8 @@ def single_decode_with_kv_cache(
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    bmm1 = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale)
-    scales = (bmm1, factor(v_scale))
+    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scales = (checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
     result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
     return (result[0][0], result[1][0]) if return_lse else result[0][0]
 
@@ -66,7 +66,7 @@ def single(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
     kv_cache_sf: checks.Pair | None,
-    scales: tuple[float, float],
+    scales: tuple[torch.Tensor | float, torch.Tensor | float],
     kv_layout: str,
     window_left: int,
     out_dtype: torch.dtype | None,
