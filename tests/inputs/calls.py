@@ -146,6 +146,7 @@ _LEGAL = {
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
+    ("multi_ctas_kv_counter_buffer", "complex"),  # likewise
     *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
     *itertools.product(("max_token_per_sequence",), ("7",)),
     ("token_pos_in_items_len", "0"),

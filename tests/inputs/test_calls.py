@@ -5,6 +5,7 @@ The same table runs on the CPU, under the simulator and on a GPU.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections import Counter
@@ -71,7 +72,8 @@ def callables() -> Iterator[tuple[str, Callable[..., object]]]:
     for name in jitfp4.__all__:
         value = getattr(jitfp4, name)
         if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
-            members = [key for key in vars(value) if key[0] != "_"] if isinstance(value, type) else []
+            kept = vars(value).items() if isinstance(value, type) else ()
+            members = [key for key, member in kept if key[0] != "_" and not isinstance(member, functools.partialmethod)]
             methods = ((f"{name}.{key}", getattr(value, key)) for key in members)
             for called, function in ((name, value), *methods):
                 if callable(function) and inspect.signature(function).parameters.keys() - {"self"}:
