@@ -50,6 +50,7 @@ def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         if tensors.dim() != 5 or tensors.shape[1] != 2:
             raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...] of five dimensions, or a pair")
+        check_strided(name, tensors)
         return tensors[:, 0], tensors[:, 1]
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 2:
         raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a pair of tensors")
@@ -185,6 +186,9 @@ def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None)
         return tensors
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 1:
         raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a list of one")
+    if not isinstance(tensors[0], torch.Tensor):
+        raise ArgumentTypeError(name, f"a list of {type(tensors[0]).__name__}", "a tensor, or a list of one")
+    check_strided(name, tensors[0])
     return tensors[0]
 
 

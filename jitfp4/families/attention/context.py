@@ -8,7 +8,8 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain
+from jitfp4.families.attention.api import check_plain
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.single import single
 from jitfp4.public import checked
 
@@ -111,31 +112,32 @@ def trtllm_batch_context_with_kv_cache(
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
-        query,
-        key,
-        value,
-        scales[0],
-        scales[1],
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        None,
-        cum_seq_lens_q,
-        bmm1_scale,
-        bmm2_scale,
-        checks.one_tensor("sinks", sinks),
-        out,
-        lse,
-        max_kv_len,
-        window_left,
-        out_dtype,
-        kv_layout,
-        v_scale_layout,
-        max_q_len,
-        causal,
-        uses_shared_paged_kv_idx,
-        return_lse or lse is not None,
-        enable_pdl,
+        Call(
+            query=query,
+            key=key,
+            value=value,
+            key_scales=scales[0],
+            value_scales=scales[1],
+            workspace_buffer=workspace_buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cum_seq_lens_q=cum_seq_lens_q,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=checks.one_tensor("sinks", sinks),
+            out=out,
+            lse=lse,
+            max_seq_len=max_kv_len,
+            window_left=window_left,
+            out_dtype=out_dtype,
+            kv_layout=kv_layout,
+            v_scale_layout=v_scale_layout,
+            q_len=max_q_len,
+            causal=causal,
+            shared_pages=uses_shared_paged_kv_idx,
+            with_lse=return_lse or lse is not None,
+            enable_pdl=enable_pdl,
+        )
     )
     return (result[0], result[1]) if return_lse else result[0]
 

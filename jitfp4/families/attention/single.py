@@ -6,7 +6,8 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, new_workspace
+from jitfp4.families.attention.api import check_plain, new_workspace
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
 from jitfp4.public import checked
 
@@ -86,30 +87,26 @@ def single(
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
         return attend(
-            q,
-            paged[0],
-            paged[1],
-            paged[2] if len(paged) > 2 else None,
-            paged[3] if len(paged) > 2 else None,
-            new_workspace(q.device),
-            torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
-            torch.full((1,), tokens, dtype=torch.int32, device=q.device),
-            None,
-            None,
-            *scales,
-            None,
-            None,
-            None,
-            tokens,
-            window_left,
-            out_dtype,
-            kv_layout,
-            "linear",
-            q.shape[0],
-            causal,
-            True,
-            with_lse,
-            None,
+            Call(
+                query=q,
+                key=paged[0],
+                value=paged[1],
+                key_scales=paged[2] if len(paged) > 2 else None,
+                value_scales=paged[3] if len(paged) > 2 else None,
+                workspace_buffer=new_workspace(q.device),
+                block_tables=torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
+                seq_lens=torch.full((1,), tokens, dtype=torch.int32, device=q.device),
+                bmm1_scale=scales[0],
+                bmm2_scale=scales[1],
+                max_seq_len=tokens,
+                window_left=window_left,
+                out_dtype=out_dtype,
+                kv_layout=kv_layout,
+                v_scale_layout="linear",
+                q_len=q.shape[0],
+                causal=causal,
+                with_lse=with_lse,
+            )
         )
     except ArgumentError as error:
         raise renamed(error, _SINGLE_NAMES) from None

@@ -10,7 +10,7 @@ import torch
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
@@ -194,31 +194,32 @@ class PagedWrapper(EngineNames):
         scales = (None, None) if run.kv_cache_sf is None else checks.pair("kv_cache_sf", run.kv_cache_sf)
         try:
             result = attend(
-                run.q,
-                key,
-                value,
-                scales[0],
-                scales[1],
-                self._workspace,
-                plan.lists.pages,
-                plan.lists.seq_lens,
-                plan.lists.page_ends,
-                plan.lists.q_ends,
-                checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
-                checks.product(run.q, 1.0, v_scale=run.v_scale),
-                run.sinks,
-                run.out,
-                run.lse,
-                0,
-                plan.window_left if run.window_left is None else run.window_left,
-                plan.out_dtype,
-                self._kv_layout,
-                self._v_scale_layout,
-                run.q_len,
-                plan.causal,
-                True,
-                run.return_lse or run.lse is not None,
-                run.enable_pdl,
+                Call(
+                    query=run.q,
+                    key=key,
+                    value=value,
+                    key_scales=scales[0],
+                    value_scales=scales[1],
+                    workspace_buffer=self._workspace,
+                    block_tables=plan.lists.pages,
+                    seq_lens=plan.lists.seq_lens,
+                    page_ends=plan.lists.page_ends,
+                    cum_seq_lens_q=plan.lists.q_ends,
+                    bmm1_scale=checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
+                    bmm2_scale=checks.product(run.q, 1.0, v_scale=run.v_scale),
+                    sinks=run.sinks,
+                    out=run.out,
+                    lse=run.lse,
+                    max_seq_len=0,
+                    window_left=plan.window_left if run.window_left is None else run.window_left,
+                    out_dtype=plan.out_dtype,
+                    kv_layout=self._kv_layout,
+                    v_scale_layout=self._v_scale_layout,
+                    q_len=run.q_len,
+                    causal=plan.causal,
+                    with_lse=run.return_lse or run.lse is not None,
+                    enable_pdl=run.enable_pdl,
+                )
             )
         except ArgumentError as error:
             raise renamed(error, _NAMES) from None
