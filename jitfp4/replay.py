@@ -143,7 +143,9 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling() or _suspended or is_watched():
             return function(*args, **kwargs)
-        values = (*args, *kwargs.values()) if kwargs else args
+        values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
+        if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
+            (values,) = values
         sort = _sort((*map(type, values),), (*kwargs,))
         if sort is None:
             return function(*args, **kwargs)

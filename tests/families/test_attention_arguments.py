@@ -27,12 +27,25 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "mask": torch.ones(1),
         "skip_softmax_threshold_scale_factor": 1.0,
         "bmm1_scale_log2": torch.ones(1),
-        "multi_ctas_kv_counter_buffer": torch.zeros(1),
         "enable_block_sparse_attention": True,
         "bf16q_fp8kv_transform_mode": "x",
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             case.run(**{name: value})
+
+
+def test_counters_of_flashinfer_are_taken_and_not_touched() -> None:
+    case = Case(lengths=(40,), kv_heads=1, q_lens=2)
+    buffer = torch.full((1024,), 0xFF, dtype=torch.uint8)
+    flags = {"use_fp16_softmax": False, "uses_spcompress": False}
+    for run, others in ((case.run, {}), (case.run_context, flags)):
+        got = run(multi_ctas_kv_counter_buffer=buffer, **others)
+        assert torch.equal(got[0], run()[0])
+        assert (buffer == 0xFF).all()
+        with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
+            run(multi_ctas_kv_counter_buffer=1024)
+        with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
+            run(multi_ctas_kv_counter_buffer=torch.empty(1024, device="meta"))
 
 
 def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:

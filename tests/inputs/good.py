@@ -320,6 +320,7 @@ def _attention_calls() -> Calls:
         f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
         f"{prefill}.run": run_prefill,
         f"{prefill}.forward": lambda: forward(run_prefill()),
+        f"{prefill}.forward_return_lse": lambda: forward(run_prefill()),
         f"{prefill}.reset_workspace_buffer": lambda: reset(make_prefill()),
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
@@ -346,6 +347,7 @@ def _attention_calls() -> Calls:
         f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
         f"{name}.run": run,
         f"{name}.forward": lambda: forward(run()),
+        f"{name}.forward_return_lse": lambda: forward(run()),
         f"{name}.reset_workspace_buffer": lambda: reset(make_wrapper()),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -283,6 +283,50 @@ class TestLogic:
         assert (made, result) == (seen[1].data_ptr(), out.data_ptr())
         scaled(aligned(4), 5.0)
         assert seen[2].tolist() == [5, 0, 0, 0, 0] and len(launch.repeated) == 1
+
+    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self) -> None:
+        """As counters that belong to the address of a workspace."""
+        launch, ran = FakeLaunch(), []
+        kept: dict[int, torch.Tensor] = {}
+
+        @replay.replayed
+        def counted(x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            out, scratch = torch.empty(x.shape), space.view(torch.uint8).flatten()
+            own = replay.temporary(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
+            replay.note(replay.Step(launch, (x, scratch, own, out), (), ()))
+            return out
+
+        spaces = aligned(4, 2), aligned(4, 2)
+        for space in (spaces[0], *spaces, *spaces):
+            counted(aligned(4), space)
+        assert len(ran) == 1
+        wanted = [(space.data_ptr(), kept[space.data_ptr()].data_ptr()) for space in (*spaces, *spaces)]
+        assert [addresses[1:3] for addresses in launch.repeated] == wanted and len(kept) == 2
+
+    def test_a_record_is_its_arguments(self) -> None:
+        class Record(NamedTuple):
+            x: torch.Tensor
+            factor: float
+            out: torch.Tensor | None = None
+
+        launch, ran = FakeLaunch(), []
+
+        @replay.replayed
+        def scaled(record: Record) -> torch.Tensor:
+            ran.append(record)
+            out = torch.empty(4) if record.out is None else record.out
+            replay.note(replay.Step(launch, (record.x, out), (), ()))
+            return out
+
+        x, out = aligned(4), aligned(4)
+        scaled(Record(x, 2.0))
+        scaled(Record(factor=2.0, x=x))
+        assert len(ran) == 1 and launch.repeated[0][0] == x.data_ptr()
+        scaled(Record(x, 3.0))
+        scaled(Record(x, 2.0, out))
+        assert len(ran) == 3
+        assert scaled(Record(x, 2.0, out)) is out and len(ran) == 3
 
     def test_temporaries_of_something_else_are_not_repeated(self) -> None:
         ran = []
