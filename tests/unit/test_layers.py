@@ -22,6 +22,7 @@ ROOMS = {
         "tensors",
         "weight",
         "dispatch",
+        "dtypes",
         "replay",
         "operation",
         "public",

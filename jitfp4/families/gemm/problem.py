@@ -6,16 +6,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+DTYPES = HALVES
 TILE_MS = (8, 16, 32, 64)
 _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
-from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
+from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.formats import MXFP4
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
-from jitfp4.tensors import SF_DTYPES, as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
+from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
-_FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
+_FP4_DTYPES = tuple(reversed(CODE_DTYPES))  # FlashInfer returns torch's own where there is one
 
 
 @public
@@ -169,7 +170,7 @@ def _fused(
     outputs: _Outputs,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    check_dtype("input", input, tuple(IN_DTYPES))
+    check_dtype("input", input, HALVES)
     if input.dim() not in (2, 3):
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h] or [b, s, h]")
     *lead, h = input.shape

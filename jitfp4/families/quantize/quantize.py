@@ -6,9 +6,9 @@ import torch
 
 from jitfp4 import replay
 from jitfp4.addresses import extent, meet
+from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
-from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
@@ -16,8 +16,6 @@ from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.tensors import (
-    CODE_DTYPES,
-    SF_DTYPES,
     as_rows,
     check_device,
     check_dtype,
@@ -29,7 +27,6 @@ from jitfp4.tensors import (
 )
 
 _BACKENDS = ("cuda", "cute-dsl", "auto")
-_HALVES = (torch.bfloat16, torch.float16)
 _SHUFFLE_TILE = 128  # rows of the epilogue tile for which do_shuffle permutes
 
 
@@ -89,7 +86,7 @@ def nvfp4_quantize(
     if expanded_idx_to_permuted_idx is not None:
         raise ArgumentError("expanded_idx_to_permuted_idx", "a tensor", "None: index maps are not supported")
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, _HALVES if per_token_activation else DTYPES)
+    check_dtype("a", a, HALVES if per_token_activation else ACTIVATIONS)
     check_device("a", a)
     rows = as_rows("a", a, NVFP4.block)
     m = rows.shape[0]
@@ -142,7 +139,7 @@ def mxfp4_quantize(
     """
     _check_backend(backend)
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, DTYPES)
+    check_dtype("a", a, ACTIVATIONS)
     check_device("a", a)
     rows = _halves(as_rows("a", a, MXFP4.block))
     q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
@@ -184,7 +181,7 @@ def fp4_quantize(
     if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
-    check_dtype("input", input, DTYPES)
+    check_dtype("input", input, ACTIVATIONS)
     check_device("input", input)
     transposed = input.dim() >= 2 and input.stride(-1) != 1 and input.stride(-2) == 1
     a = input.transpose(-2, -1) if transposed else input
@@ -225,7 +222,7 @@ def silu_and_mul_nvfp4_quantize(
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
-    check_dtype("input", input, _HALVES)
+    check_dtype("input", input, HALVES)
     check_device("input", input)
     rows = as_rows("input", input, 2 * NVFP4.block)
     scale = scalar_f32("global_scale", global_scale, like=input)
@@ -254,7 +251,7 @@ def silu_and_mul(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     del enable_pdl
-    check_dtype("input", input, _HALVES)
+    check_dtype("input", input, HALVES)
     check_device("input", input)
     if input.dim() == 0 or input.shape[-1] % 2:
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[..., 2k]")
