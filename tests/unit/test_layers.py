@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,28 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "jitfp4"
-FLOORS = (
-    (
-        "version",
-        "spec",
-        "arch",
-        "layouts",
-        "formats",
-        "config",
-        "errors",
-        "reference",
-        "selection",
-        "dispatch",
-        "addresses",
-    ),
-    ("cache", "bundle", "wheel", "remote", "render", "keys", "kernel"),
-    ("tensors", "replay", "driver", "nvrtc", "sim", "tactics", "weight"),
-    ("engine", "operation", "public"),
-    ("families",),
-    ("warmup", "golden", "tuning", "integrations"),
-    ("cli", "flashinfer", "registration", "__init__", "__main__"),
-)
-FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
+FLOORS = re.findall(r"^.{12}([1-9])  ((?:\S+ )*\S+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+"""Number and modules of each, as README lists them."""
+FLOOR = {module.split("/")[0]: int(number) for number, modules in FLOORS for module in modules.split()}
+FLOOR |= {"__init__": len(FLOORS), "__main__": len(FLOORS)}
 ROOMS = {
     # sim takes torch tensors at its edge
     "torch": {
@@ -39,6 +22,7 @@ ROOMS = {
         "tensors",
         "weight",
         "dispatch",
+        "dtypes",
         "replay",
         "operation",
         "public",
@@ -90,4 +74,5 @@ def test_imports_no_higher_floor(path: Path) -> None:
 
 @pytest.mark.complete
 def test_every_module_has_a_floor() -> None:
-    assert {room(path) for path in MODULES} <= set(FLOOR)
+    assert {room(path) for path in MODULES} == set(FLOOR), "README, Where things are"
+    assert [int(number) for number, _ in FLOORS] == list(range(1, len(FLOORS) + 1))

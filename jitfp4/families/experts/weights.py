@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 import torch
 
+from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout, ceil_div, padded_shape, round_up
 from jitfp4.public import checked
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import (
-    CODE_DTYPES,
-    SF_DTYPES,
     check_contiguous,
     check_device,
     check_dtype,
