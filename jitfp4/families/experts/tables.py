@@ -49,7 +49,7 @@ ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 UP_TABLE = Table(
     (
         *rows(
-            (NarrowTactic(8, 2, 1, 8, 2, 4), {"tiles_per_sm": 4.0}),
+            (NarrowTactic(8, 2, 1, 8, 2, 3), {"tiles_per_sm": 4.0}),
             (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
             item_rows=8,
         ),
