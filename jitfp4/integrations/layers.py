@@ -189,7 +189,8 @@ class Fp4Linear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in zip(("alpha", "weight_row_scale"), before, strict=True):
             if tensor is not None:
-                setattr(self, name, tensor if tensor.is_meta else tensor.to(self.weight.device))
+                tensor = getattr(self, name) if tensor.is_meta else tensor
+                setattr(self, name, tensor.to(self.weight.device, torch.float32))
         if self._weight is not None:
             was = self._weight
             self._weight = Fp4Weight(self.weight, self.weight_row_scale, was.n, was.k, was.format)
