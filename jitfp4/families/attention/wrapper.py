@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -51,8 +52,7 @@ class Plan:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """The tensors and factors of a run()."""
 
     q: torch.Tensor
