@@ -119,7 +119,11 @@ def sources(folder: Path) -> dict[str, str]:
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
 
-LINES = {"constraints.txt": ("cu13", "nvidia-cuda-nvrtc"), "constraints-cu12.txt": ("cu12", "nvidia-cuda-nvrtc-cu12")}
+LINES = {
+    "constraints.txt": ("cu13", "nvidia-cuda-nvrtc"),
+    "constraints-torch214.txt": ("cu13", "nvidia-cuda-nvrtc"),
+    "constraints-cu12.txt": ("cu12", "nvidia-cuda-nvrtc-cu12"),
+}
 
 
 def normal(name: str) -> str:
