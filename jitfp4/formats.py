@@ -10,6 +10,8 @@ from enum import IntEnum, StrEnum
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 
+__all__ = ["NVFP44Over6Config", "NVFP44Over6ErrMode"]
+
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitude of codes 0 to 7; bit 3 of a code is the sign. There is no Inf and no NaN."""
 

@@ -150,16 +150,19 @@ def mxfp4_quantize(a: torch.Tensor, layout: SfLayout) -> tuple[torch.Tensor, tor
     return codes, swizzle(scales, layout)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``.
+def silu(v: torch.Tensor) -> torch.Tensor:
+    """``v / (1 + exp(-v))`` of float32; exp is the only operation that is not correctly rounded everywhere.
 
-    ``silu(g) = g / (1 + exp(-g))`` in float32; exp is the only operation that is not correctly rounded everywhere.
-    Below -80, where the 1 does not count, it is ``g * exp(g)``, whose exp does not overflow.
+    Below -80, where the 1 does not count, it is ``v * exp(v)``, whose exp does not overflow.
     """
+    root = torch.exp(v / 2)  # twice, so that it is no subnormal
+    return torch.where(v < -80, v * root * root, v / (1.0 + torch.exp(-v)))
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``, both in float32."""
     gate, up = x.float().chunk(2, dim=-1)
-    root = torch.exp(gate / 2)  # twice, so that it is no subnormal
-    silu = torch.where(gate < -80, gate * root * root, gate / (1.0 + torch.exp(-gate)))
-    return (silu * up).to(x.dtype)
+    return (silu(gate) * up).to(x.dtype)
 
 
 def dequantize(

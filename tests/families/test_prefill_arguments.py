@@ -9,7 +9,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
-from jitfp4.tensors import CODE_DTYPES
+from jitfp4.dtypes import CODE_DTYPES
 from tests.support.attention import Case
 
 SMALL: dict[str, Any] = {"lengths": (40, 20), "q_lens": (12, 20), "kv_heads": 1, "group": 2}
@@ -21,7 +21,6 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "o_sf_scale": 1.0,
         "o_sf_vec_size": 16,
         "skip_softmax_threshold_scale_factor": 1.0,
-        "multi_ctas_kv_counter_buffer": torch.zeros(1),
         "use_fp16_softmax": True,
         "uses_spcompress": True,
     }.items():
