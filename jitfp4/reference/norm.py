@@ -22,7 +22,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     In float32, every operation correctly rounded: ``rstd = 1 / sqrt(sum_of_squares(x) / h + eps)``.
     """
-    mean = divide(sum_of_squares(x), torch.full(x.shape[:-1], float(x.shape[-1]), device=x.device))
+    mean = divide(sum_of_squares(x), torch.full(x.shape[:-1], float(x.shape[-1]), dtype=torch.float32, device=x.device))
     variance = mean + torch.tensor(eps, dtype=torch.float32, device=x.device)
     rstd = divide(1.0, variance.double().sqrt().float())  # torch's float32 sqrt is an ulp off on some CPUs
     return (x.float() * rstd.unsqueeze(-1) * weight.float()).to(x.dtype)

@@ -29,6 +29,7 @@ FLOORS = (
     ("engine", "operation", "public"),
     ("families",),
     ("warmup", "golden", "tuning"),
+    ("integrations",),
     ("cli", "flashinfer", "registration", "__init__", "__main__"),
 )
 FLOOR = {module: level for level, modules in enumerate(FLOORS) for module in modules}
@@ -46,12 +47,14 @@ ROOMS = {
         "families",
         "sim",
         "tuning",
+        "integrations",
     },
     "cuda": {"nvrtc", "driver", "cli"},  # cli asks where nvdisasm is
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
     "filelock": {"cache"},
     "zstandard": {"bundle"},
+    "vllm": {"integrations"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
