@@ -95,7 +95,7 @@ def launch(
 
 
 def load(kernel: AnyKernel, spec: KernelSpec, target: Target) -> None:
-    """Have a kernel loaded on a CUDA device before its first launch: built or read from the cache. Threads may share it.
+    """Have a kernel loaded on a CUDA device before its first launch: built, or read from the cache. Safe in threads.
 
     Raises:
         ArgumentTypeError: the target is the simulator, which loads nothing.

@@ -1,7 +1,7 @@
-"""The kernels that a model can need, built and loaded before an engine serves: then no request waits for a compiler.
+"""The kernels that a model can need, built and loaded before an engine serves: no request then waits for a compiler.
 
-What a call launches depends on its sizes. Those of a model are bounded by the engine's configuration, so the problems of
-all its calls can be listed, and the tables say which few kernels they select.
+What a call launches depends on its sizes. An engine's configuration bounds those of a model, so the problems of all its
+calls can be listed, and the tables say which few kernels they select.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ _ROWS = 8
 
 
 class Traffic(NamedTuple):
-    """Bounds of what one step brings to an attention layer: tokens, requests, query tokens of a decode, context."""
+    """Bounds of what one step brings to an attention layer: new tokens in all, requests, tokens of a request."""
 
     tokens: int
     requests: int
-    decode_tokens: int
     context: int
 
 
@@ -67,7 +66,7 @@ def load_attention(arguments: AttentionArguments, traffic: Traffic) -> None:
     """Load the kernels for attention over a cache: ``arguments`` are of any call; nothing on a CPU."""
     if arguments.query.is_cuda:
         target = engine.target_of(arguments.query)
-        _load(ATTENTION, attentions(ATTENTION.problem(arguments), kv_heads_of(arguments), traffic), target)
+        _load(ATTENTION, attentions(ATTENTION.problem(arguments), _kv_heads(arguments), traffic), target)
 
 
 def attentions(base: AttentionProblem, kv_heads: int, traffic: Traffic) -> Iterator[AttentionProblem]:
@@ -97,7 +96,7 @@ def appends(dtype: DType, kv_heads: int, head_dim: int, max_tokens: int) -> Iter
         yield QuantizeProblem(dtype, Addressing.SLOTS, tokens, kv_heads * head_dim // NVFP4.block, 2)
 
 
-def kv_heads_of(arguments: AttentionArguments) -> int:
+def _kv_heads(arguments: AttentionArguments) -> int:
     """The number of KV heads of a cache."""
     return int(arguments.key_cache.shape[1 if arguments.hnd else 2])
 

@@ -84,7 +84,7 @@ class Jitfp4AttentionBackend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """From sm_80 on."""
-        return _OLDEST_CAPABILITY <= capability.to_int() <= _NEWEST_CAPABILITY
+        return _OLDEST_CAPABILITY <= int(capability.to_int()) <= _NEWEST_CAPABILITY
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -171,7 +171,7 @@ class Jitfp4MetadataBuilder(AttentionMetadataBuilder[Jitfp4Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self.reorder_batch_threshold = min(self.reorder_batch_threshold or 1, MAX_Q_LEN)
+        self.reorder_batch_threshold: int = min(self.reorder_batch_threshold, MAX_Q_LEN)
         self.workspace = new_workspace(device)
         self._load_kernels()
 
@@ -212,7 +212,6 @@ class Jitfp4MetadataBuilder(AttentionMetadataBuilder[Jitfp4Metadata]):
         traffic = Traffic(
             tokens=scheduler.max_num_batched_tokens,
             requests=scheduler.max_num_seqs,
-            decode_tokens=self.reorder_batch_threshold or 1,
             context=config.model_config.max_model_len,
         )
         row = row_elements(spec.head_size, "nvfp4" if is_nvfp4 else "auto")
@@ -279,7 +278,7 @@ class Jitfp4AttentionImpl(AttentionImpl[Jitfp4Metadata]):
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -342,7 +341,7 @@ class Jitfp4AttentionImpl(AttentionImpl[Jitfp4Metadata]):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,

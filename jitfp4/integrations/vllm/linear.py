@@ -66,7 +66,7 @@ class Fp4LinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -93,7 +93,7 @@ class Fp4LinearMethod(LinearMethodBase):
                 data = torch.ones(len(output_partition_sizes), dtype=torch.float32)
                 layer.register_parameter(name, PerTensorScaleParameter(data=data, weight_loader=loader))
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weight, free the checkpoint's tensors, and load the kernels that the layer can need."""
         codes, scales = getattr(layer, self.parameters.codes).data, layer.weight_scale.data
         alphas = self._decode_scales(layer)
@@ -112,7 +112,7 @@ class Fp4LinearMethod(LinearMethodBase):
         for product in layer.jitfp4_products:
             load_products(product.weight, layer.params_dtype, self.max_tokens)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., k]`` times the transpose of the layer's weight, plus ``bias``; [..., n] in x's dtype."""
         products: tuple[Product, ...] = layer.jitfp4_products
         if x.shape[-1] != products[0].weight.k:
@@ -128,7 +128,7 @@ class Fp4LinearMethod(LinearMethodBase):
             mm_bf16_fp4(x, p.weight, p.alpha, part, out=out[..., p.first : p.last])
         return out
 
-    def _decode_scales(self, layer: torch.nn.Module) -> list[float] | None:
+    def _decode_scales(self, layer: Any) -> list[float] | None:
         """The global decode scale of each partition; None without global scales. One copy to the host."""
         if self.parameters.global_scale is None:
             return None

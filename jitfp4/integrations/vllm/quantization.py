@@ -48,7 +48,7 @@ class Jitfp4CompressedTensorsConfig(CompressedTensorsConfig):
             block_format = fp4_format(None if weights is None else weights.model_dump())
             if block_format is not None:
                 return Fp4LinearMethod(PACKED_NVFP4 if block_format is NVFP4 else PACKED_MXFP4, prefix)
-        return super().get_quant_method(layer, prefix)  # type: ignore[no-any-return]
+        return super().get_quant_method(layer, prefix)
 
 
 class Jitfp4ModelOptConfig(ModelOptNvFp4Config):
@@ -69,7 +69,7 @@ class Jitfp4ModelOptConfig(ModelOptNvFp4Config):
         is_linear = isinstance(layer, (LinearBase, ParallelLMHead))
         if is_linear and not self.is_layer_excluded(prefix) and not _is_vision(prefix):
             return Fp4LinearMethod(MODELOPT_NVFP4, prefix)
-        return super().get_quant_method(layer, prefix)  # type: ignore[no-any-return]
+        return super().get_quant_method(layer, prefix)
 
 
 CONFIGS = {"jitfp4-compressed-tensors": Jitfp4CompressedTensorsConfig, "jitfp4-modelopt": Jitfp4ModelOptConfig}
