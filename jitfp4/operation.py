@@ -248,11 +248,18 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             tactic = self.tuned(problem, target.arch, file)
         plan = self.plan(problem, target.arch, tactic)
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
-        behind = replay.noted()  # what bind() launches belongs to this operation
-        launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
+        launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
             step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
-            replay.note(step, behind)
+            replay.note(step)
+
+    def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:
+        """The kernel's arguments for its launch; its scratch is allocated then, and what goes before it has run."""
+        kernel, like = plan.kernel, getattr(arguments, self._output)
+        scratch = {name: replay.scratch(*wanted, like) for name, wanted in kernel.scratch(arguments, plan).items()}
+        for before in kernel.before:
+            before.operation(before.arguments(arguments, plan, **scratch))
+        return kernel.values(kernel.bind(arguments, plan, **scratch))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() requires: the numbers of aligned tensors of the launch, and of pairs that share no memory."""

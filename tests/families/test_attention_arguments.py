@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
+from jitfp4.arch import Arch
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
 from jitfp4.tensors import CODE_DTYPES
@@ -141,7 +143,8 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     last = torch.tensor([(length - 1) % 16 + 1 for length in case.lengths], dtype=torch.int32)
     workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8)
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-    with sim.device("sm_90a"):
+    few = dataclasses.replace(Arch.of("sm_90a"), num_sms=4)
+    with sim.device(few), ATTENTION.forced(Tactic(1, 2, 1)):  # which divide requests
         wrapper.plan(
             indptr,
             torch.cat(lists),

@@ -25,7 +25,6 @@ from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
-from jitfp4.families.gemm.fp4_wide_kernels import EXPAND
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import NarrowTactic
 from jitfp4.families.gemm.problem import Problem as GemmProblem
@@ -35,31 +34,18 @@ from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale, Tactic
-from jitfp4.families.quantize.operation import DEQUANTIZE, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE
+from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import Problem as QuantizeProblem
 from jitfp4.families.quantize.problem import TmaTactic, VectorTactic
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.layouts import SfLayout
-from jitfp4.operation import Operation
+from jitfp4.operation import Operation, operations
 from jitfp4.selection import Row, Table, table_for
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = ARCHS["sm_90a"]
-OPERATIONS = [
-    ATTENTION,
-    GATED_DELTA_RULE,
-    MM_BF16_FP4,
-    MM_FP4,
-    EXPAND,
-    RMSNORM,
-    QUANTIZE,
-    QUANTIZE_BATCH,
-    ROW_SCALE,
-    DEQUANTIZE,
-    kv.quantize,
-    kv.dequantize,
-]
+OPERATIONS = operations()
 Line = Mapping[str, str]
 Measured = dict[Any, float]
 

@@ -199,7 +199,7 @@ def test_fused_projections_equal_the_checkpoint(case: str, same: bool) -> None:
         parts.append(Part(n, K, block_format_of(case), scales[i], seed=i))
         parts[-1].load(layer, case, shard)
     layer.quant_method.process_weights_after_loading(layer)
-    assert len(layer.jitfp4_products) == (1 if same or case == "mxfp4" else 3)
+    assert len(layer.fp4_parts) == (1 if same or case == "mxfp4" else 3)
     x = torch.randn(5, K)
     out, _ = layer(x)
     check(out, x, torch.cat([part.weight for part in parts]))

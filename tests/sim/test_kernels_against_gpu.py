@@ -32,8 +32,6 @@ from tests.support.attention import relative_error
 from tests.support.compare import POISON
 from tests.support.sample import some
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile, pytest.mark.slow]
-
 DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
 SAMPLE = 8  # cases of a kernel without --all
@@ -118,13 +116,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield launches
 
 
+@pytest.mark.complete
+def test_every_kernel_has_cases() -> None:
+    assert CASES.keys() == {kernel.name for kernel in kernels()}, "CASES of tests/sim/test_kernels_against_gpu.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in kernels()])
 def test_kernels(kernel: str, launches: Launches, whole: bool) -> None:
     arch = device_arch(torch.cuda.current_device())
     specs = set(lookup(kernel).specs(arch))
     if not specs and not lookup(kernel).specs(arch, "all"):
         pytest.skip(f"not on {arch.name}")
-    assert kernel in CASES, "a new kernel needs cases here"
     faults: list[str] = []
     for case in some(SAMPLE, CASES[kernel](), whole=whole, name=lambda case: f"{case.args}{case.keywords}"):
         call = case()

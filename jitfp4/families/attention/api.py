@@ -65,8 +65,9 @@ def trtllm_batch_decode_with_kv_cache(
             j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
             the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
             1 to 16 query heads.
-        workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
-            share it. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
+        workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
+            it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
+            may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
         seq_lens: int32 or uint32 [batch], tokens of each request including the new ones. Read on the device only.
@@ -268,8 +269,8 @@ WORKSPACE_BYTES = 32 << 20
 
 
 def new_workspace(device: torch.device) -> torch.Tensor:
-    """A workspace_buffer, filled with zeros."""
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    """A workspace_buffer, of any content."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def check_plain(

@@ -55,7 +55,8 @@ def trtllm_batch_context_with_kv_cache(
     Args:
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
             Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
-        kv_cache, workspace_buffer, block_tables: as for trtllm_batch_decode_with_kv_cache().
+        kv_cache, block_tables: as for trtllm_batch_decode_with_kv_cache().
+        workspace_buffer: as there; with less than 32 MiB, fewer requests may be divided among SMs.
         seq_lens: int32 or uint32 [batch], tokens of each request in the cache, the new ones included. Read on the
             device only.
         max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a

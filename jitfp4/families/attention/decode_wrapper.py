@@ -15,8 +15,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of one to eight query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), with any content. The
-            constructor sets its first 64 KiB to zero; nothing else may write them while the wrapper is in use.
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache().
         kv_layout: "NHD" or "HND".
         use_cuda_graph: if True, plan() copies its tensors into the three buffers, whose addresses a captured run()
             reads; the batch is the length of paged_kv_last_page_len_buffer.

@@ -11,7 +11,7 @@ import torch
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import attend, factor
-from jitfp4.families.attention.problem import CACHES, COUNTER_BYTES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
+from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
 from jitfp4.tensors import CODE_DTYPES, check_dtype
 
@@ -77,7 +77,7 @@ class PagedWrapper:
         """``buffers``, for use in CUDA graphs, are by parameter name in the order of the lists of plan()."""
         checks.check_layout(kv_layout)
         checks.check_backend(backend, BACKENDS)
-        self._workspace = _cleared(workspace, workspace)
+        self._workspace = _bytes(workspace, workspace)
         self._kv_layout, self._v_scale_layout = kv_layout, "interleaved4" if backend == "trtllm-gen" else "linear"
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None
@@ -174,7 +174,7 @@ class PagedWrapper:
             ArgumentError, ArgumentTypeError.
         """
         del int_workspace_buffer
-        self._workspace = _cleared(float_workspace_buffer, self._workspace)
+        self._workspace = _bytes(float_workspace_buffer, self._workspace)
 
     def end_forward(self) -> None:
         """Nothing: FlashInfer's older engines call it after forward()."""
@@ -225,14 +225,12 @@ class PagedWrapper:
         return (result[0], result[1]) if run.return_lse else result[0]
 
 
-def _cleared(workspace: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``workspace``, which is on the device of ``beside``, with its counters set to zero."""
+def _bytes(workspace: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``workspace``, which is on the device of ``beside``."""
     try:
-        found = checks.check_workspace(workspace, beside)
+        return checks.check_workspace(workspace, beside)
     except ArgumentError as error:
         raise renamed(error, _NAMES) from None
-    found[:COUNTER_BYTES].zero_()
-    return found
 
 
 _NAMES = {

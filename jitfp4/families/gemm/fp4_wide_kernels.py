@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.families.gemm import fp4_wide
 from jitfp4.families.gemm.blockscaled_kernels import atoms
@@ -16,7 +15,7 @@ from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandSpec, ExpandTacti
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.families.gemm.tables import WIDE_TACTICS
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.kernel import Kernel, Plan
+from jitfp4.kernel import Before, Kernel, Plan, Scratch
 from jitfp4.layouts import SfLayout, round_up
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import gemm as reference
@@ -116,24 +115,27 @@ EXPAND = Operation(
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    """Expands a; the kernel is launched behind that."""
+def _scratch(arguments: Arguments, plan: Plan) -> dict[str, Scratch]:  # noqa: ARG001
+    """x, which is a expanded, and a workspace for divided tiles."""
+    problem, size = plan.problem, plan.spec.workspace_bytes(plan.geometry.grid[0])
+    x = Scratch((problem.m, round_up(problem.k, TILE_COLS)), TORCH_DTYPES[plan.spec.dtype])
+    return {"x": x, "workspace": Scratch((size,), torch.uint8)} if size else {"x": x}
+
+
+def _expansion(arguments: Arguments, _plan: Plan, x: torch.Tensor, **_workspace: torch.Tensor) -> ExpandArguments:
+    return ExpandArguments(
+        a=arguments.a,
+        a_descale=arguments.a_descale,
+        x=x,
+        block_size=arguments.block_size,
+        use_8x4_sf_layout=arguments.use_8x4_sf_layout,
+        enable_pdl=arguments.enable_pdl,
+    )
+
+
+def _bind(arguments: Arguments, plan: Plan, x: torch.Tensor, workspace: torch.Tensor | None = None) -> dict[str, Any]:
     spec: Fp4WideSpec = plan.spec
     m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
-    device, size = arguments.a.device, spec.workspace_bytes(plan.geometry.grid[0])
-    shape, dtype = (m, round_up(k, TILE_COLS)), TORCH_DTYPES[spec.dtype]
-    x = replay.temporary(lambda: torch.empty(shape, dtype=dtype, device=device))
-    workspace = replay.temporary(lambda: torch.empty(size, dtype=torch.uint8, device=device)) if size else None
-    EXPAND(
-        ExpandArguments(
-            a=arguments.a,
-            a_descale=arguments.a_descale,
-            x=x,
-            block_size=arguments.block_size,
-            use_8x4_sf_layout=arguments.use_8x4_sf_layout,
-            enable_pdl=arguments.enable_pdl,
-        )
-    )
     return {
         "x": TileMap(x.view(torch.uint16), (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "weight": TileMap(arguments.b, (TILE_ROWS, TILE_COLS // 2), swizzle=64),
@@ -166,4 +168,6 @@ FP4_WIDE = Kernel(
     specialise=fp4_wide.specialise,
     geometry=fp4_wide.geometry,
     bind=_bind,
+    scratch=_scratch,
+    before=(Before(EXPAND, _expansion),),
 )

@@ -10,7 +10,7 @@ from jitfp4.families.gemm import wide
 from jitfp4.families.gemm.problem import DTYPES, NarrowSpec, Problem, geometry, rejects, specialise
 from jitfp4.families.gemm.tables import HOPPER, TABLE, TACTICS, WIDE_TACTICS, problems
 from jitfp4.formats import MXFP4, NVFP4
-from jitfp4.kernel import Kernel, Plan
+from jitfp4.kernel import Kernel, Plan, Scratch
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import gemm as reference
 from jitfp4.spec import I64, Ptr, TensorMapParam, TileMap
@@ -46,9 +46,8 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bind_wide(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+def _bind_wide(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
     spec: wide.WideSpec = plan.spec
-    size = spec.workspace_bytes(plan.geometry.grid[0])
     a, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
     return {
         "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
@@ -56,12 +55,17 @@ def _bind_wide(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "row_scale": arguments.row_scale,
         "alpha": arguments.alpha,
         "bias": arguments.bias,
-        "workspace": torch.empty(size, dtype=torch.uint8, device=a.device) if size else None,
+        "workspace": workspace,
         "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
     }
+
+
+def _scratch_wide(_arguments: Arguments, plan: Plan) -> dict[str, Scratch]:
+    size = plan.spec.workspace_bytes(plan.geometry.grid[0])
+    return {"workspace": Scratch((size,), torch.uint8)} if size else {}
 
 
 def _problem(arguments: Arguments) -> Problem:
@@ -126,6 +130,7 @@ WIDE = Kernel(
     specialise=wide.specialise,
     geometry=wide.geometry,
     bind=_bind_wide,
+    scratch=_scratch_wide,
 )
 
 MM_BF16_FP4 = Operation(

@@ -14,14 +14,11 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.integrations.vllm.linear import Fp4LinearMethod, Parameters
+from jitfp4.integrations.checkpoints import Source
+from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 
 _FP4_CAPABILITY = 100  # from sm_100 on, tensor cores multiply FP4 by FP4
 _STRATEGIES = {16: ("tensor_group", NVFP4), 32: ("group", MXFP4)}
-
-PACKED_NVFP4 = Parameters("weight_packed", NVFP4, "weight_global_scale", is_encode=True, unused="input_global_scale")
-PACKED_MXFP4 = Parameters("weight_packed", MXFP4)
-MODELOPT_NVFP4 = Parameters("weight", NVFP4, "weight_scale_2", unused="input_scale")
 
 
 class Jitfp4CompressedTensorsConfig(CompressedTensorsConfig):
@@ -47,7 +44,7 @@ class Jitfp4CompressedTensorsConfig(CompressedTensorsConfig):
             weights = scheme["weights"] if scheme else None
             block_format = fp4_format(None if weights is None else weights.model_dump())
             if block_format is not None:
-                return Fp4LinearMethod(PACKED_NVFP4 if block_format is NVFP4 else PACKED_MXFP4, prefix)
+                return Fp4LinearMethod(Source.COMPRESSED_TENSORS, block_format, prefix)
         return super().get_quant_method(layer, prefix)
 
 
@@ -68,7 +65,7 @@ class Jitfp4ModelOptConfig(ModelOptNvFp4Config):
         """A method of jitfp4 for linear layers that are not excluded, else vLLM's own."""
         is_linear = isinstance(layer, (LinearBase, ParallelLMHead))
         if is_linear and not self.is_layer_excluded(prefix) and not _is_vision(prefix):
-            return Fp4LinearMethod(MODELOPT_NVFP4, prefix)
+            return Fp4LinearMethod(Source.MODELOPT, NVFP4, prefix)
         return super().get_quant_method(layer, prefix)
 
 
