@@ -41,6 +41,7 @@ ROOMS = {
     "typer": {"cli", "__main__"},
     "filelock": {"cache"},
     "zstandard": {"bundle"},
+    "vllm": {"integrations"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
