@@ -30,6 +30,7 @@ ROOMS = {
         "public",
         "reference",
         "families",
+        "flashinfer",
         "sim",
         "tuning",
         "integrations",
