@@ -96,6 +96,25 @@ def launch(
         return loaded.launch(plan.geometry, args, stream=stream, pdl=arch.has_pdl and pdl is not False)
 
 
+def load(kernel: AnyKernel, spec: KernelSpec, target: Target) -> None:
+    """Have a kernel loaded on a CUDA device before its first launch: built, or read from the cache. Safe in threads.
+
+    Raises:
+        ArgumentTypeError: the target is the simulator, which loads nothing.
+        OfflineError, CompileError: as build().
+    """
+    if target.device is None:
+        raise ArgumentTypeError("target", "the simulator", "a CUDA device")
+    with on_device(target.device):
+        if (kernel, spec, target.device) not in _kernels:
+            _load(kernel, spec, target.arch, target.device)
+
+
+def loaded() -> int:
+    """The number of kernels that this process has loaded, on all devices. It grows at the first use of each."""
+    return len(_kernels)
+
+
 def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:
     from jitfp4.driver import LoadedKernel  # the import of cuda.core takes 0.2 s: only processes that launch need it
 

@@ -211,7 +211,8 @@ def product(
     rows = x.to(dtype)
     if weight.k != in_features:
         rows = pad(rows, (0, weight.k - in_features))
-    if rows.stride(-1) != 1 or rows.storage_offset() % 8 or any(stride % 8 for stride in rows.stride()[:-1]):
+    starts_right = torch.compiler.is_dynamo_compiling() or rows.storage_offset() % 8 == 0  # a trace has no offsets
+    if rows.stride(-1) != 1 or not starts_right or any(stride % 8 for stride in rows.stride()[:-1]):
         rows = rows.clone(memory_format=torch.contiguous_format)
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)

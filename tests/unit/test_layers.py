@@ -30,6 +30,7 @@ ROOMS = {
         "public",
         "reference",
         "families",
+        "flashinfer",
         "sim",
         "tuning",
         "integrations",
@@ -41,6 +42,7 @@ ROOMS = {
     "typer": {"cli", "__main__"},
     "filelock": {"cache"},
     "zstandard": {"bundle"},
+    "vllm": {"integrations"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

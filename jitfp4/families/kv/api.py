@@ -314,7 +314,8 @@ def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float
     """1 / the encode scale that was given or, without one, that of the largest magnitude: float32 [1], on the CPU."""
     name, checks = f"{side}_global_sf", not torch.compiler.is_dynamo_compiling()  # a trace cannot branch on values
     if given is None:
-        amax = torch.stack(torch.aminmax(cache)).abs().amax().float().cpu() if cache.numel() else torch.zeros(())
+        amax = torch.stack(torch.aminmax(cache)).abs().amax() if cache.numel() else torch.zeros(())
+        amax = amax.float().cpu()
         if checks and not math.isfinite(amax):
             raise ArgumentError(f"{side}_cache", f"a largest magnitude of {amax}", f"finite values, or {name}")
         encode = divide(E4M3_MAX, amax.clamp(min=_MIN_AMAX).reshape(1))
