@@ -17,11 +17,13 @@ if TYPE_CHECKING:  # what each module lists in its own __all__
     from jitfp4.engine import *
     from jitfp4.errors import *
     from jitfp4.families.attention import *
+    from jitfp4.families.experts import *
     from jitfp4.families.gdn import *
     from jitfp4.families.gemm import *
     from jitfp4.families.kv import *
     from jitfp4.families.norm import *
     from jitfp4.families.quantize import *
+    from jitfp4.formats import *
     from jitfp4.layouts import *
     from jitfp4.tuning import *
 
@@ -53,6 +55,7 @@ _HOMES = {
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",
     ),
+    "jitfp4.families.experts": ("Fp4Experts", "fp4_experts", "prepare_fp4_experts"),
     "jitfp4.families.gdn": (
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
@@ -66,8 +69,17 @@ _HOMES = {
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
         "nvfp4_quantize_paged_kv_cache",
+        "rope_append_paged_kv_cache",
     ),
-    "jitfp4.families.norm": ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant"),
+    "jitfp4.families.norm": (
+        "add_rmsnorm_fp4quant",
+        "fused_add_rmsnorm",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "rmsnorm",
+        "rmsnorm_fp4quant",
+        "rmsnorm_gated",
+    ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",
         "e2m1_and_ufp8sf_scale_to_float",
@@ -87,6 +99,7 @@ _HOMES = {
         "silu_and_mul_nvfp4_quantize",
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
+    "jitfp4.formats": ("NVFP44Over6Config", "NVFP44Over6ErrMode"),
     "jitfp4.layouts": ("SfLayout",),
     "jitfp4.tuning": ("load_tactics", "tune"),
 }

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
-from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, ExpandArguments
+from jitfp4.families.gemm.arguments import ExpandArguments
+from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.operation import Operation, operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
@@ -30,7 +31,7 @@ CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
 SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
 COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
-PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS)
+PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS, sf_layout=SfLayout.layout_128x4)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -63,6 +64,9 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         lambda x, residual: jitfp4.add_rmsnorm_fp4quant(x, residual, WEIGHT, output_both_sf_layouts=True),
         (A, A.flip(0)),
     ),
+    "rmsnorm": (lambda x: jitfp4.rmsnorm(x, WEIGHT), (A,)),
+    "gemma_rmsnorm, rank 3": (lambda x: jitfp4.gemma_rmsnorm(x, WEIGHT), (BATCH,)),
+    "rmsnorm_gated": (lambda x, gate: jitfp4.rmsnorm_gated(x, gate, WEIGHT), (A, A.flip(0))),
     "mm_fp4": (
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),

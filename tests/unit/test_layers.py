@@ -30,7 +30,10 @@ ROOMS = {
         "families",
         "sim",
         "tuning",
+        "integrations",
     },
+    "transformers": {"integrations"},
+    "safetensors": {"integrations"},
     "cuda": {"nvrtc", "driver", "cli"},  # cli asks where nvdisasm is
     "jinja2": {"render"},
     "typer": {"cli", "__main__"},
