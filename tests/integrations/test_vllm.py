@@ -15,8 +15,7 @@ pytest.importorskip("vllm")
 from vllm import platforms
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.model_executor.layers import linear, quantization
-from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers import fused_moe, linear, quantization
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -285,10 +284,11 @@ def experts_of(case: str, **changes: Any) -> Any:
     arguments: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": INTER}
     document = CASES[case][0]
     arguments |= {"quant_config": config_of(document), "prefix": f"model.layers.{len(_made)}.mlp.experts"} | changes
-    _made.append(FusedMoE(params_dtype=torch.bfloat16, **arguments))
+    _made.append(_new_experts(params_dtype=torch.bfloat16, **arguments))
     return _made[-1].routed_experts
 
 
+_new_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # its name until vLLM 0.26
 _made: list[Any] = []  # vLLM keeps layers by name: each test has its own
 
 
