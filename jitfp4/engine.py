@@ -33,6 +33,8 @@ from jitfp4.version import version
 if TYPE_CHECKING:
     from jitfp4.driver import LoadedKernel
 
+__all__ = ["CacheInfo", "cache_info"]
+
 _log = logging.getLogger("jitfp4.engine")
 
 
@@ -92,6 +94,25 @@ def launch(
     with on_device(device) as stream:
         loaded = _kernels.get((plan.kernel, plan.spec, device)) or _load(plan.kernel, plan.spec, arch, device)
         return loaded.launch(plan.geometry, args, stream=stream, pdl=arch.has_pdl and pdl is not False)
+
+
+def load(kernel: AnyKernel, spec: KernelSpec, target: Target) -> None:
+    """Have a kernel loaded on a CUDA device before its first launch: built, or read from the cache. Safe in threads.
+
+    Raises:
+        ArgumentTypeError: the target is the simulator, which loads nothing.
+        OfflineError, CompileError: as build().
+    """
+    if target.device is None:
+        raise ArgumentTypeError("target", "the simulator", "a CUDA device")
+    with on_device(target.device):
+        if (kernel, spec, target.device) not in _kernels:
+            _load(kernel, spec, target.arch, target.device)
+
+
+def loaded() -> int:
+    """The number of kernels that this process has loaded, on all devices. It grows at the first use of each."""
+    return len(_kernels)
 
 
 def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:
@@ -240,5 +261,5 @@ def _recipe(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Recipe:
 def _how_to_prebuild(kernel: AnyKernel, spec: KernelSpec, arch: Arch, why: str) -> str:
     return (
         f"{kernel.name}[{spec}] for {arch.name} is not in the cache, and {why}. "
-        f"Prebuild it where NVRTC is installed: jitfp4 warmup --arch {arch.name} --family {kernel.name}"
+        f"Prebuild it where NVRTC is installed: jitfp4 warmup --arch {arch.name} --kernel {kernel.name}"
     )

@@ -24,12 +24,14 @@ import torch
 import jitfp4.families  # noqa: F401 - registers every operation
 from jitfp4 import engine, nvrtc, sim, tactics
 from jitfp4.addresses import extent
-from jitfp4.bundle import check_out
 from jitfp4.errors import ArgumentError, CompileError, LaunchError, TacticsError, ToolchainError
+from jitfp4.files import check_out
 from jitfp4.operation import Observed, observed, operations
 from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile
 from jitfp4.tensors import device_name
+
+__all__ = ["load_tactics", "tune"]
 
 FLUSH_BYTES = 512 << 20  # several times any L2
 GRAPH_BYTES = 2 << 30  # memory that the calls of one cold graph may touch together

@@ -11,9 +11,9 @@ import torch
 import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import Arch
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
-from jitfp4.tensors import CODE_DTYPES
 from tests.support.attention import Case, relative_error
 
 

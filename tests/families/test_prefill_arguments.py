@@ -10,7 +10,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
-from jitfp4.tensors import CODE_DTYPES
+from jitfp4.dtypes import CODE_DTYPES
 from tests.support.attention import Case
 
 SMALL: dict[str, Any] = {"lengths": (40, 20), "q_lens": (12, 20), "kv_heads": 1, "group": 2}

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
-from jitfp4.tensors import CODE_DTYPES, check_dtype
+from jitfp4.tensors import check_dtype
 
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 

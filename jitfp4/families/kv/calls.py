@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
     APPEND_SF_DTYPES,
-    INDEX_DTYPES,
     Side,
     check_list,
     check_rows,
@@ -24,7 +24,7 @@ from jitfp4.families.kv.arguments import (
     sides,
 )
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
-from jitfp4.families.kv.problem import DTYPES, MAX_GRID_YZ
+from jitfp4.families.kv.problem import MAX_GRID_YZ
 from jitfp4.formats import NVFP4
 from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
@@ -53,7 +53,7 @@ def append_by_slot(
     check_list("slot_mapping", slot_mapping, append_key)
     n = slot_mapping.shape[0]
     for name, x in (("append_key", append_key), ("append_value", append_value)):
-        check_rows(name, x, 3, DTYPES)
+        check_rows(name, x, 3, HALVES)
         if reaches(n, x.shape[0] + 1):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
@@ -90,7 +90,7 @@ def append_by_position(
         raise ArgumentError("kv_indptr", "no entries", "one more than requests")
     check_list("kv_last_page_len", kv_last_page_len, append_key, kv_indptr.shape[0] - 1)
     for name, x in (("append_key", append_key), ("append_value", append_value)):
-        check_rows(name, x, 3, DTYPES)
+        check_rows(name, x, 3, HALVES)
         if differ(x.shape[:1], (n,)):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"{n}, as batch_indices")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)

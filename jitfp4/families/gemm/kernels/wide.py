@@ -1,0 +1,253 @@
+"""Many rows of activations by a prepared weight, by wgmma."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from jitfp4.arch import Arch, names_with, shared_bytes_with
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.problem import Fp4Problem, Problem
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan, Scratch
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+
+WIDE_TILE_MS = (32, 64, 128, 256)
+_LEAST_PART = 8  # rows of x
+_SHARED_BYTES = shared_bytes_with("has_wgmma")
+_MOST_SLOTS = 24
+_HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
+_BARRIERS = 16  # bytes of a slot
+_MAX_TEAMS = 4
+_MAX_ROWS = 512  # of x, over all warpgroups
+_MAX_CLUSTER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WideTactic:
+    """The tunable fields of WideSpec."""
+
+    tile_m: int
+    groups: int
+    depth: int = 1
+    split: int = 1
+    cluster: int = 1
+    divided: bool = False
+    band: int = 4
+
+
+# rows of x, groups, depth, splits
+_WIDE_CUTS = (
+    (32, 1, 2, (1, 2)),
+    (32, 2, 2, (1, 2)),
+    (32, 4, 1, (1,)),
+    (64, 1, 2, (1, 2, 3, 4)),
+    (64, 2, 1, (2, 4)),
+    (64, 2, 2, (1, 2, 3, 4)),
+    (64, 3, 1, (1, 2, 3, 4)),
+    (64, 4, 1, (1, 2, 4)),
+    (128, 1, 2, (1, 2, 3, 4)),
+    (128, 2, 1, (1, 2, 3, 4)),
+    (128, 3, 1, (1, 2, 3, 4)),
+    (256, 1, 2, (1, 2)),
+    (256, 2, 1, (1, 2)),
+)
+_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
+_divided = (
+    WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
+    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
+)
+TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WideSpec(KernelSpec):
+    """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
+
+    ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
+    Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
+    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
+    """
+
+    dtype: DType
+    out_dtype: DType
+    format: BlockFormat
+    tile_m: int
+    groups: int
+    depth: int
+    split: int
+    cluster: int
+    divided: bool
+    band: int
+
+    packed = False  # the weight is prepared
+
+    def __post_init__(self) -> None:
+        for name, allowed in zip(
+            ("tile_m", "depth", "cluster", "groups", "split"),
+            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            strict=True,
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+        if self.sharers > 1 and (self.cluster > 1 or self.divided):
+            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
+        if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
+            enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
+            raise ArgumentError("groups", self.groups, enough)
+
+    @property
+    def teams(self) -> int:
+        """Warpgroups that multiply."""
+        return self.groups * self.depth
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.teams + 1)
+
+    @property
+    def sharers(self) -> int:
+        """Warpgroups with partial sums of the same elements."""
+        return self.split * self.depth
+
+    @property
+    def parts(self) -> int:
+        """Parts of the rows of x of a tile, a power of two; each part is added up and written by one sharer.
+
+        Without sharers, the second part is prepared while the first is written.
+        """
+        return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
+
+    @property
+    def slots(self) -> int:
+        """Half steps of x in flight: as many as fit in shared memory."""
+        counts = range(2, _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
+        return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
+
+    @property
+    def weight_slots(self) -> int:
+        """Steps of the weight in flight."""
+        return _weight_slots(self.slots)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA, in bytes."""
+        return self._bytes(self.slots)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of 64 rows of a step of the weight: codes and scales."""
+        return tile_bytes(self.format)
+
+    @property
+    def words_bytes(self) -> int:
+        """Bytes of the workspace before the sums, where each warpgroup has a word."""
+        return 16384
+
+    def workspace_bytes(self, ctas: int) -> int:
+        """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
+        return self.words_bytes + ctas * self._sums if self.divided else 0
+
+    @property
+    def _slot(self) -> int:
+        return self.tile_m * _HALF_ROW_BYTES
+
+    @property
+    def _sums(self) -> int:
+        return 4 * self.teams * TILE_ROWS * self.tile_m
+
+    def _bytes(self, slots: int) -> int:
+        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
+        return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
+
+
+def _weight_slots(slots: int) -> int:
+    return slots // 2 + 1
+
+
+def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+    """The spec of a tactic for a problem."""
+    return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+
+
+def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    if not arch.has_wgmma:
+        return f"its products are instructions of {names_with('has_wgmma')}"
+    if 2 * problem.m <= tactic.tile_m:
+        return "half of its rows of x would be empty"
+    if tactic.split > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
+    return None
+
+
+def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
+    """The geometry of a tactic for a problem."""
+    return launch(specialise(problem, tactic), problem, arch)
+
+
+def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
+    """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
+    width = spec.cluster * spec.split
+    rows = TILE_ROWS * spec.groups * spec.cluster
+    clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, rows)
+    if spec.sharers == 1:
+        most = arch.num_sms // spec.cluster
+        steps = clusters * ceil_div(problem.k, TILE_COLS)
+        clusters = min(most, steps if spec.divided else clusters)
+    grid, cluster = (clusters * width, 1, 1), (width, 1, 1)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
+
+
+def workspace(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
+    """The memory in which CTAs leave sums of divided tiles for each other."""
+    size = plan.spec.workspace_bytes(plan.geometry.grid[0])
+    return {"workspace": Scratch((size,), torch.uint8)} if size else {}
+
+
+def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
+    spec: WideSpec = plan.spec
+    a, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    return {
+        "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
+        "weight": arguments.data,
+        "row_scale": arguments.row_scale,
+        "alpha": arguments.alpha,
+        "bias": arguments.bias,
+        "workspace": workspace,
+        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "m": plan.problem.m,
+        "n": plan.problem.n,
+        "k": plan.problem.k,
+    }
+
+
+KERNEL = Kernel(
+    name="gemm/wide",
+    spec=WideSpec,
+    params=(
+        TensorMapParam("x", "[m, k], boxes [kCopyM, kHalf]"),
+        Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
+        Ptr("alpha", "const float", "[1]; null: 1"),
+        Ptr("bias", "const Out", "[n]; null: none"),
+        Ptr("workspace", "uint8", "of divided tiles, else null"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        I64("m"),
+        I64("n", "a multiple of 8"),
+        I64("k", "a multiple of 32"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+    scratch=workspace,
+)
