@@ -83,6 +83,7 @@ def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         if tensors.dim() != 5 or tensors.shape[1] != 2:
             raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...], five dimensions, or a pair")
+        check_strided(name, tensors)
         return tensors[:, 0], tensors[:, 1]
     allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
     if not isinstance(tensors, (tuple, list)):
