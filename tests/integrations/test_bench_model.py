@@ -32,3 +32,12 @@ def test_experts_take_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with (tmp_path / "model.csv").open(newline="") as file:
         bounds = [float(row["bound_ms"]) for row in csv.DictReader(file)]
     assert bounds[0] > 2.5 * bounds[1]
+
+
+def test_a_checkpoint_is_written_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
+    arguments = ("--model", "tiny", "--device", "cpu", "--shards", 1, 3, "--folder", tmp_path, "--out", tmp_path)
+    run_main(load("bench_load"), *arguments)
+    with (tmp_path / "load.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["shards"] for row in rows] == ["1", "3"] and all(float(row["seconds"]) > 0 for row in rows)
