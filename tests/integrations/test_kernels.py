@@ -10,7 +10,8 @@ import torch
 from jitfp4 import engine, mm_bf16_fp4, nvfp4_quantize, prepare_fp4_weight, trtllm_batch_decode_with_kv_cache, warmup
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentTypeError
-from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
