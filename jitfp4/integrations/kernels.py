@@ -15,8 +15,8 @@ import torch
 
 from jitfp4 import engine, tactics, warmup
 from jitfp4.dtypes import HALVES
+from jitfp4.families.attention.arguments import Arguments as AttentionArguments
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.operation import Arguments as AttentionArguments
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE
 from jitfp4.families.attention.problem import Problem as AttentionProblem
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP

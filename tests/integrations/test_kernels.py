@@ -18,7 +18,8 @@ from jitfp4 import (
 )
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentTypeError
-from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.problem import Product
