@@ -475,6 +475,10 @@ class TestLogic:
             with pytest.raises(ArgumentError, match="k_scale"):
                 append()
         assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        with torch.inference_mode():
+            scales = torch.ones(1), torch.ones(1)
+            append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (4, 3), "no version says whether their values changed"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []
