@@ -14,7 +14,7 @@ import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
 from jitfp4.remembered import Step
-from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
+from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
 
 
 class Public:
@@ -454,6 +454,31 @@ class TestLogic:
             jitfp4.fp4_quantize(a, scale, is_global_scale_inversed=True)
         assert scales == [3.0, pytest.approx(1 / 3), 5.0, pytest.approx(0.2)]
         assert len(launch.repeated) == 6
+
+    def test_a_scale_of_a_cache_that_changed_is_checked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        launches = Launches(monkeypatch, "sm_90a")
+        x, slots = aligned(2, 1, 64).bfloat16(), torch.arange(2)
+        codes, sf = (torch.zeros(4, 2, 4, 1, width, dtype=torch.uint8) for width in (32, 4))
+        scales = torch.ones(1), torch.ones(1)
+
+        def append() -> None:
+            given = x, x.clone(), slots, codes, sf.view(torch.float8_e4m3fn), *scales
+            jitfp4.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*given)
+
+        append(), append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (1, 2), "a cache with K and V in one tensor"
+        scales[1].fill_(0.5)
+        append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        scales[0].fill_(-1.0)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="k_scale"):
+                append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        with torch.inference_mode():
+            scales = torch.ones(1), torch.ones(1)
+            append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (4, 3), "no version says whether their values changed"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []
