@@ -1,0 +1,6 @@
+"""Layers of experts with FP4 weights."""
+
+from jitfp4.families.experts.api import fp4_experts
+from jitfp4.families.experts.weights import Fp4Experts, prepare_fp4_experts
+
+__all__ = ["Fp4Experts", "fp4_experts", "prepare_fp4_experts"]

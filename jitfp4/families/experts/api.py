@@ -1,0 +1,240 @@
+"""The public function: arguments are checked, results and temporaries allocated, and the operations called."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from jitfp4 import replay
+from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
+from jitfp4.families.experts.problem import DTYPES, counters, most_items
+from jitfp4.families.experts.tables import item_rows_of
+from jitfp4.families.experts.weights import Fp4Experts
+from jitfp4.formats import MXFP4
+from jitfp4.public import checked, public
+from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device
+
+_ID_DTYPES = (torch.int32, torch.int64)
+_MOST_ASSIGNMENTS = 1 << 24
+# alpha, beta and limit of an activation
+_SWIGLU: dict[str, tuple[float, float, float | None]] = {
+    "swiglu": (1.0, 0.0, None),
+    "swigluoai": (1.702, 1.0, 7.0),
+    "relu2": (1.0, 0.0, None),
+}
+
+
+@checked
+def fp4_experts(
+    x: torch.Tensor,
+    experts: Fp4Experts,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    *,
+    activation: str = "swiglu",
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    swiglu_limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    out: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor:
+    """A layer of experts: each token goes through those that the router chose, and their results are added up.
+
+    Args:
+        x: [tokens, hidden], bf16 or fp16, 16-byte aligned; elements of a row adjacent, rows at multiples of 16 bytes.
+            Never copied.
+        experts: from prepare_fp4_experts(), on x's device. Must be complete when the call is made: with programmatic
+            dependent launch the kernels read it while their predecessors still run.
+        topk_ids: [tokens, slots], int32 or int64, contiguous: the experts of each token. A slot with an id of -1, or
+            any other outside the experts, is skipped, and a token without a slot gives zeros.
+        topk_weights: [tokens, slots], float32, contiguous; None means 1.
+        activation: "swiglu": ``silu(gate) * up``; "swigluoai": with the constants of gpt-oss, see Numerics; "relu2":
+            the square of ``max(up, 0)``, for experts without a gate.
+        swiglu_alpha, swiglu_beta, swiglu_limit: in place of the activation's own; limit None means that.
+        expert_map: int32 [global experts], contiguous: the number of each expert among those of ``experts``, or -1 if
+            it is on another rank. Then ``topk_ids`` has global numbers.
+        apply_router_weight_on_input: multiply x by the weights, not the results.
+        out: [tokens, hidden] to fill in place, of x's dtype; elements of a row adjacent, rows at multiples of 16 bytes;
+            sharing no memory with another argument. Allocated when None.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        [tokens, hidden] of x's dtype.
+    Numerics:
+        With ``round`` to x's dtype, weights exact, sums and everything else in float32::
+
+            gate, up = scale * (sum over hidden of x * w13) + bias
+            g, u = min(gate, limit), up between -limit and limit
+            h = round(g * sigmoid(alpha * g) * (u + beta));   relu2: h = round(max(up, 0)^2)
+            y = round(scale * (sum over inter of h * w2) + bias)
+            out = round(sum over slots in their order of weight * y)
+
+        alpha, beta, limit are 1, 0 and none for "swiglu", 1.702, 1 and 7 for "swigluoai". With weights on the input,
+        x is round(weight * x), and the weights of y are 1. Equal calls give equal bits.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    if not isinstance(experts, Fp4Experts):
+        raise ArgumentTypeError("experts", type(experts).__name__, "an Fp4Experts, from prepare_fp4_experts()")
+    if activation not in _SWIGLU:
+        raise ArgumentError("activation", repr(activation), " or ".join(map(repr, _SWIGLU)))
+    if (activation != "relu2") != experts.gated:
+        raise ArgumentError("activation", repr(activation), "relu2 for experts without a gate, and only for them")
+    alpha, beta, limit = _SWIGLU[activation]
+    return _experts(
+        x,
+        experts.w13,
+        experts.scale13,
+        experts.bias13,
+        experts.w2,
+        experts.scale2,
+        experts.bias2,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        out,
+        experts.hidden,
+        experts.inter,
+        experts.gated,
+        experts.format is MXFP4,
+        alpha if swiglu_alpha is None else swiglu_alpha,
+        beta if swiglu_beta is None else swiglu_beta,
+        limit if swiglu_limit is None else swiglu_limit,
+        apply_router_weight_on_input,
+        item_rows_of(topk_ids.numel(), experts.experts) if isinstance(topk_ids, torch.Tensor) else 0,
+        enable_pdl,
+    )
+
+
+@public
+def _experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    scale13: torch.Tensor,
+    bias13: torch.Tensor | None,
+    w2: torch.Tensor,
+    scale2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+    out: torch.Tensor | None,
+    hidden: int,
+    inter: int,
+    gated: bool,
+    mxfp4: bool,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    on_input: bool,
+    item_rows: int,
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    check_dtype("x", x, tuple(DTYPES))
+    check_device("x", x)
+    check_same_device("experts", w13, x)
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ArgumentError("x", f"shape {tuple(x.shape)}", f"[tokens, {hidden}], as the experts")
+    tokens, slots = _check_routing(x, topk_ids, topk_weights, expert_map)
+    if on_input and topk_weights is None:
+        raise ArgumentTypeError("topk_weights", "None", "a tensor with apply_router_weight_on_input")
+    if limit is not None and limit <= 0:
+        raise ArgumentError("swiglu_limit", limit, "a number above 0")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    check_dtype("out", out, (x.dtype,))
+    check_same_device("out", out, x)
+    if tuple(out.shape) != (tokens, hidden):
+        raise ArgumentError("out", f"shape {tuple(out.shape)}", f"({tokens}, {hidden})")
+    x, rows_out, assignments = as_rows("x", x, 32), as_rows("out", out, 32), tokens * slots
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return replay.temporary(functools.partial(torch.empty, shape, dtype=dtype, device=x.device))
+
+    items = order = None
+    names = "w13=experts,w2=experts,scale13=experts,scale2=experts,bias13=experts,bias2=experts,ids=topk_ids"
+    if item_rows and assignments:
+        items = empty(torch.int32, most_items(assignments, w13.shape[0], item_rows), 4)
+        order = empty(torch.int32, assignments)
+        EXPERTS_ROUTE(RouteArguments(topk_ids, expert_map, items, order, w13.shape[0], item_rows, enable_pdl, names))
+    h, y = empty(x.dtype, assignments, inter), empty(x.dtype, assignments, hidden)
+    done = empty(torch.int32, counters(tokens, hidden))
+    EXPERTS_UP(
+        UpArguments(
+            x=x,
+            w13=w13,
+            scale13=scale13,
+            bias13=bias13,
+            ids=topk_ids,
+            expert_map=expert_map,
+            input_weights=topk_weights if on_input else None,
+            items=items,
+            order=order,
+            h=h,
+            done=done,
+            swiglu_alpha=float(alpha),
+            swiglu_beta=float(beta),
+            swiglu_limit=math.inf if limit is None else float(limit),
+            gated=gated,
+            mxfp4=mxfp4,
+            item_rows=item_rows,
+            enable_pdl=enable_pdl,
+            names=f"{names},input_weights=topk_weights",
+        )
+    )
+    EXPERTS_DOWN(
+        DownArguments(
+            h=h,
+            w2=w2,
+            scale2=scale2,
+            bias2=bias2,
+            ids=topk_ids,
+            expert_map=expert_map,
+            weights=None if on_input else topk_weights,
+            items=items,
+            order=order,
+            y=y,
+            done=done,
+            out=rows_out,
+            mxfp4=mxfp4,
+            item_rows=item_rows,
+            enable_pdl=enable_pdl,
+            names=f"{names},weights=topk_weights",
+        )
+    )
+    return out
+
+
+def _check_routing(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    expert_map: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Tokens and slots."""
+    check_dtype("topk_ids", topk_ids, _ID_DTYPES)
+    check_same_device("topk_ids", topk_ids, x)
+    tokens = x.shape[0]
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != tokens or topk_ids.shape[1] == 0:
+        raise ArgumentError("topk_ids", f"shape {tuple(topk_ids.shape)}", f"[{tokens}, slots], with a slot or more")
+    check_contiguous("topk_ids", topk_ids)
+    if topk_ids.numel() > _MOST_ASSIGNMENTS:
+        raise ArgumentError("topk_ids", f"{topk_ids.numel()} elements", f"at most {_MOST_ASSIGNMENTS}")
+    if topk_weights is not None:
+        check_dtype("topk_weights", topk_weights, (torch.float32,))
+        check_same_device("topk_weights", topk_weights, x)
+        if topk_weights.shape != topk_ids.shape:
+            raise ArgumentError("topk_weights", f"shape {tuple(topk_weights.shape)}", f"{tuple(topk_ids.shape)}")
+        check_contiguous("topk_weights", topk_weights)
+    if expert_map is not None:
+        check_dtype("expert_map", expert_map, (torch.int32,))
+        check_same_device("expert_map", expert_map, x)
+        if expert_map.dim() != 1 or not expert_map.numel():
+            raise ArgumentError("expert_map", f"shape {tuple(expert_map.shape)}", "[global experts]")
+        check_contiguous("expert_map", expert_map)
+    return tokens, topk_ids.shape[1]

@@ -1,0 +1,67 @@
+"""The tactics for layers of experts, and the problems that reach every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from jitfp4.arch import Arch
+from jitfp4.families.experts.kernels.narrow import NarrowTactic
+from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
+from jitfp4.formats import BlockFormat
+from jitfp4.selection import Row, Table, rows
+
+_FOUND = 64  # assignments up to which each CTA finds its rows by itself, without a list
+_ITEM_ROWS = (8, 16, 32, 64)
+
+
+def item_rows_of(assignments: int, experts: int) -> int:
+    """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list."""
+    if assignments <= _FOUND:
+        return 0
+    mean = assignments / experts
+    return next((item_rows for item_rows in _ITEM_ROWS if mean <= item_rows / 2), _ITEM_ROWS[-1])
+
+
+ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
+
+# a model: as many bytes in flight as an SM needs, in tiles that all SMs have about as many of
+UP_TABLE = Table(
+    (
+        *rows(
+            (NarrowTactic(8, 2, 1, 8, 2, 4), {"tiles_per_sm": 4.0}),
+            (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
+            item_rows=8,
+        ),
+        *rows((NarrowTactic(16, 4, 1, 4, 2, 3), {}), item_rows=16),
+        *rows((NarrowTactic(32, 4, 2, 2, 3, 2), {}), item_rows=32),
+        Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
+        Row(NarrowTactic(32, 1, 4, 2, 2, 1)),
+        Row(NarrowTactic(16, 1, 4, 4, 2, 1)),
+        Row(NarrowTactic(8, 1, 4, 4, 2, 1)),
+    ),
+    measured=None,
+)
+DOWN_TABLE = UP_TABLE
+
+
+def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
+    yield RouteProblem(tokens=64, slots=8, experts=128)
+
+
+def up_problems(arch: Arch) -> Iterator[Problem]:
+    yield from _problems((Product.GATED, Product.PLAIN), 1536, 2048)
+
+
+def down_problems(arch: Arch) -> Iterator[Problem]:
+    yield from _problems((Product.DOWN,), 2048, 768)
+
+
+def _problems(products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
+    """One, few and many rows of each expert."""
+    experts, slots = 128, 8
+    for kind, dtype, block_format, tokens in product(
+        products, DTYPES.values(), BlockFormat, (1, 8, 64, 128, 256, 2048)
+    ):
+        yield Problem(kind, dtype, block_format, tokens, slots, experts, n, k, item_rows_of(tokens * slots, experts))
