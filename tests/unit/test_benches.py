@@ -21,6 +21,8 @@ RESULTS = ROOT / "bench/results"
 # A program and its arguments; constants that leave less to do; the files that it writes.
 RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_experts": ({}, {"experts"}),
+    "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_gdn": ({}, {"gdn"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),

@@ -34,8 +34,8 @@ class RouteArguments(NamedTuple):
 class UpArguments(NamedTuple):
     """h [tokens * slots, inter] = activation(x [tokens, hidden] times w13).
 
-    With a list (``items``, ``order``), rows of h are in the order of the list; without one, row ``token * slots + slot``
-    belongs to that assignment. Rows of skipped slots are unwritten. ``input_weights`` float32 [tokens, slots] or None:
+    With a list (``items``, ``order``), rows of h are in the order of the list; without one, in that of assignments,
+    ``token * slots + slot``. Rows of skipped slots are unwritten. ``input_weights`` float32 [tokens, slots] or None:
     factors of x. ``done`` int32 [counters()] becomes zero.
     """
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import product
 
+from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
@@ -16,12 +19,28 @@ _FOUND = 64  # assignments up to which each CTA finds its rows by itself, withou
 _ITEM_ROWS = (8, 16, 32, 64)
 
 
+_forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
+
+
 def item_rows_of(assignments: int, experts: int) -> int:
     """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list."""
+    if (forced := _forced.get()) is not None:
+        return forced
     if assignments <= _FOUND:
         return 0
     mean = assignments / experts
     return next((item_rows for item_rows in _ITEM_ROWS if mean <= item_rows / 2), _ITEM_ROWS[-1])
+
+
+@contextmanager
+def forced_item_rows(item_rows: int) -> Iterator[None]:
+    """Layers inside the block have a list of items of so many rows, 0: none. For tests and measurements."""
+    token = _forced.set(item_rows)
+    with replay.suspended():
+        try:
+            yield
+        finally:
+            _forced.reset(token)
 
 
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
@@ -30,7 +49,7 @@ ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 UP_TABLE = Table(
     (
         *rows(
-            (NarrowTactic(8, 2, 1, 8, 2, 4), {"tiles_per_sm": 4.0}),
+            (NarrowTactic(8, 2, 1, 8, 2, 3), {"tiles_per_sm": 4.0}),
             (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
             item_rows=8,
         ),
@@ -50,11 +69,11 @@ def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
     yield RouteProblem(tokens=64, slots=8, experts=128)
 
 
-def up_problems(arch: Arch) -> Iterator[Problem]:
+def up_problems(_arch: Arch) -> Iterator[Problem]:
     yield from _problems((Product.GATED, Product.PLAIN), 1536, 2048)
 
 
-def down_problems(arch: Arch) -> Iterator[Problem]:
+def down_problems(_arch: Arch) -> Iterator[Problem]:
     yield from _problems((Product.DOWN,), 2048, 768)
 
 

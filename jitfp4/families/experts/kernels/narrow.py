@@ -90,7 +90,7 @@ class NarrowSpec(KernelSpec):
         chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(round_up(max(ring, sums), 128) + 16 * self.tile_m + 16, 128)
+        return round_up(max(ring, sums), 128) + round_up(16 * self.tile_m + 8 * self.rows, 128)
 
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:

@@ -1,0 +1,361 @@
+"""Whole layers of FP4 experts: time, a read of the touched weights in the same run, recorded peers, goals.
+
+Run on a GPU: ``python -m bench.bench_experts [--out DIR]`` writes ``experts.csv``, a line for each layer, routing and
+number of tokens. ``--part search`` measures whole layers with every tactic of the product up, then, with the best of
+these, every tactic of the product down, with and without a list of items, and writes ``experts_search.csv``; the tables
+follow from it. Each tactic has one replay, and those that are nearly the fastest have five more, in turn.
+``--layers``, ``--tokens`` and ``--routings`` take some of the cases.
+
+A case is a graph of calls that go in turn through two copies of the layer and through routings of their own, so that
+weights are cold: between two reads of the same expert lie 330 MB and more, or the other copy. Activations are warm. The
+time is the median of 7 replays. Weights are random codes. ``touched`` is the mean number of experts with rows.
+
+``read_us`` is the time of a kernel that only reads as many bytes, and ``limit_us`` the larger of that and of the
+operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19 and
+triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before, their two products and the
+activation (``products_us``) without the preparation of the routing and, except for triton_kernels, without the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.bench_gemm import COLD_BYTES, READ, Replay, medians, replay_us
+from bench.harness import geomean, write_results
+from bench.stamp import stamp
+from jitfp4 import Fp4Experts, fp4_experts, nvrtc
+from jitfp4.arch import Arch
+from jitfp4.driver import LoadedKernel
+from jitfp4.engine import build, target_of
+from jitfp4.families.experts.kernels.narrow import FOUND, NARROW_DOWN, NARROW_UP, TILE_MS, NarrowTactic
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
+from jitfp4.families.experts.problem import Problem, Product
+from jitfp4.families.experts.tables import forced_item_rows, item_rows_of
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.layouts import ceil_div
+from jitfp4.spec import I64, Geometry, Ptr
+from jitfp4.weight import CODE_BYTES, TILE_COLS, TILE_ROWS, tile_bytes
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    experts: int
+    slots: int
+    hidden: int
+    inter: int
+    format: BlockFormat
+    activation: str
+    biases: bool
+    goals: dict[int, float]  # us by tokens
+
+    @property
+    def flops(self) -> int:
+        """Of one row of an expert."""
+        return 6 * self.hidden * self.inter
+
+    @property
+    def expert_bytes(self) -> int:
+        values = 3 * self.hidden * self.inter
+        return values // 2 + values // self.format.block
+
+
+LAYERS = (
+    Layer("gpt-oss-120b", 128, 4, 2880, 2880, MXFP4, "swigluoai", True, {1: 20, 8: 105, 64: 385, 256: 450, 2048: 820}),
+    Layer("qwen3-30b-a3b", 128, 8, 2048, 768, NVFP4, "swiglu", False, {1: 12, 8: 42, 64: 95, 256: 115, 2048: 330}),
+    Layer("deepseek-v3-ep8", 32, 8, 7168, 2048, NVFP4, "swiglu", False, {1: 14, 8: 50, 64: 190, 256: 215, 2048: 430}),
+)
+TOKENS = (1, 8, 64, 256, 2048)
+ROUTINGS = ("uniform", "zipf", "8 experts")
+SEARCHED_TOKENS = (1, 8, 64)
+COPIES = 2
+REPLAYS = 7
+PEAK_TFLOPS = 770
+_SCALES = 0x88  # every scale is 2^-4
+_NEARLY = 1.08  # times the fastest
+_SEARCH_REPLAYS = 5
+_LEAST_CALLS, _MOST_CALLS = 4, 32
+
+
+class Copies(NamedTuple):
+    """Copies of a layer, and what a kernel that only reads them takes."""
+
+    experts: list[Fp4Experts]
+    data: list[torch.Tensor]  # w13 and w2 of a copy in one piece
+
+
+def make_copies(layer: Layer) -> Copies:
+    """Random codes and constant scales, made where they are used."""
+    found = [_make(layer) for _ in range(COPIES)]
+    return Copies([experts for experts, _ in found], [data for _, data in found])
+
+
+def _make(layer: Layer) -> tuple[Fp4Experts, torch.Tensor]:
+    shapes = [
+        (layer.experts, ceil_div(n, TILE_ROWS), ceil_div(k, TILE_COLS), tile_bytes(layer.format))
+        for n, k in ((2 * layer.inter, layer.hidden), (layer.hidden, layer.inter))
+    ]
+    sizes = [shape[0] * shape[1] * shape[2] * shape[3] for shape in shapes]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda").random_(0, 256)
+    w13, w2 = data[: sizes[0]].view(shapes[0]), data[sizes[0] :].view(shapes[1])
+    for weight in (w13, w2):
+        weight[..., CODE_BYTES:] = _SCALES
+    rows = [(shape[0], shape[1] * TILE_ROWS) for shape in shapes]
+    scales = [torch.full(shape, 2.0**-3, device="cuda") for shape in rows]
+    biases = [torch.randn(shape, device="cuda") if layer.biases else None for shape in rows]
+    experts = Fp4Experts(
+        w13, scales[0], biases[0], w2, scales[1], biases[1], layer.hidden, layer.inter, True, layer.format
+    )
+    return experts, data
+
+
+def make_ids(layer: Layer, tokens: int, routing: str, generator: torch.Generator) -> torch.Tensor:
+    """int32 [tokens, slots]: different experts for each token."""
+    weights = torch.ones(layer.experts)
+    if routing == "zipf":
+        weights = 1 / torch.arange(1, layer.experts + 1)
+    elif routing == "8 experts":
+        weights[8:] = 0
+    shuffled = weights[torch.randperm(layer.experts, generator=generator)]
+    return torch.multinomial(shuffled.expand(tokens, -1), layer.slots, generator=generator).int()
+
+
+class Case(NamedTuple):
+    """A layer, and routings through it, one for each call of a graph."""
+
+    layer: Layer
+    tokens: int
+    ids: list[torch.Tensor]
+    weights: torch.Tensor
+    x: torch.Tensor
+    touched: float
+
+    @property
+    def bytes(self) -> int:
+        return int(self.touched * self.layer.expert_bytes)
+
+
+def make_case(layer: Layer, tokens: int, routing: str) -> Case:
+    generator = torch.Generator().manual_seed(tokens)
+    first = make_ids(layer, tokens, routing, generator)
+    size = len(first.unique()) * layer.expert_bytes
+    count = min(_MOST_CALLS, max(_LEAST_CALLS, 2 * ceil_div(COLD_BYTES, size)))
+    ids = [first, *(make_ids(layer, tokens, routing, generator) for _ in range(count - 1))]
+    touched = sum(len(one.unique()) for one in ids) / len(ids)
+    weights = torch.rand(tokens, layer.slots, device="cuda")
+    x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
+    return Case(layer, tokens, [one.to(device="cuda") for one in ids], weights, x, touched)
+
+
+def layer_replay(case: Case, copies: Copies) -> Replay:
+    out = torch.empty_like(case.x)
+    calls = [
+        partial(
+            fp4_experts, case.x, copies.experts[number % COPIES], ids, case.weights,
+            activation=case.layer.activation, out=out,
+        )
+        for number, ids in enumerate(case.ids)
+    ]  # fmt: skip
+    return Replay(calls)
+
+
+class Read:
+    """A kernel that only reads."""
+
+    def __init__(self, arch: Arch) -> None:
+        params = (Ptr("p", "const uint4"), Ptr("out", "unsigned int"), I64("vectors"))
+        self.kernel = LoadedKernel(nvrtc.compile_cubin(READ, arch, symbol="read"), "read", params, 0)
+        self.out = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.sms = arch.num_sms
+
+    def us(self, case: Case, copies: Copies) -> float:
+        """The time for as many bytes as the case touches, cold; the shortest of several grids."""
+        size = min(case.bytes, copies.data[0].numel()) // 16 * 16
+        steps = max(1, copies.data[0].numel() // size)
+        parts = [data[i * size : (i + 1) * size] for i in range(steps) for data in copies.data]
+        parts = parts[: max(2, 2 * ceil_div(COLD_BYTES, size))]
+        return min(replay_us([partial(self._launch, part, ctas) for part in parts]) for ctas in (2, 4, 8, 16))
+
+    def _launch(self, part: torch.Tensor, ctas: int) -> None:
+        geometry = Geometry((ctas * self.sms, 1, 1), (512, 1, 1))
+        stream = torch.cuda.current_stream().cuda_stream
+        self.kernel.launch(geometry, (part, self.out, part.numel() // 16), stream=stream, pdl=False)
+
+
+def recorded() -> dict[tuple[str, int], tuple[str, float]]:
+    """The best peer and its microseconds by layer and tokens."""
+    best: dict[tuple[str, int], tuple[str, float]] = {}
+    with (Path(__file__).parent / "results/h200/experts_peers.csv").open() as file:
+        for row in csv.DictReader(file):
+            key, us = (row["layer"], int(row["tokens"])), float(row["products_us"])
+            if key not in best or us < best[key][1]:
+                best[key] = row["peer"], us
+    return best
+
+
+def measure(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]) -> Iterator[dict[str, object]]:
+    peers, read = recorded(), Read(target_of(torch.empty(1, device="cuda")).arch)
+    for layer in layers:
+        copies = make_copies(layer)
+        for routing in routings:
+            for count in tokens:
+                case = make_case(layer, count, routing)
+                (us,), read_us = medians([layer_replay(case, copies)], REPLAYS), read.us(case, copies)
+                limit = max(read_us, layer.flops * count * layer.slots / PEAK_TFLOPS / 1e6)
+                peer, peer_us = peers[layer.name, count] if routing == "uniform" else ("not measured", None)
+                row = {
+                    "layer": layer.name,
+                    "routing": routing,
+                    "tokens": count,
+                    "touched": round(case.touched, 1),
+                    "mb": round(case.bytes / 1e6, 1),
+                    "us": round(us, 2),
+                    "read_us": round(read_us, 2),
+                    "limit_us": round(limit, 2),
+                    "of_limit": round(limit / us, 3),
+                    "goal_us": layer.goals[count] if routing == "uniform" else None,
+                    "peer": peer,
+                    "peer_us": peer_us,
+                    "of_peer": round(peer_us / us, 3) if peer_us else None,
+                }
+                print(*row.values(), flush=True)
+                yield row
+        del copies
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Problem]:
+    def problem(kind: Product, n: int, k: int) -> Problem:
+        return Problem(kind, DType.BF16, layer.format, tokens, layer.slots, layer.experts, n, k, item_rows)
+
+    return (
+        problem(Product.GATED, 2 * layer.inter, layer.hidden),
+        problem(Product.DOWN, layer.hidden, layer.inter),
+    )
+
+
+def searched(layer: Layer, tokens: int, arch: Arch) -> dict[int, tuple[list[Any], list[Any]]]:
+    """By the rows of an item: tactics of both products."""
+    chosen = item_rows_of(tokens * layer.slots, layer.experts)
+    sizes = sorted({chosen, *([0, TILE_MS[0]] if tokens * layer.slots <= FOUND else [])})
+    found = {}
+    for item_rows in sizes:
+        up, down = problems_of(layer, tokens, item_rows)
+        wanted = item_rows or TILE_MS[0]
+        found[item_rows] = tuple(
+            [
+                tactic
+                for tactic in operation.candidates(problem, arch)
+                if not isinstance(tactic, NarrowTactic) or tactic.tile_m == wanted
+            ]
+            for operation, problem in ((EXPERTS_UP, up), (EXPERTS_DOWN, down))
+        )
+    return found  # type: ignore[return-value]
+
+
+def search(layers: Sequence[Layer], tokens: Sequence[int], arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
+    """Cases until the time is over; a case is measured whole."""
+    cases = [(layer, count, searched(layer, count, arch)) for layer in layers for count in tokens]
+    specs = {
+        (kernel, kernel.specialise(problem, tactic))
+        for layer, count, found in cases
+        for item_rows, both in found.items()
+        for kernel, problem, tactics in zip(
+            (NARROW_UP, NARROW_DOWN), problems_of(layer, count, item_rows), both, strict=True
+        )
+        for tactic in tactics
+        if isinstance(tactic, NarrowTactic)
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: build(*one, arch), specs))
+    end = time.monotonic() + seconds
+    for layer in layers:
+        copies = make_copies(layer)
+        for _, count, found in [case for case in cases if case[0] is layer]:
+            if time.monotonic() > end:
+                print(f"no time is left for {layer.name}, {count} tokens")
+                continue
+            case = make_case(layer, count, "uniform")
+            for item_rows, (ups, downs) in found.items():
+                with forced_item_rows(item_rows):
+                    yield from search_case(case, copies, item_rows, ups, downs)
+
+
+def search_case(
+    case: Case, copies: Copies, item_rows: int, ups: Sequence[Any], downs: Sequence[Any]
+) -> Iterator[dict[str, object]]:
+    by_up = times_of(case, copies, [(tactic, None) for tactic in ups])
+    (best, _), _ = min(by_up.items(), key=lambda item: item[1])
+    by_down = times_of(case, copies, [(best, tactic) for tactic in downs])
+    fast = sorted(by_down, key=by_down.__getitem__)[:3]
+    again = times_of(case, copies, [(up, fast[0][1]) for up, _ in sorted(by_up, key=by_up.__getitem__)[:6]])
+    for product, times, place in (("up", by_up, 0), ("down", by_down, 1), ("up with the best down", again, 0)):
+        for pair, us in times.items():
+            tactic = pair[place]
+            yield {
+                "layer": case.layer.name,
+                "tokens": case.tokens,
+                "item_rows": item_rows,
+                "product": product,
+                "kind": type(tactic).__name__,
+                "tactic": " ".join(f"{name}={value}" for name, value in asdict(tactic).items()),
+                "us": round(us, 2),
+            }
+    (up, down), us = min(again.items(), key=lambda item: item[1])
+    print(case.layer.name, case.tokens, item_rows, f"{us:.2f} us", up, down, flush=True)
+
+
+def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> dict[tuple[Any, Any], float]:
+    """Microseconds of whole layers by tactics; None for what the table says."""
+    replays = {}
+    for up, down in pairs:
+        with EXPERTS_UP.forced(up):
+            if down is None:
+                replays[up, down] = layer_replay(case, copies)
+            else:
+                with EXPERTS_DOWN.forced(down):
+                    replays[up, down] = layer_replay(case, copies)
+    times = {pair: replay.us() for pair, replay in replays.items()}
+    near = [pair for pair in times if times[pair] <= _NEARLY * min(times.values())]
+    times.update(zip(near, medians([replays[pair] for pair in near], _SEARCH_REPLAYS), strict=True))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--part", choices=("cases", "search"), default="cases")
+    parser.add_argument("--layers", nargs="+", help="parts of their names")
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
+    parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
+    options = parser.parse_args()
+    layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
+    if options.part == "search":
+        arch = target_of(torch.empty(1, device="cuda")).arch
+        found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.seconds)
+        write_results(options.out / "experts_search", list(found), stamp())
+        return
+    rows = list(measure(layers, options.tokens or TOKENS, options.routings))
+    write_results(options.out / "experts", rows, stamp())
+    compared = [row for row in rows if row["of_peer"]]
+    for few, which in ((True, "1 to 64 tokens"), (False, "more")):
+        of = [float(str(row["of_peer"])) for row in compared if (int(str(row["tokens"])) <= 64) == few]
+        if of:
+            print(f"{which}: of the best peer {geomean(of):.2f}, at worst {min(of):.2f}")
+
+
+if __name__ == "__main__":
+    main()
