@@ -7,6 +7,7 @@ import torch
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
 from jitfp4.families.experts.kernels.narrow import NARROW_DOWN, NARROW_UP
 from jitfp4.families.experts.kernels.route import ROUTE
+from jitfp4.families.experts.kernels.wide import WIDE_DOWN, WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
     DOWN_TABLE,
@@ -150,7 +151,7 @@ EXPERTS_ROUTE = Operation(
 EXPERTS_UP = Operation(
     UpArguments,
     name="experts_up",
-    kernels=(NARROW_UP,),
+    kernels=(NARROW_UP, WIDE_UP),
     problem=_up_problem,
     problems=up_problems,
     tables=(UP_TABLE,),
@@ -164,7 +165,7 @@ EXPERTS_UP = Operation(
 EXPERTS_DOWN = Operation(
     DownArguments,
     name="experts_down",
-    kernels=(NARROW_DOWN,),
+    kernels=(NARROW_DOWN, WIDE_DOWN),
     problem=_down_problem,
     problems=down_problems,
     tables=(DOWN_TABLE,),
