@@ -11,6 +11,7 @@ from jitfp4.families.experts.kernels.wide import WIDE_DOWN, WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
     DOWN_TABLE,
+    HOPPER,
     ROUTE_TABLE,
     UP_TABLE,
     down_problems,
@@ -154,7 +155,7 @@ EXPERTS_UP = Operation(
     kernels=(NARROW_UP, WIDE_UP),
     problem=_up_problem,
     problems=up_problems,
-    tables=(UP_TABLE,),
+    tables=(UP_TABLE, HOPPER),
     reference=_up_reference,
     output="h",
     aligned=("x", "w13", "scale13", "bias13", "items", "h"),
@@ -168,7 +169,7 @@ EXPERTS_DOWN = Operation(
     kernels=(NARROW_DOWN, WIDE_DOWN),
     problem=_down_problem,
     problems=down_problems,
-    tables=(DOWN_TABLE,),
+    tables=(DOWN_TABLE, HOPPER),
     reference=_down_reference,
     output="out",
     aligned=("h", "w2", "scale2", "bias2", "items", "y", "out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,13 +12,14 @@ from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.wide import WideTactic
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
 _FOUND = 64  # assignments up to which each CTA finds its rows by itself, without a list
-_ITEM_ROWS = (8, 16, 32, 64)
-
+# Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
+_ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (96, 72), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
@@ -29,7 +31,7 @@ def item_rows_of(assignments: int, experts: int) -> int:
     if assignments <= _FOUND:
         return 0
     mean = assignments / experts
-    return next((item_rows for item_rows in _ITEM_ROWS if mean <= item_rows / 2), _ITEM_ROWS[-1])
+    return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most)
 
 
 @contextmanager
@@ -43,6 +45,7 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
             _forced.reset(token)
 
 
+_MOST_NARROW = 16  # rows of an item, where the tensor cores of warpgroups can run
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 
 # a model: as many bytes in flight as an SM needs, in tiles that all SMs have about as many of
@@ -64,6 +67,21 @@ UP_TABLE = Table(
 )
 DOWN_TABLE = UP_TABLE
 
+HOPPER = Table(
+    (
+        *(row for row in UP_TABLE.rows if row.when.get("item_rows", math.inf) <= _MOST_NARROW),
+        *rows(
+            (WideTactic(32, 8, 4), {"item_rows": 32}),
+            (WideTactic(64, 16, 4), {"item_rows": 64}),
+            (WideTactic(96, 16, 3), {"item_rows": 96}),
+            (WideTactic(160, 32, 3), {"item_rows": 160}),
+            (WideTactic(256, 64, 2), {}),
+        ),
+    ),
+    measured=None,
+    archs=("sm_90a",),
+)
+
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
     yield RouteProblem(tokens=64, slots=8, experts=128)
@@ -81,6 +99,6 @@ def _problems(products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem
     """One, few and many rows of each expert."""
     experts, slots = 128, 8
     for kind, dtype, block_format, tokens in product(
-        products, DTYPES.values(), BlockFormat, (1, 8, 64, 128, 256, 2048)
+        products, DTYPES.values(), BlockFormat, (1, 8, 64, 128, 256, 512, 1024, 2048, 8192)
     ):
         yield Problem(kind, dtype, block_format, tokens, slots, experts, n, k, item_rows_of(tokens * slots, experts))

@@ -207,6 +207,7 @@ _SIZES = (
 )
 
 WIDE_TACTICS = (
+    *(WideTactic(16, 8, groups) for groups in (3, 4)),
     *(WideTactic(32, 8, groups) for groups in (3, 4)),
     *(WideTactic(64, 16, groups) for groups in (3, 4)),
     *(WideTactic(80, 16, groups) for groups in (3, 4)),
