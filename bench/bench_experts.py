@@ -74,7 +74,7 @@ class Layer:
 LAYERS = (
     Layer("gpt-oss-120b", 128, 4, 2880, 2880, MXFP4, "swigluoai", True, {1: 20, 8: 105, 64: 385, 256: 450, 2048: 820}),
     Layer("qwen3-30b-a3b", 128, 8, 2048, 768, NVFP4, "swiglu", False, {1: 12, 8: 42, 64: 95, 256: 115, 2048: 330}),
-    Layer("deepseek-v3-ep8", 32, 8, 7168, 2048, NVFP4, "swiglu", False, {1: 14, 8: 50, 64: 190, 256: 215, 2048: 430}),
+    Layer("deepseek-v3-ep8", 32, 1, 7168, 2048, NVFP4, "swiglu", False, {1: 14, 8: 50, 64: 190, 256: 215, 2048: 430}),
 )
 TOKENS = (1, 8, 64, 256, 2048)
 ROUTINGS = ("uniform", "zipf", "8 experts")
@@ -269,8 +269,8 @@ def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dic
 
 def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
     if isinstance(tactic, WideTactic):
-        return "wide" in kinds
-    return "narrow" in kinds and isinstance(tactic, NarrowTactic) and tactic.tile_m == (item_rows or TILE_MS[0])
+        return "wide" in kinds and tactic.tile_m == item_rows
+    return "narrow" in kinds and (not isinstance(tactic, NarrowTactic) or tactic.tile_m == (item_rows or TILE_MS[0]))
 
 
 def search(

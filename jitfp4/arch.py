@@ -33,6 +33,9 @@ class Arch:
     has_ld256: bool = False  # ld.global.v8.b32
     has_f32x2: bool = False  # fma.rn.f32x2
     has_scaled_mma: bool = False  # mma.sync with block scales
+    has_wgmma: bool = False  # wgmma
+    has_tcgen05: bool = False  # tcgen05, also with block scales
+    has_k96: bool = False  # tcgen05 products of 96 columns of FP4
     nvrtc: tuple[int, int] = (12, 8)
 
     @property
@@ -74,15 +77,16 @@ class Arch:
 
 _HOPPER: dict[str, Any] = {"has_e4m3_cvt": True, "has_pdl": True, "has_tma": True}
 _BLACKWELL: dict[str, Any] = {**_HOPPER, "has_e2m1_cvt": True, "has_f32x2": True}
+_TCGEN05: dict[str, Any] = {**_BLACKWELL, "shared_bytes": 232448, "has_ld256": True, "has_tcgen05": True}
 
 ARCHS = {
     arch.name: arch
     for arch in (
         Arch("sm_80", shared_bytes=166912, num_sms=108),
         Arch("sm_89", shared_bytes=101376, num_sms=128, has_e4m3_cvt=True),
-        Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
-        Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
-        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, nvrtc=(12, 9), **_BLACKWELL),
+        Arch("sm_90a", shared_bytes=232448, num_sms=132, has_wgmma=True, **_HOPPER),
+        Arch("sm_100a", num_sms=148, **_TCGEN05),
+        Arch("sm_103a", num_sms=148, has_k96=True, nvrtc=(12, 9), **_TCGEN05),
         Arch("sm_120a", shared_bytes=101376, num_sms=188, has_scaled_mma=True, **_BLACKWELL),
         Arch("sm_121a", shared_bytes=101376, num_sms=48, has_scaled_mma=True, nvrtc=(12, 9), **_BLACKWELL),
     )
@@ -98,3 +102,13 @@ _TARGET_BY_CAPABILITY = (
     ((12, 0), "sm_120a"),
     ((12, 1), "sm_121a"),
 )
+
+
+def shared_bytes_with(capability: str) -> int:
+    """Bytes of dynamic shared memory that a CTA has on every architecture with a capability, such as ``has_wgmma``."""
+    return min(arch.shared_bytes for arch in ARCHS.values() if getattr(arch, capability))
+
+
+def names_with(capability: str) -> str:
+    """The architectures with a capability, such as ``sm_100a and sm_103a``."""
+    return " and ".join(arch.name for arch in ARCHS.values() if getattr(arch, capability))

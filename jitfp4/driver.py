@@ -149,6 +149,42 @@ class PreparedLaunch:
             raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
 
 
+class Memory:
+    """New memory of the current device, which is zero and stays for the rest of the process; torch.as_tensor takes it.
+
+    It is none of torch's: it is no part of a CUDA graph that is being captured, nor of a pool that somebody empties.
+    The constructor waits for its own memset alone.
+    """
+
+    def __init__(self, device: int, size: int) -> None:
+        """``size`` bytes of ``device``, the current one. Raises LaunchError when the driver refuses."""
+        Device(device).set_current()
+        relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # a capture forbids allocations otherwise
+        before = _called("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            address = _called("cuMemAlloc", size)
+            stream = _called("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
+            _called("cuMemsetD8Async", address, 0, size, stream)
+            _called("cuStreamSynchronize", stream)
+            _called("cuStreamDestroy", stream)
+        finally:
+            _called("cuThreadExchangeStreamCaptureMode", before)
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (int(address), False),
+            "version": 2,
+        }
+
+
+def _called(name: str, *args: Any) -> Any:
+    """The result of a function of the driver. Raises LaunchError where it fails."""
+    status, *results = getattr(cuda, name)(*args)
+    if status != cuda.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{name}: {status.name}")
+    return results[0] if results else None
+
+
 def _bits(kind: type, value: Any) -> int:
     """The eight bytes of a parameter as an int: a null pointer, a float in the lower half, or an integer."""
     if kind is F32:

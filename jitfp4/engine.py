@@ -33,6 +33,8 @@ from jitfp4.version import version
 if TYPE_CHECKING:
     from jitfp4.driver import LoadedKernel
 
+__all__ = ["CacheInfo", "cache_info"]
+
 _log = logging.getLogger("jitfp4.engine")
 
 
@@ -240,5 +242,5 @@ def _recipe(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> Recipe:
 def _how_to_prebuild(kernel: AnyKernel, spec: KernelSpec, arch: Arch, why: str) -> str:
     return (
         f"{kernel.name}[{spec}] for {arch.name} is not in the cache, and {why}. "
-        f"Prebuild it where NVRTC is installed: jitfp4 warmup --arch {arch.name} --family {kernel.name}"
+        f"Prebuild it where NVRTC is installed: jitfp4 warmup --arch {arch.name} --kernel {kernel.name}"
     )

@@ -3,7 +3,7 @@
 Jitfp4Error
 ├── ArgumentError (ValueError)        a value is outside what is allowed: shape, size, layout, stride, alignment
 │   └── ArgumentTypeError (TypeError) a dtype, device or Python type is not one that is allowed
-├── UnsupportedArchError              no kernel of this family exists for the GPU
+├── UnsupportedArchError              no kernel exists for the GPU
 ├── RenderError                       a template and its specification do not fit together
 ├── ToolchainError                    NVRTC is missing or cannot be used
 ├── CompileError                      NVRTC rejected generated source; carries the log and the numbered lines
@@ -26,6 +26,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BundleError",
+    "CacheCorruptError",
+    "CacheError",
+    "CacheUntrustedError",
+    "CompileError",
+    "Jitfp4Error",
+    "LaunchError",
+    "OfflineError",
+    "RenderError",
+    "SimError",
+    "TacticsError",
+    "ToolchainError",
+    "UnsupportedArchError",
+]
 
 
 class Jitfp4Error(Exception):
@@ -65,7 +83,7 @@ def renamed(error: ArgumentError, names: Mapping[str, str]) -> ArgumentError:
 
 
 class UnsupportedArchError(Jitfp4Error):
-    """No kernel of the family exists for this architecture."""
+    """No kernel exists for this architecture."""
 
 
 class RenderError(Jitfp4Error):

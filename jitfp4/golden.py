@@ -37,7 +37,7 @@ def source_path(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
 
 
 def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]:
-    """Path to generated source of every specialisation of the families that ``pattern`` names (of all: None).
+    """Path to generated source of every specialisation of the kernels that ``pattern`` names (of all: None).
 
     Raises ArgumentError when ``pattern`` names none.
     """
@@ -50,7 +50,7 @@ def sources(archs: Sequence[Arch], pattern: str | None = None) -> dict[str, str]
 
 
 def goldens(pattern: str | None = None) -> dict[str, str]:
-    """Golden path to text of the families that ``pattern`` names (of all: None)."""
+    """Golden path to text of the kernels that ``pattern`` names (of all: None)."""
     texts = {}
     for kernel in kernels(pattern):
         having = [arch for arch in ARCHS.values() if kernel.specs(arch)]

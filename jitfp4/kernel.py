@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, TypeVar
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError, LaunchError
@@ -22,6 +22,24 @@ TacticT = TypeVar("TacticT")
 
 Which = Literal["selected", "all"]
 """``selected``: specs that selection returns for some problem; ``all``: specs of every tactic that can run one."""
+
+
+class Scratch(NamedTuple):
+    """Memory that a launch needs and that no caller sees: a tensor of this shape and torch dtype, without values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _no_scratch(_arguments: Any, _plan: Plan) -> dict[str, Scratch]:
+    return {}
+
+
+class Before(NamedTuple):
+    """An operation that runs before a kernel's launch, and its arguments, from what bind() gets."""
+
+    operation: Callable[[Any], None]
+    arguments: Callable[Concatenate[Any, Plan, ...], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +55,10 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         rejects: says why a tactic cannot run a problem on an architecture; None when it can. Nothing else decides that.
         specialise: gives the spec of a tactic for a problem.
         geometry: gives the launch geometry of a tactic for a problem.
-        bind: gives the value of each parameter, by name, for the arguments of a call and its plan.
+        bind: gives the value of each parameter, by name, for the arguments of a call and its plan, and for the
+            tensors of ``scratch`` as keywords. It launches and allocates nothing.
+        scratch: gives by name what memory a call needs besides its arguments.
+        before: what runs before the kernel, in order.
     """
 
     name: str
@@ -47,7 +68,9 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
     rejects: Callable[[ProblemT, TacticT, Arch], str | None]
     specialise: Callable[[ProblemT, TacticT], KernelSpec]
     geometry: Callable[[ProblemT, TacticT, Arch], Geometry]
-    bind: Callable[[ArgumentsT, Plan], Mapping[str, Any]]
+    bind: Callable[Concatenate[ArgumentsT, Plan, ...], Mapping[str, Any]]
+    scratch: Callable[[ArgumentsT, Plan], Mapping[str, Scratch]] = _no_scratch
+    before: tuple[Before, ...] = ()
 
     @property
     def template(self) -> str:
@@ -102,10 +125,6 @@ class Plan(NamedTuple):
     geometry: Geometry
     problem: Any
 
-    def values(self, arguments: Any) -> tuple[Any, ...]:
-        """The kernel's arguments, in the order of its parameters."""
-        return self.kernel.values(self.kernel.bind(arguments, self))
-
 
 class _Registered(NamedTuple):
     kernel: AnyKernel
@@ -133,12 +152,12 @@ def kernels(pattern: str | None = None) -> tuple[AnyKernel, ...]:
         if pattern is None or name == pattern or name.startswith(f"{pattern}/")
     )
     if not found:
-        raise ArgumentError("family", repr(pattern), ", ".join(sorted(_registered)))
+        raise ArgumentError("kernel", repr(pattern), ", ".join(sorted(_registered)))
     return found
 
 
 def lookup(name: str) -> AnyKernel:
     """The kernel called ``name`` exactly."""
     if name not in _registered:
-        raise ArgumentError("family", repr(name), ", ".join(sorted(_registered)))
+        raise ArgumentError("kernel", repr(name), ", ".join(sorted(_registered)))
     return _registered[name].kernel

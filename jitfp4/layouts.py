@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+__all__ = ["SfLayout"]
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

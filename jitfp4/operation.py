@@ -139,9 +139,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             return Selection(forced, "forced")
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
-        table, row = self._row(problem, arch)
+        table, row, tactic = self._row(problem, arch)
         source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
-        return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of {source}")
+        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
         """The problem that stands for all that share a tuned choice: ``growing`` fields become powers of two."""
@@ -186,13 +186,13 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 found[problem] = tactic
         return found
 
-    def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any]]:
-        """The table for an architecture, and its first row that fits the problem and whose tactic can run it."""
+    def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any], Any]:
+        """The table for an architecture, its first row that fits the problem and whose tactic can run it, and that."""
         table = table_for(self.tables, arch)
         for row in table.rows:
-            kernel = self._kernel_of[type(row.tactic)]
-            if row.fits(problem, arch) and kernel.rejects(problem, row.tactic, arch) is None:
-                return table, row
+            tactic = row.of(problem, arch)
+            if tactic is not None and self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None:
+                return table, row, tactic
         raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
 
     @contextmanager
@@ -210,7 +210,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     def _plan(self, problem: ProblemT, arch: Arch, tactic: Any = None) -> Plan:
         """The plan of a problem with ``tactic``, or with the one that the tables give. Plans are remembered."""
-        tactic = self._row(problem, arch)[1].tactic if tactic is None else tactic
+        tactic = self._row(problem, arch)[2] if tactic is None else tactic
         return self._kernel_of[type(tactic)].plan(problem, tactic, arch)
 
     def _specs(self, kernel: AnyKernel, arch: Arch, which: Which) -> Iterable[KernelSpec]:
@@ -221,7 +221,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         found: dict[tuple[AnyKernel, KernelSpec], None] = {}
         for problem in self.problems(arch):
             selected = which == "selected"
-            for tactic in [self._row(problem, arch)[1].tactic] if selected else self.candidates(problem, arch):
+            for tactic in [self._row(problem, arch)[2]] if selected else self.candidates(problem, arch):
                 kernel = self._kernel_of[type(tactic)]
                 found[kernel, kernel.specialise(problem, tactic)] = None
         return tuple(found)
@@ -248,11 +248,18 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             tactic = self.tuned(problem, target.arch, file)
         plan = self.plan(problem, target.arch, tactic)
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
-        behind = replay.noted()  # what bind() launches belongs to this operation
-        launched = engine.launch(plan, plan.values(arguments), target, pdl=pdl)
+        launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
             step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
-            replay.note(step, behind)
+            replay.note(step)
+
+    def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:
+        """The kernel's arguments for its launch; its scratch is allocated then, and what goes before it has run."""
+        kernel, like = plan.kernel, getattr(arguments, self._output)
+        scratch = {name: replay.scratch(*wanted, like) for name, wanted in kernel.scratch(arguments, plan).items()}
+        for before in kernel.before:
+            before.operation(before.arguments(arguments, plan, **scratch))
+        return kernel.values(kernel.bind(arguments, plan, **scratch))
 
     def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
         """What _checked() requires: the numbers of aligned tensors of the launch, and of pairs that share no memory."""

@@ -2,14 +2,16 @@
 
 A public function checks its arguments, allocates its results, and launches a kernel. The outcome of the checks and of
 the choice of a kernel depends only on dtypes, shapes, strides, devices and flags, so a second call with equal ones need
-not repeat them. ``@replayed`` looks such a call up. If it is found, results are allocated and the kernel is launched
-with the new addresses. A call is remembered only if it ran exactly one operation, and each address that its kernels
-got was that of an argument, of a result, or of a tensor that ``temporary`` made.
+not repeat them. ``@replayed`` looks such a call up. If it is found, results are allocated and its kernels are launched
+in order with the new addresses. A call is remembered only if each address that a kernel got was that of an argument,
+of a new result, or of a tensor that ``scratch`` or ``temporary`` made, and each new result was given to a kernel. What
+the call does besides is not repeated: work on the GPU that is no launch belongs into a ``temporary``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import threading
@@ -50,7 +52,7 @@ class Step(NamedTuple):
 
 
 class _Temporary(NamedTuple):
-    """A tensor that a call made for its launch, the function that made it, and the tensors that it was made from."""
+    """A tensor that a call made for its launches, the function that made it, and the tensors that it was made from."""
 
     tensor: torch.Tensor
     make: Callable[..., torch.Tensor]
@@ -58,9 +60,10 @@ class _Temporary(NamedTuple):
 
 
 class _Notes(NamedTuple):
-    """The launches and temporaries of a running call."""
+    """The launches of a running call in order, the memory between them, and its temporaries."""
 
     steps: list[Step | None]
+    scratch: list[torch.Tensor]
     temporaries: list[_Temporary]
 
 
@@ -72,57 +75,34 @@ _generation = 0  # forget() begins a new one: calls that began in an earlier one
 _counting = threading.Lock()
 
 
-def noted() -> int:
-    """The number of launches that were added to the call that is being remembered."""
-    return len(notes.steps) if (notes := _notes.get()) is not None else 0
-
-
-def note(step: Step | None, behind: int | None = None) -> None:
-    """Add a launch to the call that is being remembered, if any; None for a launch that cannot be repeated.
-
-    The launches from number ``behind`` on belong to the same operation, and become one with it.
-    """
+def note(step: Step | None) -> None:
+    """Add a launch to the call that is being remembered, if any; None for a launch that cannot be repeated."""
     if (notes := _notes.get()) is not None:
-        first = len(notes.steps) if behind is None else behind
         notes.steps.append(step)
-        if len(notes.steps) > first + 1:
-            notes.steps[first:] = [_joined(notes.steps[first:])]
 
 
-class _Launches(NamedTuple):
-    """Launches behind each other as one; each gets a part of the addresses."""
+def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """A new tensor without values on ``like``'s device, for the launches of the running call.
 
-    parts: tuple[tuple[Launch, slice], ...]
-
-    def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        for launch, part in self.parts:
-            launch.launch(stream, addresses[part])
-
-
-def _joined(steps: Sequence[Step | None]) -> Step | None:
-    """Several launches as one; None if one of them cannot be repeated."""
-    parts: list[tuple[Launch, slice]] = []
-    tensors: list[torch.Tensor] = []
-    aligned: list[int] = []
-    disjoint: list[tuple[int, int]] = []
-    for step in steps:
-        if step is None:
-            return None
-        first = len(tensors)
-        tensors += step.tensors
-        parts.append((step.launch, slice(first, len(tensors))))
-        aligned += [first + number for number in step.aligned]
-        disjoint += [(first + one, first + other) for one, other in step.disjoint]
-    return Step(_Launches(tuple(parts)), tensors, tuple(aligned), tuple(disjoint))
+    A repeated call allocates another one.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=like.device)
+    if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
+        notes.scratch.append(tensor)
+    return tensor
 
 
 def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torch.Tensor:
     """The new tensor ``make(*sources)``. A repeated call makes it again, from the tensors of that call.
 
-    ``sources`` are arguments of the call, or temporaries. ``make`` must keep no tensor, and depend only on the flags.
+    ``sources`` are arguments of the call, views of their memory from its start on, scratch or temporaries. ``make``
+    must depend only on the flags, and return no tensor that somebody else may write. A repeated call makes all
+    temporaries before its first launch: a call that makes one from other tensors behind a launch is never repeated.
     """
     tensor = make(*sources)
     if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
+        if sources and notes.steps:
+            notes.steps.append(None)
         notes.temporaries.append(_Temporary(tensor, make, sources))
     return tensor
 
@@ -163,7 +143,9 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_dynamo_compiling() or _suspended or is_watched():
             return function(*args, **kwargs)
-        values = (*args, *kwargs.values()) if kwargs else args
+        values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
+        if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
+            (values,) = values
         sort = _sort((*map(type, values),), (*kwargs,))
         if sort is None:
             return function(*args, **kwargs)
@@ -225,7 +207,7 @@ def _nothing(_values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:
-    notes, generation = _Notes([], []), _generation
+    notes, generation = _Notes([], [], []), _generation
     token = _notes.set(notes)
     try:
         result = function()
@@ -242,36 +224,36 @@ def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors
     return result
 
 
-_Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""A result that a call allocates: shape, stride, dtype."""
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A tensor that a call allocates: shape, stride, dtype."""
 
 
 class _Call(NamedTuple):
-    """A remembered call. Tensors have numbers: first the arguments, then the temporaries, then the new results."""
+    """A remembered call. Tensors have numbers: first the arguments, then what is allocated, then the temporaries."""
 
     launch: Launch
     device: int
     chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launch's tensors
     twins: tuple[tuple[int, int], ...]  # pairs of arguments with the same address
+    allocated: tuple[_Layout, ...]  # results and scratch
     temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
-    outputs: tuple[_Output, ...]
     results: Callable[[Sequence[torch.Tensor]], Any]
     allowed: set[tuple[int, ...]]  # addresses that passed the checks before
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Repeat the call with other tensors. Returns None, without a launch, where their addresses forbid it."""
-        launch, device, chosen, twins, temporaries, _, _, outputs, results, allowed = self  # faster than one by one
+        launch, device, chosen, twins, allocated, temporaries, _, _, results, allowed = self  # faster than one by one
         for first, second in twins:
             if tensors[first].data_ptr() != tensors[second].data_ptr():
                 return None
         previous = exchange_device(device)
         try:
+            if allocated:
+                tensors = (*tensors, *[empty_cuda(*layout) for layout in allocated])
             for make, sources in temporaries:
                 tensors = (*tensors, make(*[tensors[source] for source in sources]))
-            if outputs:
-                tensors = (*tensors, *[empty_cuda(*output) for output in outputs])
             addresses = (*map(_address, chosen(tensors)),)
             if addresses not in allowed:
                 if not self._allows(addresses):
@@ -286,7 +268,7 @@ class _Call(NamedTuple):
         return results(tensors)
 
     def _allows(self, addresses: Sequence[int]) -> bool:
-        """Whether the addresses are aligned, and the tensors share no memory, where the operation requires it."""
+        """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
         return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
             addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size
             for first, second, size, other in self.disjoint
@@ -299,53 +281,115 @@ cannot be repeated.
 """
 
 
+# ---- what a call did -------------------------------------------------------------------------------------------------
+
+
+class _Unrepeatable(Exception):  # noqa: N818 - it is no error
+    """A call uses a tensor that a repeated call would not find or make."""
+
+
 def _understand(notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[_Call | None, bool]:
     """How to repeat a call; None if it cannot be repeated, and then whether that holds for all calls like it."""
-    if len(notes.steps) != 1 or notes.steps[0] is None:
+    steps = [step for step in notes.steps if step is not None]
+    if not steps or len(steps) < len(notes.steps):
         return None, bool(notes.steps)
-    step, returned = notes.steps[0], result if isinstance(result, tuple) else (result,)
-    places: dict[int, int] = {}
-    twins: list[tuple[int, int]] = []
-    for number, tensor in enumerate(given):
-        if tensor.numel():
-            first = places.setdefault(tensor.data_ptr(), number)
-            if first != number:
-                twins.append((first, number))  # it is not known which of them the kernel got: they must be equal again
-    known, temporaries = list(given), []
-    for tensor, make, sources in notes.temporaries:
-        numbers = [next((n for n, one in enumerate(known) if one is source), -1) for source in sources]
-        if -1 in numbers or tensor.data_ptr() in places:
-            return None, True
-        places[tensor.data_ptr()] = len(known)
-        known.append(tensor)
-        temporaries.append((make, tuple(numbers)))
-    outputs: list[_Output] = []
-    results: list[int] = []
-    for tensor in returned:
-        number = next((n for n, value in enumerate(given) if value is tensor), -1)
-        if number < 0:
-            if not isinstance(tensor, torch.Tensor) or not _is_whole(tensor) or tensor.data_ptr() in places:
-                return None, True
-            number = places[tensor.data_ptr()] = len(known) + len(outputs)
-            outputs.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
-        results.append(number)
-    tensors = step.tensors
-    if any(tensor.data_ptr() not in places for tensor in tensors):
+    try:
+        return _repeatable(_joined(steps), notes, given, result), True
+    except _Unrepeatable:
         return None, True
-    sizes = [high - low for low, high in map(extent, tensors)]
-    call = _Call(
+
+
+def _repeatable(step: Step, notes: _Notes, given: Sequence[torch.Tensor], result: Any) -> _Call:
+    """The call of these launches."""
+    returned = result if isinstance(result, tuple) else (result,)
+    numbers = _Numbers(given)
+    made = [one.tensor for one in notes.temporaries]
+    results = [one for one in returned if not any(one is other for other in (*given, *notes.scratch, *made))]
+    allocated = (*notes.scratch, *results)
+    for tensor in (*allocated, *made):
+        numbers.add(tensor)
+    chosen = [numbers.at(tensor) for tensor in step.tensors]
+    for tensor in results:
+        if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
+            raise _Unrepeatable
+    sizes = [high - low for low, high in map(extent, step.tensors)]
+    places = [numbers.of(tensor) for tensor in returned]
+    return _Call(
         step.launch,
-        tensors[0].get_device(),
-        _take([places[tensor.data_ptr()] for tensor in tensors]),
-        tuple(twins),
-        tuple(temporaries),
+        step.tensors[0].get_device(),
+        _take(chosen),
+        tuple(numbers.twins),
+        tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
+        tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         step.aligned,
         tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
-        tuple(outputs),
-        _take(results) if isinstance(result, tuple) else operator.itemgetter(*results),
+        _take(places) if isinstance(result, tuple) else operator.itemgetter(*places),
         set(),
     )
-    return call, True
+
+
+class _InOrder(NamedTuple):
+    """Several launches as one; each gets its part of the addresses."""
+
+    parts: tuple[tuple[Launch, slice], ...]
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        for launch, part in self.parts:
+            launch.launch(stream, addresses[part])
+
+
+def _joined(steps: Sequence[Step]) -> Step:
+    """The launches of a call as one."""
+    if len(steps) == 1:
+        return steps[0]
+    ends = [0, *itertools.accumulate(len(step.tensors) for step in steps)]
+    parts = tuple((step.launch, slice(*part)) for step, part in zip(steps, itertools.pairwise(ends), strict=True))
+    return Step(
+        _InOrder(parts),
+        [tensor for step in steps for tensor in step.tensors],
+        tuple(first + number for step, first in zip(steps, ends, strict=False) for number in step.aligned),
+        tuple((first + a, first + b) for step, first in zip(steps, ends, strict=False) for a, b in step.disjoint),
+    )
+
+
+class _Numbers:
+    """The numbers of a call's tensors, by object and by address."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self._known = list(given)
+        self._places: dict[int, int] = {}
+        self.twins: list[tuple[int, int]] = []
+        for number, tensor in enumerate(given):
+            if tensor.numel():
+                first = self._places.setdefault(tensor.data_ptr(), number)
+                if first != number:
+                    # it is not known which of them the kernel got: they must be equal again
+                    self.twins.append((first, number))
+
+    def add(self, tensor: Any) -> None:
+        """Give a tensor the next number. Raises _Unrepeatable when another one begins at its address."""
+        if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() in self._places:
+            raise _Unrepeatable
+        self._places[tensor.data_ptr()] = len(self._known)
+        self._known.append(tensor)
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of this object."""
+        for number, known in enumerate(self._known):
+            if known is tensor:
+                return number
+        raise _Unrepeatable
+
+    def source(self, tensor: torch.Tensor) -> int:
+        """The number of this object, or of the tensor of which it is a view."""
+        known = any(one is tensor for one in self._known)
+        return self.of(tensor) if known else self.at(tensor)
+
+    def at(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor that begins where this one does."""
+        if tensor.data_ptr() not in self._places:
+            raise _Unrepeatable
+        return self._places[tensor.data_ptr()]
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ Dim3 = tuple[int, int, int]
 class KernelSpec:
     """Everything that changes a kernel's generated source, and nothing else.
 
-    Fields are enums, ints or bools. Shapes, strides and scales are kernel arguments, so that the specs of a family are
+    Fields are enums, ints or bools. Shapes, strides and scales are kernel arguments, so that the specs of a kernel are
     finite and can all be built ahead of time.
     """
 

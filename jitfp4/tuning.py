@@ -31,6 +31,8 @@ from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile
 from jitfp4.tensors import device_name
 
+__all__ = ["load_tactics", "tune"]
+
 FLUSH_BYTES = 512 << 20  # several times any L2
 GRAPH_BYTES = 2 << 30  # memory that the calls of one cold graph may touch together
 MAX_CALLS, WARM_CALLS = 50, 10

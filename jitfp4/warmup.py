@@ -23,7 +23,7 @@ PLAN_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kernel to have: a specialisation of a family for an architecture."""
+    """One kernel to have: a specialisation of a template for an architecture."""
 
     kernel: AnyKernel
     spec: KernelSpec
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def plan(archs: Sequence[Arch], patterns: Sequence[str] = ()) -> tuple[Task, ...]:
-    """Every specialisation of the families that match ``patterns`` (of all, when empty) on each of ``archs``."""
+    """Every specialisation of the kernels that ``patterns`` name (of all, when empty) on each of ``archs``."""
     chosen = [kernel for pattern in patterns for kernel in kernels(pattern)] or kernels()
     return tuple(
         Task(kernel, spec, arch) for arch in archs for kernel in dict.fromkeys(chosen) for spec in kernel.specs(arch)

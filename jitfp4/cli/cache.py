@@ -18,11 +18,12 @@ from jitfp4.cli.options import (
     ArchNames,
     AsJson,
     CacheDir,
+    KernelNames,
     configure,
     examples,
     read_archs,
     read_bytes,
-    read_families,
+    read_kernels,
     read_seconds,
 )
 from jitfp4.cli.output import human_bytes, plural, put, put_facts, put_json, put_table, say, utc, visible
@@ -45,7 +46,8 @@ class Order(enum.StrEnum):
 
     USED = "used"
     SIZE = "size"
-    FAMILY = "family"
+    KERNEL = "kernel"
+    FAMILY = "family"  # the same
 
 
 # ---- look ------------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
 @app.command("ls", epilog=examples("jitfp4 cache ls --arch sm_90a --sort size --limit 10", "jitfp4 cache ls --long"))
 def list_entries(
     arch: ArchNames = None,
-    family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
+    kernel: KernelNames = None,
     sort: Annotated[Order, typer.Option(help="Latest use first, largest first, or by name.")] = Order.USED,
     limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="List at most N kernels.")] = None,
     long: Annotated[bool, typer.Option("--long", "-l", help="List parameters and compiler too.")] = False,
@@ -92,13 +94,13 @@ def list_entries(
 ) -> None:
     """List the kernels in the cache.
 
-    Damaged entries are listed too, with the damage in place of the family. Exit status: 0, or added up 2 when a folder
+    Damaged entries are listed too, with the damage in place of the kernel. Exit status: 0, or added up 2 when a folder
     of the cache is not trusted, 4 when one cannot be read; then kernels may be missing from the list.
     """
     archs = {a.name for a in read_archs(arch)} if arch is not None else None
-    families = read_families(family)
+    names = read_kernels(kernel)
     catalog = Catalog(_root(configure(cache_dir)))
-    found = (entry for entry in catalog.entries() if _is_wanted(entry, archs, families))
+    found = (entry for entry in catalog.entries() if _is_wanted(entry, archs, names))
     entries = sorted(found, key=lambda entry: _sort_key(entry, sort))[:limit]
     if as_json:
         findings = [_verdict(item) for item in catalog.findings]
@@ -107,7 +109,7 @@ def list_entries(
         for entry in entries:
             put(entry.use.digest)
     else:
-        columns = ["recipe", "family", "arch", "bytes", "last used", *(("toolchain", "spec") if long else ())]
+        columns = ["recipe", "kernel", "arch", "bytes", "last used", *(("toolchain", "spec") if long else ())]
         put_table(columns, [_row(entry)[: len(columns)] for entry in entries])
         say(plural(len(entries), "kernel"))
     _exit_with_findings(catalog)
@@ -276,12 +278,12 @@ def _exit_with_findings(catalog: Catalog) -> None:
         raise typer.Exit(int(status))
 
 
-def _is_wanted(entry: Entry, archs: set[str] | None, families: Sequence[str]) -> bool:
+def _is_wanted(entry: Entry, archs: set[str] | None, names: Sequence[str]) -> bool:
     if entry.manifest is None:
-        return archs is None and not families
-    name = f"{entry.manifest.family}/"
-    in_family = not families or any(name.startswith(f"{family}/") for family in families)
-    return in_family and (archs is None or entry.manifest.arch in archs)
+        return archs is None and not names
+    kernel = f"{entry.manifest.family}/"
+    is_named = not names or any(kernel.startswith(f"{name}/") for name in names)
+    return is_named and (archs is None or entry.manifest.arch in archs)
 
 
 def _sort_key(entry: Entry, order: Order) -> tuple[float, str]:

@@ -38,6 +38,16 @@ ArchNames = Annotated[
     ),
 ]
 
+KernelNames = Annotated[
+    str | None,
+    typer.Option(
+        "--kernel",
+        "--family",
+        metavar="NAMES",
+        help="Comma-separated: kernels, or families of them.",
+    ),
+]
+
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -72,10 +82,10 @@ def read_archs(text: str) -> tuple[Arch, ...]:
     return tuple(ARCHS[name] for name in names)
 
 
-def read_families(text: str | None) -> tuple[str, ...]:
-    """The families that ``--family`` names, () for None. Raises ArgumentError when the text names none."""
+def read_kernels(text: str | None) -> tuple[str, ...]:
+    """The kernels and families that ``--kernel`` names, () for None. Raises ArgumentError when the text names none."""
     if text is not None and not split(text):
-        raise ArgumentError("--family", repr(text), "families, or folders of them, separated by commas")
+        raise ArgumentError("--kernel", repr(text), "kernels, or families of them, separated by commas")
     return split(text)
 
 

@@ -21,7 +21,7 @@ EXAMPLES = examples(
 
 
 def render(
-    family: Annotated[str | None, typer.Argument(metavar="FAMILY", help="A family, or a folder of them.")] = None,
+    kernel: Annotated[str | None, typer.Argument(metavar="KERNEL", help="A kernel, or a family of them.")] = None,
     arch: ArchNames = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write files to DIR, not to stdout.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Print differences to the golden files.")] = False,
@@ -37,15 +37,15 @@ def render(
     if check or update:
         if (check and update) or out is not None or arch is not None:
             raise ArgumentError("render", "contradicting options", "one of --check, --update, or --arch and --out")
-        (_check if check else _update)(golden, family, as_json)
+        (_check if check else _update)(golden, kernel, as_json)
     else:
-        _generate(family, arch, out, as_json)
+        _generate(kernel, arch, out, as_json)
 
 
-def _generate(family: str | None, arch: str | None, out: Path | None, as_json: bool) -> None:
+def _generate(kernel: str | None, arch: str | None, out: Path | None, as_json: bool) -> None:
     from jitfp4.golden import GOLDEN_ARCHS, sources
 
-    generated = sources(read_archs(arch if arch is not None else ",".join(GOLDEN_ARCHS)), family)
+    generated = sources(read_archs(arch if arch is not None else ",".join(GOLDEN_ARCHS)), kernel)
     if out is not None:
         for path, source in generated.items():
             (out / path).parent.mkdir(parents=True, exist_ok=True)
@@ -58,12 +58,12 @@ def _generate(family: str | None, arch: str | None, out: Path | None, as_json: b
     say(plural(len(generated), "source"))
 
 
-def _check(golden: Path, family: str | None, as_json: bool) -> None:
+def _check(golden: Path, kernel: str | None, as_json: bool) -> None:
     from jitfp4.golden import drift
 
     if not golden.is_dir():
         raise ArgumentError("--golden", str(golden), "the folder of the golden files; run this in a checkout")
-    drifted = list(drift(golden, family))
+    drifted = list(drift(golden, kernel))
     if as_json:
         put_json("render", drift=[{"path": d.path, "kind": d.kind, "diff": d.diff} for d in drifted])
     else:
@@ -76,11 +76,11 @@ def _check(golden: Path, family: str | None, as_json: bool) -> None:
     say("the golden files are what the templates generate")
 
 
-def _update(golden: Path, family: str | None, as_json: bool) -> None:
+def _update(golden: Path, kernel: str | None, as_json: bool) -> None:
     from jitfp4.golden import update
 
     done = {"changed": "rewritten", "missing": "added", "extra": "removed"}
-    drifted = update(golden, family)
+    drifted = update(golden, kernel)
     if as_json:
         put_json("render", updated=[{"path": d.path, "kind": done[d.kind]} for d in drifted])
     else:

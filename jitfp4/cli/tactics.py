@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jitfp4.operation import Operation
     from jitfp4.tactics import TacticsFile
 
-FAMILIES_EXAMPLES = examples("jitfp4 families", "jitfp4 families --json")
+OPERATIONS_EXAMPLES = examples("jitfp4 operations", "jitfp4 operations --json")
 EXAMPLES = examples(
     "jitfp4 tactics quantize --arch sm_100a",
     "jitfp4 tactics mm_bf16_fp4 --problem m=16,n=8192,k=8192 --arch sm_90a --why",
@@ -34,7 +34,7 @@ TUNE_EXAMPLES = examples(
 _BOOLS = {"true": True, "false": False}
 
 
-def families(as_json: AsJson = False) -> None:
+def list_operations(as_json: AsJson = False) -> None:
     """List the operations, their kernels, and the fields of the problems that selection sees."""
     import jitfp4.families  # noqa: F401 - registers every operation
     from jitfp4.operation import operations
@@ -45,13 +45,13 @@ def families(as_json: AsJson = False) -> None:
     ]
     if as_json:
         rows = [{"operation": name, "kernels": kernels, "problem": fields} for name, kernels, fields in found]
-        put_json("families", operations=rows)
+        put_json("operations", operations=rows)
     else:
         put_table(["operation", "kernels", "problem"], [[name, *map(", ".join, rest)] for name, *rest in found])
 
 
 def tactics(
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation that jitfp4 families lists.")],
+    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="An operation that jitfp4 operations lists.")],
     problem: Annotated[
         str | None, typer.Option(metavar="FIELDS", help="NAME=VALUE,...; other fields are those of a typical problem.")
     ] = None,

@@ -19,10 +19,11 @@ from jitfp4.cli.options import (
     ArchNames,
     AsJson,
     CacheDir,
+    KernelNames,
     configure,
     examples,
     read_archs,
-    read_families,
+    read_kernels,
     read_plan,
     read_shard,
     split,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from jitfp4.warmup import Outcome, Task
 
 EXAMPLES = examples(
-    "jitfp4 warmup --arch sm_90a,sm_100a --family quantize --dtype bf16",
+    "jitfp4 warmup --arch sm_90a,sm_100a --kernel quantize --dtype bf16",
     "jitfp4 warmup --arch all --write-plan plan.json",
     "jitfp4 warmup plan.json --shard 0/8 --jobs 4",
     "jitfp4 warmup plan.json --check",
@@ -64,7 +65,7 @@ def warmup(
         ),
     ] = None,
     arch: ArchNames = None,
-    family: Annotated[str | None, typer.Option(metavar="NAMES", help="Comma-separated families, or folders.")] = None,
+    kernel: KernelNames = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -90,7 +91,7 @@ def warmup(
     --check) or could not be stored, 2 an error, 3 a kernel does not compile, 130 Ctrl-C (finished kernels are kept).
     """
     configure(cache_dir)
-    tasks = _select(plan, arch, read_families(family), split(dtype), shard, tactics)
+    tasks = _select(plan, arch, read_kernels(kernel), split(dtype), shard, tactics)
     if write_plan is not None:
         _write_plan(tasks, write_plan, as_json)
     elif check:
@@ -242,11 +243,11 @@ def _put_summary(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         groups.setdefault((outcome.task.kernel.name, outcome.task.arch.name), []).append(outcome)
     rows = []
-    for (family, arch), group in groups.items():
+    for (kernel, arch), group in groups.items():
         counts = Counter(map(_state, group))
         compile_ms = sum(outcome.loaded.build_ms for outcome in group if outcome.loaded)
-        rows.append([family, arch, len(group), *(counts[state] for state in State), round(compile_ms / 1e3, 2)])
-    put_table(["family", "arch", "kernels", *State, "compile s"], rows)
+        rows.append([kernel, arch, len(group), *(counts[state] for state in State), round(compile_ms / 1e3, 2)])
+    put_table(["kernel", "arch", "builds", *State, "compile s"], rows)
 
 
 def _state(outcome: Outcome) -> State:

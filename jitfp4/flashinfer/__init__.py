@@ -28,6 +28,7 @@ from jitfp4.errors import ArgumentError
 
 __all__ = ["Installed", "Overlaid", "install", "overlay", "uninstall"]
 
+_TYPES = ("NVFP44Over6Config", "NVFP44Over6ErrMode", "SfLayout")  # jitfp4's functions take FlashInfer's, too
 _FP4 = (
     "SfLayout",
     "block_scale_interleave",
@@ -79,7 +80,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "single_prefill_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",
     ),
-    "quantization": (*_FP4, "make_nvfp4_global_scale"),
+    "quantization": (*_FP4, *_TYPES, "make_nvfp4_global_scale"),
     "utils": (),
 }
 """FlashInfer's modules, and of their functions those that jitfp4 has under these names."""
@@ -213,7 +214,7 @@ def overlay(*names: str) -> Overlaid:
         ArgumentError: jitfp4 has no function of a name.
     """
     global _latest
-    known = [name for name in _ALL if name != "SfLayout"]
+    known = [name for name in _ALL if name not in _TYPES]
     for name in names:
         if name not in known:
             raise ArgumentError("names", repr(name), ", ".join(known))

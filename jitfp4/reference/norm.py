@@ -11,21 +11,29 @@ from typing import NamedTuple
 import torch
 
 from jitfp4.reference.formats import divide
-from jitfp4.reference.quantize import quantize_blocks
+from jitfp4.reference.quantize import quantize_blocks, silu
 
 _UNIT = 16
 _LANES = 32
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``round((x * rstd) * weight)`` for [..., h] fp16 or bf16, in x's dtype.
+def rmsnorm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_bias: float = 0.0,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``round((x * rstd) * (weight + weight_bias))`` for [..., h] fp16 or bf16, in x's dtype.
 
-    In float32, every operation correctly rounded: ``rstd = 1 / sqrt(sum_of_squares(x) / h + eps)``.
+    In float32, every operation correctly rounded: ``rstd = 1 / sqrt(sum_of_squares(x) / h + eps)``. With a gate, the
+    product is multiplied by ``silu(gate)`` before it is rounded.
     """
     mean = divide(sum_of_squares(x), torch.full(x.shape[:-1], float(x.shape[-1]), device=x.device))
     variance = mean + torch.tensor(eps, dtype=torch.float32, device=x.device)
     rstd = divide(1.0, variance.double().sqrt().float())  # torch's float32 sqrt is an ulp off on some CPUs
-    return (x.float() * rstd.unsqueeze(-1) * weight.float()).to(x.dtype)
+    y = x.float() * rstd.unsqueeze(-1) * (weight.float() + weight_bias)
+    return (y if gate is None else y * silu(gate.float())).to(x.dtype)
 
 
 def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

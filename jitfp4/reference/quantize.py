@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from jitfp4.formats import INV_6_BITS, MXFP4, NVFP4, BlockFormat
+from jitfp4.formats import INV_6_BITS, MXFP4, NVFP4, BlockFormat, NVFP44Over6Config, NVFP44Over6ErrMode
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.reference.formats import (
     FLT_MAX,
@@ -65,6 +65,55 @@ def quantize_blocks(
     return pack_e2m1(encode_e2m1(blocks * encode.unsqueeze(-1)).flatten(-2)), scales
 
 
+def quantize_4over6(
+    x: torch.Tensor,
+    recipe: NVFP44Over6Config,
+    global_encode_scale: torch.Tensor,
+    row_amax: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_blocks() to NVFP4 with the better of two scales for each block; ``row_amax`` broadcasts like g.
+
+    In float32, for each block of x, of its amax and of g, every operation correctly rounded::
+
+        s6 = (amax / 6) * g;   s4 = s6 * 1.5;   b = e4m3(s);   o = min(1 / (dec8(b) * (1 / g)), FLT_MAX)
+        code = e2m1(x * o);   y = (e2m1(code) * dec8(b)) * (1 / g)
+
+    With row_amax above 0, ``y = ((e2m1(code) * dec8(b)) * row_amax) / (6 * e4m3_max)``. The error is the sum, from the
+    first element to the last, of ``|y - x|`` or of its square; with fast math, of
+    ``|e2m1(code) * dec8(b) - x * g|``. s4 is taken where its error is less. A block of zeros has scale and codes 0.
+    """
+    blocks, g = x.float().unflatten(-1, (-1, NVFP4.block)), global_encode_scale.float()
+    amax, inverse = block_amax(blocks), divide(1.0, g)
+    s6 = divide(amax, torch.full_like(amax, 6.0)) * g
+
+    def candidate(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scales = encode_e4m3(s)
+        encode = divide(1.0, decode_e4m3(scales) * inverse).nan_to_num(nan=FLT_MAX).clamp(max=FLT_MAX)
+        codes = encode_e2m1(blocks * encode.unsqueeze(-1))
+        values = decode_e2m1(codes) * decode_e4m3(scales).unsqueeze(-1)
+        if recipe.err_use_fast_math:
+            return codes, scales, _sum_in_order(values - blocks * g.unsqueeze(-1), recipe)
+        decoded = values * inverse.unsqueeze(-1)
+        if row_amax is not None:
+            by_row = divide(values * row_amax.unsqueeze(-1), torch.full_like(values, 6.0 * recipe.e4m3_max))
+            decoded = torch.where(row_amax.unsqueeze(-1) > 0, by_row, decoded)
+        return codes, scales, _sum_in_order(decoded - blocks, recipe)
+
+    (codes6, scales6, error6), (codes4, scales4, error4) = candidate(s6), candidate(s6 * 1.5)
+    better, zero = error4 < error6, amax == 0
+    codes = torch.where(better.unsqueeze(-1), codes4, codes6).masked_fill(zero.unsqueeze(-1), 0)
+    return pack_e2m1(codes.flatten(-2)), torch.where(better, scales4, scales6).masked_fill(zero, 0)
+
+
+def _sum_in_order(differences: torch.Tensor, recipe: NVFP44Over6Config) -> torch.Tensor:
+    square = recipe.err_mode == NVFP44Over6ErrMode.MSE
+    terms = (differences * differences if square else differences.abs()).unbind(-1)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 def widen_e4m3(a: torch.Tensor, global_encode_scale: torch.Tensor) -> torch.Tensor:
     """E4M3 input of the NVFP4 quantizer: ``fp16(x * ((1 / g) * 6))``, FlashInfer's convention.
 
@@ -101,16 +150,19 @@ def mxfp4_quantize(a: torch.Tensor, layout: SfLayout) -> tuple[torch.Tensor, tor
     return codes, swizzle(scales, layout)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``.
+def silu(v: torch.Tensor) -> torch.Tensor:
+    """``v / (1 + exp(-v))`` of float32; exp is the only operation that is not correctly rounded everywhere.
 
-    ``silu(g) = g / (1 + exp(-g))`` in float32; exp is the only operation that is not correctly rounded everywhere.
-    Below -80, where the 1 does not count, it is ``g * exp(g)``, whose exp does not overflow.
+    Below -80, where the 1 does not count, it is ``v * exp(v)``, whose exp does not overflow.
     """
+    root = torch.exp(v / 2)  # twice, so that it is no subnormal
+    return torch.where(v < -80, v * root * root, v / (1.0 + torch.exp(-v)))
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2k] to [..., k] in the same dtype: ``round(silu(x[..., :k]) * x[..., k:])``, both in float32."""
     gate, up = x.float().chunk(2, dim=-1)
-    root = torch.exp(gate / 2)  # twice, so that it is no subnormal
-    silu = torch.where(gate < -80, gate * root * root, gate / (1.0 + torch.exp(-gate)))
-    return (silu * up).to(x.dtype)
+    return (silu(gate) * up).to(x.dtype)
 
 
 def dequantize(

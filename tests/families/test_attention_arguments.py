@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import jitfp4
 from jitfp4 import sim
+from jitfp4.arch import Arch
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
 from jitfp4.tensors import CODE_DTYPES
@@ -25,12 +27,25 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "mask": torch.ones(1),
         "skip_softmax_threshold_scale_factor": 1.0,
         "bmm1_scale_log2": torch.ones(1),
-        "multi_ctas_kv_counter_buffer": torch.zeros(1),
         "enable_block_sparse_attention": True,
         "bf16q_fp8kv_transform_mode": "x",
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             case.run(**{name: value})
+
+
+def test_counters_of_flashinfer_are_taken_and_not_touched() -> None:
+    case = Case(lengths=(40,), kv_heads=1, q_lens=2)
+    buffer = torch.full((1024,), 0xFF, dtype=torch.uint8)
+    flags = {"use_fp16_softmax": False, "uses_spcompress": False}
+    for run, others in ((case.run, {}), (case.run_context, flags)):
+        got = run(multi_ctas_kv_counter_buffer=buffer, **others)
+        assert torch.equal(got[0], run()[0])
+        assert (buffer == 0xFF).all()
+        with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
+            run(multi_ctas_kv_counter_buffer=1024)
+        with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
+            run(multi_ctas_kv_counter_buffer=torch.empty(1024, device="meta"))
 
 
 def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -141,7 +156,8 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     last = torch.tensor([(length - 1) % 16 + 1 for length in case.lengths], dtype=torch.int32)
     workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8)
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
-    with sim.device("sm_90a"):
+    few = dataclasses.replace(Arch.of("sm_90a"), num_sms=4)
+    with sim.device(few), ATTENTION.forced(Tactic(1, 2, 1)):  # which divide requests
         wrapper.plan(
             indptr,
             torch.cat(lists),

@@ -12,12 +12,13 @@ import torch
 from jitfp4 import ArgumentError, nvrtc, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.api import WORKSPACE_BYTES
+from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
 from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import COUNTER_BYTES, HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
 from jitfp4.families.attention.wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
-from tests.support.attention import SCATTERED, Case
+from tests.support.attention import SCATTERED, Case, counted
 from tests.support.sass import disassemble
 
 SM_90A = Arch.of("sm_90a")
@@ -135,9 +136,8 @@ def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tens
     tactic, fields = (CASES | FEW)[name]
     case = Case(**fields, **changes)
     out = torch.full(case.query.shape, torch.nan, device=case.device).to(case.out_dtype or case.query.dtype)
-    with ATTENTION.forced(tactic):
+    with ATTENTION.forced(tactic), counted():
         got = case.run_context(out=out, out_dtype=None)
-    assert not case.workspace[:COUNTER_BYTES].any(), "the next launch counts from zero"
     return case, got
 
 
@@ -299,12 +299,22 @@ def test_clusters_fill_the_gpu_as_far_as_they_can() -> None:
 def test_a_workspace_holds_parts_for_every_cluster() -> None:
     for tactic in KERNEL_WGMMA.tactics:
         spec = specialise(problem(), tactic)
-        assert geometry(problem(), tactic, SM_90A).grid[0] // tactic.ctas < spec.most_parts
-        assert spec.workspace_bytes <= WORKSPACE_BYTES
-        assert 4 * (1 + spec.most_parts * tactic.ctas * tactic.teams * 4) <= COUNTER_BYTES, "a counter for each warp"
+        parts = spec.most_parts(WORKSPACE_BYTES)
+        assert geometry(problem(), tactic, SM_90A).grid[0] // tactic.ctas < parts
+        assert parts * spec.part_bytes <= WORKSPACE_BYTES
+        assert 4 * (1 + parts * tactic.ctas * tactic.teams * 4) <= COUNTER_BYTES, "a counter for each warp"
 
 
-def test_a_small_workspace_is_an_error() -> None:
-    case = Case(lengths=(40,), q_lens=(20,), kv_heads=1)
-    with sim.device("sm_90a"), ATTENTION.forced(WgmmaTactic()), pytest.raises(ArgumentError, match="workspace_buffer"):
-        case.run_context(workspace_buffer=case.workspace[: 1 << 20])
+@pytest.mark.sim
+@pytest.mark.compile
+def test_a_small_workspace_holds_fewer_parts() -> None:
+    tactic, fields = FEW["long"]
+    case = Case(**fields)
+    part = specialise(problem()._replace(head_dim=64), tactic).part_bytes
+    for parts, dirty in ((14, False), (15, True)):  # three for each of five items
+        space = torch.zeros(parts * part, dtype=torch.uint8)
+        with sim.device(dataclasses.replace(SM_90A, num_sms=8)), ATTENTION.forced(tactic):
+            case.check(case.run_context(workspace_buffer=space), _BOUND)
+            assert bool(space.any()) == dirty
+    with sim.device("sm_90a"), ATTENTION.forced(tactic), pytest.raises(ArgumentError, match="workspace_buffer"):
+        case.run_context(workspace_buffer=space[: part // 2])

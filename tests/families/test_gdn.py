@@ -216,3 +216,22 @@ def test_slots_of_steps_replace_the_final_write() -> None:
     assert_same_bytes("output", out, want_out)
     assert_same_bytes("pool", pool, want)
     assert_same_bytes("final slots", pool[targets], given["initial_state"][targets])
+
+
+def test_drafts_on_states_of_their_own_keep_every_state() -> None:
+    """gated_delta_rule_decode_pretranspose() with several tokens, as FlashInfer's has it for bf16 states."""
+    arguments = case(2, 3)
+    steps = torch.zeros(2, 3, 2, 64, 64)
+    want, _ = gated_delta_rule_mtp(
+        **moved(arguments, "cpu"), intermediate_states_buffer=steps, disable_state_update=True
+    )
+    own = {name: x for name, x in arguments.items() if not name.startswith("initial_state")}
+    state, kept = arguments["initial_state"].clone(), torch.zeros_like(steps)
+    got, _ = gated_delta_rule_decode_pretranspose(
+        **own, state=state, intermediate_states_buffer=kept, disable_state_update=True, backend="flashinfer"
+    )
+    assert_same_bytes("output", got, want)
+    assert_same_bytes("kept states", kept, steps)
+    assert_same_bytes("state", state, arguments["initial_state"])
+    gated_delta_rule_decode_pretranspose(**own, state=state, intermediate_states_buffer=kept)
+    assert_same_bytes("final state", state, kept[:, -1])

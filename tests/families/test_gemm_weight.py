@@ -107,7 +107,7 @@ def test_a_prepared_weight_stays_as_it_is() -> None:
 def test_takes_what_the_quantizer_gives() -> None:
     x = torch.randn(72, 160, generator=torch.Generator().manual_seed(5)).bfloat16()
     q, sf = nvfp4_quantize(x, torch.tensor([2688.0]) / x.abs().amax().float())
-    weight = prepare_fp4_weight(q, sf)
+    weight = prepare_fp4_weight(q, sf, sf_layout=SfLayout.layout_128x4)
     assert (weight.n, weight.k, weight.format) == (72, 160, NVFP4)
     assert torch.equal(
         weight.dequantize(), dequantize(q.view(torch.uint8), sf.view(torch.uint8), NVFP4, None, SfLayout.layout_128x4)
@@ -155,7 +155,8 @@ def test_bad_arguments_are_named() -> None:
         (ArgumentError, "weight: got k = 16", (codes[:, :8].contiguous(), scales)),
         (ArgumentTypeError, "scales", (codes,)),
         (ArgumentTypeError, "scales", (codes, scales.float())),
-        (ArgumentError, "scales: got 512 elements", (codes, scales)),
+        (ArgumentError, "scales: got 512 elements", (codes, scales, 16, SfLayout.layout_128x4)),
+        (ArgumentTypeError, "sf_layout: got None", (codes, scales)),
         (ArgumentError, "sf_layout", (codes, scales, 16, 7)),
     ):
         with pytest.raises(error, match=name):

@@ -21,7 +21,6 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "o_sf_scale": 1.0,
         "o_sf_vec_size": 16,
         "skip_softmax_threshold_scale_factor": 1.0,
-        "multi_ctas_kv_counter_buffer": torch.zeros(1),
         "use_fp16_softmax": True,
         "uses_spcompress": True,
     }.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
-from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, ExpandArguments
-from jitfp4.operation import _operations
+from jitfp4.families.gemm.arguments import ExpandArguments
+from jitfp4.families.gemm.expand_operation import EXPAND
+from jitfp4.operation import Operation, operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
 from tests.support.compare import assert_same_bytes
@@ -29,7 +31,7 @@ CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
 SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
 COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
-PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS)
+PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS, sf_layout=SfLayout.layout_128x4)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -62,6 +64,9 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         lambda x, residual: jitfp4.add_rmsnorm_fp4quant(x, residual, WEIGHT, output_both_sf_layouts=True),
         (A, A.flip(0)),
     ),
+    "rmsnorm": (lambda x: jitfp4.rmsnorm(x, WEIGHT), (A,)),
+    "gemma_rmsnorm, rank 3": (lambda x: jitfp4.gemma_rmsnorm(x, WEIGHT), (BATCH,)),
+    "rmsnorm_gated": (lambda x, gate: jitfp4.rmsnorm_gated(x, gate, WEIGHT), (A, A.flip(0))),
     "mm_fp4": (
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
@@ -208,23 +213,6 @@ def test_unknown_sizes_that_differ_are_found() -> None:
         function(*given)
 
 
-OPERATORS = {
-    "quantize": "nvfp4_quantize",
-    "quantize_batch": "scaled_fp4_grouped_quantize",
-    "row_scale": "nvfp4_quantize",
-    "dequantize": "nvfp4_dequantize",
-    "rmsnorm_fp4quant": "add_rmsnorm_fp4quant",
-    "gated_delta_rule": "gated_delta_rule_mtp",
-    "mm_fp4": "mm_fp4",
-    "expand_fp4": "mm_fp4",
-    "mm_bf16_fp4": "mm_bf16_fp4",
-    "kv_quantize": "nvfp4_quantize_append_paged_kv_cache",
-    "kv_dequantize": "nvfp4_kv_dequantize_paged",
-    "attention": "trtllm_batch_decode_with_kv_cache",
-}
-"""Of each operator, a function that calls it."""
-
-
 class Recorder(TorchDispatchMode):
     """Keeps the calls of jitfp4's operators, and runs none."""
 
@@ -239,25 +227,23 @@ class Recorder(TorchDispatchMode):
         return None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("operator", sorted(OPERATORS))
-def test_operators_pass_opcheck(operator: str) -> None:
-    given = good_calls()[OPERATORS[operator]]()
-    if operator == "row_scale":
-        given |= {"per_token_activation": True}
+@functools.cache
+def recorded() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """By operator, a call of it that the good call of some function makes."""
     with Recorder() as recorder:
-        function_of(OPERATORS[operator])(**given)
-    calls = [(func, args) for func, args in recorder.calls if func.name() == f"jitfp4::{operator}"]
-    if operator == "expand_fp4":  # the operator mm_fp4 calls it
-        x = torch.empty(6, 128, dtype=torch.float16)
-        calls = [(EXPAND.operator, ExpandArguments(*SWIZZLED, x, 16, use_8x4_sf_layout=False, enable_pdl=None))]
-    assert calls
-    for func, args in calls:
-        torch.library.opcheck(func, args)
+        for name, arguments in good_calls().items():
+            function_of(name)(**arguments())
+    x = torch.empty(6, 128, dtype=torch.float16)  # an operator that the operator mm_fp4 calls
+    expand = EXPAND.operator, ExpandArguments(*SWIZZLED, x, 16, use_8x4_sf_layout=False, enable_pdl=None)
+    return {call[0].name(): call for call in (*recorder.calls, expand)}
 
 
-def test_every_operator_is_checked() -> None:
-    assert OPERATORS.keys() == _operations.keys()
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("operation", operations(), ids=lambda operation: operation.name)
+def test_operators_pass_opcheck(operation: Operation[Any, Any]) -> None:
+    operator = operation.operator.name()
+    assert operator in recorded(), f"tests/inputs/good.py has no call that reaches {operator}"
+    torch.library.opcheck(*recorded()[operator])
 
 
 def test_vmap_is_refused_by_name() -> None:

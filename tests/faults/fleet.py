@@ -73,7 +73,7 @@ def check_offline() -> None:
     assert warmup.missing(tasks[:KERNELS]) == []
     for task in tasks[:KERNELS]:
         assert engine.build(task.kernel, task.spec, task.arch).missed is None
-    with pytest.raises(OfflineError, match=f"jitfp4 warmup --arch {ARCH} --family {PATTERN}"):
+    with pytest.raises(OfflineError, match=f"jitfp4 warmup --arch {ARCH} --kernel {PATTERN}"):
         engine.build(tasks[-1].kernel, tasks[-1].spec, tasks[-1].arch)
     assert engine.cache_info().store_errors == {}
     assert "libnvrtc" not in Path("/proc/self/maps").read_text()

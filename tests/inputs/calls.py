@@ -25,6 +25,19 @@ def function_of(call: str) -> Callable[..., Any]:
     return functools.reduce(getattr, call.split()[0].split("."), jitfp4)  # type: ignore[return-value]
 
 
+def callables() -> Iterator[tuple[str, Callable[..., object]]]:
+    """What the package exports and takes arguments: functions, classes and their methods, but for exceptions."""
+    for name in jitfp4.__all__:
+        value = getattr(jitfp4, name)
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
+            kept = vars(value).items() if isinstance(value, type) else ()
+            members = [key for key, member in kept if key[0] != "_" and not isinstance(member, functools.partialmethod)]
+            methods = ((f"{name}.{key}", getattr(value, key)) for key in members)
+            for called, function in ((name, value), *methods):
+                if callable(function) and inspect.signature(function).parameters.keys() - {"self"}:
+                    yield called, function
+
+
 class Bad(NamedTuple):
     """One argument of a function with a bad value."""
 
@@ -84,7 +97,7 @@ def verdict(bad: Bad) -> str:
 
 def _fits_no_other(bad: Bad) -> bool:
     """The function would take the value if another argument fitted it: the error may name that one."""
-    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q")
+    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q", "x")
     return (
         sized
         or bad.what.removeprefix("K ").removeprefix("V ") in ("on meta", "of another rank", "one row too many")
@@ -98,9 +111,9 @@ _LISTS = (
     *("indptr", "indices", "last_page_len", "paged_kv_indptr_buffer", "paged_kv_indices_buffer"),
     *("paged_kv_last_page_len_buffer", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
     *("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
-    *("cum_seq_lens_kv", "batch_size"),
+    *("cum_seq_lens_kv", "batch_size", "unswizzled_sf"),
 )
-"""Arguments that are lists of integers, whose lengths go together."""
+"""Arguments whose lengths go together: lists of integers, and scales with the place for their copy."""
 
 
 def is_allowed(bad: Bad) -> bool:
@@ -110,7 +123,9 @@ def is_allowed(bad: Bad) -> bool:
     return (
         (bad.what == "of another rank" and scales)  # flattened or not, the elements are what counts
         or (bad.what == "of another rank" and bad.argument in _LEADING)  # leading dimensions
-        or (bad.what == "one row too many" and bad.argument in ("a", "input", "e2m1_tensor"))  # m is free
+        or (
+            bad.what == "one row too many" and bad.argument in ("a", "input", "e2m1_tensor", "cos_sin_cache")
+        )  # m is free
         or (anything and bad.what.startswith(("one ", "broadcast", "every other", "of torch.", "on meta")))
         or (bad.function == "make_nvfp4_global_scale" and bad.what == "of another rank")  # an amax of any tensor
         or (bad.function == "silu_and_mul" and bad.what in ("broadcast", "every other element"))  # torch operations
@@ -146,6 +161,7 @@ _LEGAL = {
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
+    ("multi_ctas_kv_counter_buffer", "complex"),  # likewise
     *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
     *itertools.product(("max_token_per_sequence",), ("7",)),
     ("token_pos_in_items_len", "0"),

@@ -39,6 +39,15 @@ def good_calls() -> Calls:
             "out": codes(4, 32),
             "out_sf": codes(128, 4),
         },
+        "nvfp4_quantize per token": lambda: {"a": half(4, 64), "a_global_sf": one(), "per_token_activation": True},
+        "nvfp4_quantize 4over6": lambda: {
+            "a": half(4, 64),
+            "a_global_sf": one(),
+            "per_token_activation": True,
+            "out_scale": one(),
+            "nvfp4_4over6": jitfp4.NVFP44Over6Config(),
+        },
+        "NVFP44Over6Config": lambda: {"e4m3_max": 256, "err_mode": "MSE", "err_use_fast_math": True},
         "mxfp4_quantize": lambda: {"a": half(4, 64), "out": codes(4, 32), "out_sf": codes(128, 4)},
         "fp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
         "silu_and_mul_nvfp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
@@ -65,12 +74,29 @@ def good_calls() -> Calls:
             "ufp8_scale_tensor": codes(128, 4),
             "global_scale_tensor": one(),
         },
-        "block_scale_interleave": lambda: {"unswizzled_sf": codes(4, 4)},
+        "block_scale_interleave": lambda: {"unswizzled_sf": codes(4, 4), "out": codes(512)},
         "make_nvfp4_global_scale": lambda: {"input_tensor": half(4, 64), "per_token_activation": False},
         "mxfp4_dequantize_host": lambda: {"weight": codes(4, 32), "scale": codes(4, 2)},
         "silu_and_mul": lambda: {"input": half(4, 64), "out": half(4, 32)},
         "shuffle_matrix_a": lambda: {"input_tensor": codes(128, 32), "epilogue_tile_m": 128},
         "shuffle_matrix_sf_a": lambda: {"input_tensor": codes(128, 4), "epilogue_tile_m": 128},
+        "rope_append_paged_kv_cache": lambda: {
+            "query": half(4, 2, 64),
+            "key": half(4, 1, 64),
+            "value": half(4, 1, 64),
+            "cos_sin_cache": torch.zeros(8, 64),
+            "positions": torch.arange(4),
+            "slot_mapping": torch.arange(4),
+            "paged_kv_cache": (codes(2, 1, 16, 32), codes(2, 1, 16, 32)),
+            "kv_cache_sf": (codes(2, 1, 16, 4).view(torch.float8_e4m3fn), codes(2, 1, 16, 4).view(torch.float8_e4m3fn)),
+            "k_scale": one(),
+            "v_scale": one(),
+            "is_neox": True,
+            "kv_layout": "HND",
+            "q_norm_weight": half(64),
+            "k_norm_weight": half(64),
+            "query_out": half(4, 2, 64),
+        },
         "rmsnorm_fp4quant": lambda: {
             "input": half(4, 64),
             "weight": half(64),
@@ -89,6 +115,16 @@ def good_calls() -> Calls:
             "block_scale_unswizzled": codes(4, 4),
             "y_out": half(4, 64),
         },
+        "rmsnorm": lambda: {"input": half(4, 64), "weight": half(64), "out": half(4, 64)},
+        "gemma_rmsnorm": lambda: {"input": half(4, 64), "weight": half(64), "out": half(4, 64)},
+        "rmsnorm_gated": lambda: {
+            "input": half(4, 64),
+            "gate": half(4, 64),
+            "weight": half(64),
+            "out": half(4, 64),
+        },
+        "fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
+        "gemma_fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
         "mm_fp4": lambda: {
             "a": codes(4, 32),
             "b": codes(8, 32).T,
@@ -111,6 +147,7 @@ def good_calls() -> Calls:
             "state": state(),
             **gates(),
             "output": half(2, 1, 2, 64),
+            "intermediate_states_buffer": torch.zeros(2, 1, 2, 64, 64),
         },
         "gated_delta_rule_decode": lambda: {**qkv(), "state": state(), **gates(), "output": half(2, 1, 2, 64)},
         **_kv_calls(),
@@ -283,6 +320,7 @@ def _attention_calls() -> Calls:
         f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
         f"{prefill}.run": run_prefill,
         f"{prefill}.forward": lambda: forward(run_prefill()),
+        f"{prefill}.forward_return_lse": lambda: forward(run_prefill()),
         f"{prefill}.reset_workspace_buffer": lambda: reset(make_prefill()),
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
@@ -309,16 +347,21 @@ def _attention_calls() -> Calls:
         f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
         f"{name}.run": run,
         f"{name}.forward": lambda: forward(run()),
+        f"{name}.forward_return_lse": lambda: forward(run()),
         f"{name}.reset_workspace_buffer": lambda: reset(make_wrapper()),
     }
 
 
 def _gemm_calls() -> Calls:
     def weight() -> Any:
-        return jitfp4.prepare_fp4_weight(_codes(8, 16), _codes(128, 4))
+        return jitfp4.prepare_fp4_weight(_codes(8, 16), _codes(128, 4), sf_layout=jitfp4.SfLayout.layout_128x4)
 
     return {
-        "prepare_fp4_weight": lambda: {"weight": _codes(8, 16), "scales": _codes(128, 4)},
+        "prepare_fp4_weight": lambda: {
+            "weight": _codes(8, 16),
+            "scales": _codes(128, 4),
+            "sf_layout": jitfp4.SfLayout.layout_128x4,
+        },
         "mm_bf16_fp4": lambda: {
             "a": _half(3, 32),
             "weight": weight(),

@@ -20,7 +20,8 @@ import jitfp4
 import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
 from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
-from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
+from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.kernel import Plan, kernels, lookup
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
@@ -31,8 +32,6 @@ from tests.sim.call import Call, Case
 from tests.support.attention import relative_error
 from tests.support.compare import POISON
 from tests.support.sample import some
-
-pytestmark = [pytest.mark.gpu, pytest.mark.sim, pytest.mark.compile, pytest.mark.slow]
 
 DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
@@ -118,13 +117,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield launches
 
 
+@pytest.mark.complete
+def test_every_kernel_has_cases() -> None:
+    assert CASES.keys() == {kernel.name for kernel in kernels()}, "CASES of tests/sim/test_kernels_against_gpu.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in kernels()])
 def test_kernels(kernel: str, launches: Launches, whole: bool) -> None:
     arch = device_arch(torch.cuda.current_device())
     specs = set(lookup(kernel).specs(arch))
     if not specs and not lookup(kernel).specs(arch, "all"):
         pytest.skip(f"not on {arch.name}")
-    assert kernel in CASES, "a new kernel needs cases here"
     faults: list[str] = []
     for case in some(SAMPLE, CASES[kernel](), whole=whole, name=lambda case: f"{case.args}{case.keywords}"):
         call = case()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
 import jitfp4
+from jitfp4.families.attention import counters
 
 SCATTERED: dict[str, Any] = {
     "lengths": (140,),
@@ -25,6 +29,16 @@ SCATTERED: dict[str, Any] = {
 """Every place in a tile has tokens that are missing, and tokens that some rows see and others do not."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 NAN_BYTE = 0x7F
+
+
+@contextmanager
+def counted() -> Iterator[list[torch.Tensor]]:
+    """The counters that launches inside the block get. They have to be zero at its end."""
+    found: list[torch.Tensor] = []
+    of = counters.of
+    with mock.patch.object(counters, "of", lambda workspace: found.append(of(workspace)) or found[-1]):
+        yield found
+    assert not any(each.any() for each in found), "the next launch counts from zero"
 
 
 @dataclass

@@ -73,7 +73,7 @@ def plan(called: operation.Operation[Any, Any], arguments: Any) -> None:
     problem = called.problem(called.arguments(*arguments))
     if (observer := operation._observer.get()) is not None:
         observer(operation.Observed(called, arguments, problem, TARGET))
-    called.plan(problem, ARCH, called.select(problem, ARCH)).values(arguments)
+    called.prepare(called.plan(problem, ARCH, called.select(problem, ARCH)), arguments)
 
 
 @contextlib.contextmanager

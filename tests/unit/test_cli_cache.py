@@ -118,10 +118,10 @@ def test_ls_filters_sorts_and_limits(cache: Path) -> None:
     assert len(document(run("ls", "--json", "--arch", "sm_90a"))["entries"]) == 2
     assert len(document(run("ls", "--json", "--arch", "sm_80,sm_89"))["entries"]) == 1
     assert len(document(run("ls", "--json", "--family", "quantize"))["entries"]) == KERNELS
-    assert document(run("ls", "--json", "--family", "quant"))["entries"] == []
+    assert document(run("ls", "--json", "--kernel", "quant"))["entries"] == []
     sizes = [entry["disk_bytes"] for entry in document(run("ls", "--json", "--sort", "size"))["entries"]]
     assert sizes == sorted(sizes, reverse=True)
-    names = [entry["arch"] for entry in document(run("ls", "--json", "--sort", "family"))["entries"]]
+    names = [entry["arch"] for entry in document(run("ls", "--json", "--sort", "kernel"))["entries"]]
     assert names == ["sm_89", "sm_90a", "sm_90a"]
     assert len(run("ls", "--quiet", "--limit", 1).stdout.split()) == 1
 
@@ -135,7 +135,7 @@ def test_ls_puts_the_last_used_first(cache: Path) -> None:
 
 def test_ls_as_a_table(cache: Path) -> None:
     lines = run("ls").stdout.splitlines()
-    assert lines[0].split() == ["recipe", "family", "arch", "bytes", "last", "used"]
+    assert lines[0].split() == ["recipe", "kernel", "arch", "bytes", "last", "used"]
     assert len(lines) == 1 + KERNELS
     assert all("quantize/vector" in line and len(line) <= 80 for line in lines[1:])
     long = run("ls", "--long").stdout.splitlines()

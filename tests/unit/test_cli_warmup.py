@@ -58,7 +58,7 @@ def test_check_build_check_again(cache: Path, small_plan: Path) -> None:
     built = run(small_plan)
     assert built.exit_code == 0, built.stderr
     header, row = (line.split() for line in built.stdout.splitlines())
-    assert header[:7] == ["family", "arch", "kernels", "built", "cached", "unsaved", "failed"]
+    assert header[:7] == ["kernel", "arch", "builds", "built", "cached", "unsaved", "failed"]
     assert row[:7] == ["quantize/vector", "sm_90a", "2", "2", "0", "0", "0"]
 
     after = run(small_plan, "--check")
@@ -139,7 +139,7 @@ def test_offline_a_missing_kernel_is_an_error_with_the_command_that_helps(
     monkeypatch.setenv("JITFP4_OFFLINE", "1")
     result = run(small_plan)
     assert result.exit_code == 2
-    assert "jitfp4 warmup --arch sm_90a --family quantize/vector" in result.stderr
+    assert "jitfp4 warmup --arch sm_90a --kernel quantize/vector" in result.stderr
     assert not cache.exists()
 
 

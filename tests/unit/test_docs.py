@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -15,75 +16,18 @@ import jitfp4
 from jitfp4 import config, errors
 
 PACKAGE = Path(__file__).parents[2] / "jitfp4"
+FAMILIES = sorted((PACKAGE / "families").glob("*/__init__.py"))
 FUNCTIONS = [
     value for name in jitfp4.__all__ if inspect.isfunction(value := getattr(jitfp4, name)) and name != "cache_info"
 ]
 
 
-def test_the_public_names_are_these() -> None:
-    """A name is added or removed on purpose: here and in the package."""
-    assert sorted(jitfp4.__all__) == [
-        "ArgumentError",
-        "ArgumentTypeError",
-        "BatchDecodeWithPagedKVCacheWrapper",
-        "BatchPrefillWithPagedKVCacheWrapper",
-        "BundleError",
-        "CacheCorruptError",
-        "CacheError",
-        "CacheInfo",
-        "CacheUntrustedError",
-        "CompileError",
-        "Fp4Weight",
-        "Jitfp4Error",
-        "LaunchError",
-        "OfflineError",
-        "RenderError",
-        "SfLayout",
-        "SimError",
-        "TacticsError",
-        "ToolchainError",
-        "UnsupportedArchError",
-        "add_rmsnorm_fp4quant",
-        "block_scale_interleave",
-        "cache_info",
-        "e2m1_and_ufp8sf_scale_to_float",
-        "fp4_quantize",
-        "gated_delta_rule_decode",
-        "gated_delta_rule_decode_pretranspose",
-        "gated_delta_rule_mtp",
-        "load_tactics",
-        "make_nvfp4_global_scale",
-        "mm_bf16_fp4",
-        "mm_fp4",
-        "mxfp4_dequantize",
-        "mxfp4_dequantize_host",
-        "mxfp4_quantize",
-        "nvfp4_batched_quantize",
-        "nvfp4_block_scale_interleave",
-        "nvfp4_dequantize",
-        "nvfp4_kv_dequantize",
-        "nvfp4_kv_dequantize_paged",
-        "nvfp4_kv_quantize",
-        "nvfp4_quantize",
-        "nvfp4_quantize_append_paged_kv_cache",
-        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-        "nvfp4_quantize_paged_kv_cache",
-        "prepare_fp4_weight",
-        "rmsnorm_fp4quant",
-        "scaled_fp4_grouped_quantize",
-        "shuffle_matrix_a",
-        "shuffle_matrix_sf_a",
-        "silu_and_mul",
-        "silu_and_mul_nvfp4_quantize",
-        "silu_and_mul_scaled_nvfp4_experts_quantize",
-        "sim",
-        "single_decode_with_kv_cache",
-        "single_prefill_with_kv_cache",
-        "trtllm_batch_context_with_kv_cache",
-        "trtllm_batch_decode_with_kv_cache",
-        "tune",
-        "xqa_batch_decode_with_kv_cache",
-    ]
+@pytest.mark.parametrize("module", [*jitfp4._HOMES, *(f"jitfp4.families.{path.parent.name}" for path in FAMILIES)])
+def test_what_a_module_makes_public_is_public(module: str) -> None:
+    listed = set(importlib.import_module(module).__all__)
+    assert listed == set(jitfp4._HOMES.get(module, ())), f"_HOMES of jitfp4/__init__.py beside __all__ of {module}"
+    imported = re.findall(r"^    from ([\w.]+) import \*$", inspect.getsource(jitfp4), re.MULTILINE)
+    assert module in imported, f"jitfp4/__init__.py: from {module} import *, which type checkers read"
 
 
 @pytest.mark.parametrize("name", jitfp4.__all__)
@@ -139,11 +83,12 @@ def test_every_variable_is_in_the_table_with_its_default() -> None:
     assert defaults.log_level is None and all(f"``{level}``" in (config.__doc__ or "") for level in config.LOG_LEVELS)
 
 
+@pytest.mark.complete
 def test_every_public_name_is_in_the_reference() -> None:
     pages = (PACKAGE.parent / "docs/api").glob("*.md")
     described = re.findall(r"^::: jitfp4\.([\w.]+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
     assert len(described) == len(set(described))
-    assert {name.split(".")[0] for name in described} == set(jitfp4.__all__)
+    assert {name.split(".")[0] for name in described} == set(jitfp4.__all__), "a page in docs/api has ::: jitfp4.NAME"
 
 
 def test_the_drawn_tree_of_errors_is_the_tree() -> None:

@@ -72,7 +72,7 @@ def test_offline_miss_names_the_spec_and_the_command(empty_cache: Path, monkeypa
     with pytest.raises(OfflineError) as caught:
         engine.build(KERNEL, SPEC, ARCH)
     assert str(SPEC) in str(caught.value)
-    assert "jitfp4 warmup --arch sm_90a --family quantize/vector" in str(caught.value)
+    assert "jitfp4 warmup --arch sm_90a --kernel quantize/vector" in str(caught.value)
     assert not empty_cache.exists()
 
 

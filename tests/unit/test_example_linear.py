@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import jitfp4
+from jitfp4.integrations.checkpoints import read_layers
 from tests.support.programs import load, run_main
 from tests.unit.test_examples import installed
 
@@ -62,7 +63,7 @@ def test_a_checkpoint_gives_the_values_that_it_was_made_of(
 ) -> None:
     tensors = checkpoint(kind, weight)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    ((name, layer),) = load("nvfp4_checkpoint").read_layers(tmp_path / "model.safetensors")
+    ((name, layer),) = read_layers(tmp_path / "model.safetensors")
     codes, scales, scale = encoded(weight)
     assert name == "model.layers.0.up_proj"
     assert torch.equal(layer.codes, codes) and torch.equal(layer.scales.view(torch.uint8), scales.view(torch.uint8))
@@ -97,19 +98,19 @@ def test_a_folder_of_files_is_one_checkpoint(example: ModuleType, weight: torch.
     for number, (name, tensor) in enumerate(checkpoint("compressed-tensors", weight).items()):
         if not name.endswith("input_global_scale"):
             save_file({name: tensor.contiguous()}, tmp_path / f"model-{number}.safetensors")
-    ((_, layer),) = load("nvfp4_checkpoint").read_layers(tmp_path)
+    ((_, layer),) = read_layers(tmp_path)
     assert layer.bias is not None and layer.input_encode_scale is None
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("weight_packed", torch.zeros(N, K // 2), "codes must be uint8"),
-        ("weight_scale", torch.zeros(N, K // 32), "block scales must be float8_e4m3fn \\[24, 6\\]"),
-        ("weight_scale", None, "block scales must be"),
-        ("weight_global_scale", torch.zeros(1), "must be one positive float32"),
-        ("weight_global_scale", torch.ones(3), "must be one positive float32"),
-        ("input_global_scale", torch.tensor([float("inf")]), "must be one positive float32"),
+        ("weight_packed", torch.zeros(N, K // 2), "allowed: codes: uint8"),
+        ("weight_scale", torch.zeros(N, K // 32), "block scales: float8_e4m3fn \\[24, 6\\]"),
+        ("weight_scale", None, "no tensor; allowed: block scales"),
+        ("weight_global_scale", torch.zeros(1), "allowed: one positive float32"),
+        ("weight_global_scale", torch.ones(3), "allowed: one positive float32"),
+        ("input_global_scale", torch.tensor([float("inf")]), "allowed: one positive float32"),
     ],
 )
 def test_an_incomplete_layer_is_an_error_that_names_the_tensor(
@@ -120,7 +121,7 @@ def test_an_incomplete_layer_is_an_error_that_names_the_tensor(
     del tensors[full]
     save_file(tensors | ({} if tensor is None else {full: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message) as caught:
-        list(load("nvfp4_checkpoint").read_layers(tmp_path / "model.safetensors"))
+        list(read_layers(tmp_path / "model.safetensors"))
     assert full in str(caught.value)
 
 

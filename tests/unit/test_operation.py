@@ -21,20 +21,13 @@ from jitfp4.families.norm.problem import Tactic as NormTactic
 from jitfp4.families.quantize.operation import QUANTIZE, TMA, VECTOR
 from jitfp4.families.quantize.problem import TableTactic, TmaTactic, VectorTactic
 from jitfp4.kernel import Plan, kernels
-from jitfp4.operation import Operation, Written, _schema
+from jitfp4.operation import Operation, Written, _schema, operations
 from tests.support.compare import assert_same_bytes
 from tests.support.gdn import case
 
 SM_90A, SM_100A = ARCHS["sm_90a"], ARCHS["sm_100a"]
 SIM = [pytest.mark.sim, pytest.mark.compile]
 A = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-
-def operations() -> list[Operation[Any, Any]]:
-    from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-    from jitfp4.families.quantize.operation import DEQUANTIZE, QUANTIZE_BATCH, ROW_SCALE
-
-    return [norm.RMSNORM, QUANTIZE, QUANTIZE_BATCH, ROW_SCALE, DEQUANTIZE, GATED_DELTA_RULE]
 
 
 def shifted(tensor: torch.Tensor, elements: int = 1) -> torch.Tensor:
@@ -98,12 +91,12 @@ def a_plan() -> tuple[norm.Arguments, Plan]:
 
 def test_values_follow_the_parameters_whatever_order_they_are_bound_in() -> None:
     arguments, plan = a_plan()
-    want = plan.values(arguments)
+    want = norm.RMSNORM.prepare(plan, arguments)
     assert [param.name for param in plan.kernel.params][-4:] == ["m", "h", "row_threads", "eps"]
     assert want[-4:-2] == (4, 64) and want[-1] == 0.25
     backwards = replace(plan.kernel, bind=lambda *given: dict(reversed(plan.kernel.bind(*given).items())))
     assert all(got is value or got == value for got, value in zip(
-        plan._replace(kernel=backwards).values(arguments), want, strict=True
+        norm.RMSNORM.prepare(plan._replace(kernel=backwards), arguments), want, strict=True
     ))  # fmt: skip
 
 
@@ -125,9 +118,10 @@ def test_every_parameter_has_one_value(change: Callable[[dict[str, Any]], object
         return bound
 
     with pytest.raises(LaunchError, match=message):
-        plan._replace(kernel=replace(plan.kernel, bind=bind)).values(arguments)
+        norm.RMSNORM.prepare(plan._replace(kernel=replace(plan.kernel, bind=bind)), arguments)
 
 
+@pytest.mark.complete
 def test_parameters_have_names_of_their_own() -> None:
     for kernel in kernels():
         names = [param.name for param in kernel.params]
@@ -318,8 +312,9 @@ def test_results_carry_no_gradient() -> None:
     assert len(results) == 16 and not any(result.requires_grad for result in results)
 
 
+@pytest.mark.complete
 def test_an_operation_has_one_table_for_each_architecture() -> None:
     for operation in operations():
-        named = [arch for table in operation.tables for arch in table.archs]
-        assert len(set(named)) == len(named) and set(named) <= set(ARCHS)
-        assert sum(not table.archs for table in operation.tables) == 1
+        for arch in ARCHS.values():
+            assert sum(table.serves(arch) for table in operation.tables) <= 1
+        assert sum(table.needs is None for table in operation.tables) == 1

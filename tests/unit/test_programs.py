@@ -15,7 +15,7 @@ from tests.support.programs import FILES, ROOT, load, parser_of
 NEEDED = {  # packages that not every installation has; what measures a Triton kernel imports its module late
     "triton": ("triton_norm", "triton_quantize"),
     "transformers": ("qwen3_next_gdn",),
-    "safetensors": ("nvfp4_checkpoint", "nvfp4_linear", "quantize_weights"),
+    "safetensors": ("nvfp4_linear", "quantize_weights"),
 }
 TEXTS = ("*.md", "docs/**/*.md", "bench/*.py", "examples/**/*", "jitfp4/**/*.md", "jitfp4/**/*.py", "tests/**/*.py")
 COMMAND = re.compile(r"(?:python -m bench\.|(?:python|--) (?:bench|examples)/)(\w+)(?:\.py)?(?=[\s`])([^`\n]*)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,17 +13,7 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
-
-
-class FakeLaunch:
-    """A launch that notes the addresses that it is repeated with."""
-
-    def __init__(self) -> None:
-        self.repeated: list[tuple[int, ...]] = []
-
-    def launch(self, stream: int, addresses: Sequence[int]) -> None:
-        assert stream == 7
-        self.repeated.append(tuple(addresses))
+from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
 
 
 class Public:
@@ -51,19 +41,6 @@ class Public:
     @property
     def repeated(self) -> list[tuple[int, ...]]:
         return [addresses for launch in self.launched for addresses in launch.repeated]
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CPU tensors pass for CUDA tensors."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(replay, "exchange_device", lambda _index: 0)
-    monkeypatch.setattr(replay, "current_stream", lambda _index: 7)
-    monkeypatch.setattr(
-        replay, "empty_cuda", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
-    )
-    yield
-    replay.forget()
 
 
 def aligned(*shape: int) -> torch.Tensor:
@@ -160,33 +137,89 @@ class TestLogic:
         public.call(x, memory[100:132].view(4, 8))
         assert public.ran == 3
 
-    @pytest.mark.parametrize("wrong", [{"launches": 0}, {"launches": 2}, {"hidden": True}], ids=str)
-    def test_what_is_not_one_launch_on_known_tensors_is_not_repeated(self, wrong: dict[str, Any]) -> None:
+    @pytest.mark.parametrize("wrong", [{"launches": 0}, {"launches": 2, "hidden": True}, {"hidden": True}], ids=str)
+    def test_what_is_not_launches_on_known_tensors_is_not_repeated(self, wrong: dict[str, Any]) -> None:
         public, x = Public(**wrong), aligned(4, 8)
         for _ in range(3):
             public.call(x)
         assert public.ran == 3 and not public.repeated
 
-    def test_launches_of_one_operation_are_repeated_behind_each_other(self) -> None:
-        launched: list[FakeLaunch] = []
+    def test_launches_are_repeated_in_order_with_memory_of_their_own(self) -> None:
+        order: list[tuple[int, ...]] = []
+
+        class Ordered(FakeLaunch):
+            def launch(self, stream: int, addresses: Sequence[int]) -> None:
+                super().launch(stream, addresses)
+                order.append(tuple(addresses))
+
+        ran = []
 
         @replay.replayed
         def function(x: torch.Tensor) -> torch.Tensor:
-            between, out = replay.temporary(lambda: torch.empty(7)), torch.empty(4)
-            behind = replay.noted()
-            for tensors in ((x, between), (between, out)):
-                launched.append(FakeLaunch())
-                replay.note(replay.Step(launched[-1], tensors, aligned=(0,), disjoint=((1, 0),)), behind)
+            ran.append(1)
+            between, out = replay.scratch((7,), torch.float32, x), torch.empty(4)
+            for tensors in ((x, between), (between, out), (out,)):
+                replay.note(replay.Step(Ordered(), tensors, aligned=(0,), disjoint=()))
             return out
 
         memory = aligned(8)
         function(aligned(4))
         out = function(memory[:4])
-        assert len(launched) == 2
-        (first,), (second,) = launched[0].repeated, launched[1].repeated
-        assert first == (memory.data_ptr(), second[0]) and second[1] == out.data_ptr()
+        between = order[0][1]
+        assert order == [(memory.data_ptr(), between), (between, out.data_ptr()), (out.data_ptr(),)] and len(ran) == 1
         function(memory[1:5])  # misaligned: of the first launch
-        assert len(launched) == 4
+        assert len(ran) == 2
+
+    def test_conditions_of_a_later_launch_hold_for_its_own_tensors(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            replay.note(replay.Step(FakeLaunch(), (x, x), aligned=(), disjoint=()))
+            replay.note(replay.Step(FakeLaunch(), (y, out), aligned=(1,), disjoint=((1, 0),)))
+            return out
+
+        memory = aligned(64)
+        x, y, out = memory[:4], memory[4:8], memory[8:12]
+        function(x, y, out)
+        function(memory[1:5], memory[13:17], out)  # x may lie anywhere, and y need not be aligned
+        function(memory[8:12], y, out)  # x and out may share memory
+        assert len(ran) == 1
+        function(x, y, memory[9:13])
+        assert len(ran) == 2, "misaligned"
+        function(x, memory[11:15], out)
+        assert len(ran) == 3, "overlapping"
+
+    def test_a_temporary_of_what_a_launch_wrote_is_not_made_before_it(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            between, out = replay.scratch((4,), torch.float32, x), torch.empty(4)
+            replay.note(replay.Step(FakeLaunch(), (x, between), (), ()))
+            doubled = replay.temporary(lambda y: y.double(), between)
+            replay.note(replay.Step(FakeLaunch(), (doubled, out), (), ()))
+            return out
+
+        x = aligned(4)
+        function(x), function(x)
+        assert len(ran) == 2
+
+    def test_a_result_that_no_launch_fills_is_not_repeated(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ran.append(1)
+            out = torch.empty(4)
+            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
+            return out, x + 1
+
+        x = aligned(4)
+        function(x), function(x)
+        assert len(ran) == 2
 
     def test_two_arguments_at_one_address_are_not_understood_but_others_later_are(self) -> None:
         public, x = Public(), aligned(4, 8)
@@ -250,6 +283,50 @@ class TestLogic:
         assert (made, result) == (seen[1].data_ptr(), out.data_ptr())
         scaled(aligned(4), 5.0)
         assert seen[2].tolist() == [5, 0, 0, 0, 0] and len(launch.repeated) == 1
+
+    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self) -> None:
+        """As counters that belong to the address of a workspace."""
+        launch, ran = FakeLaunch(), []
+        kept: dict[int, torch.Tensor] = {}
+
+        @replay.replayed
+        def counted(x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            out, scratch = torch.empty(x.shape), space.view(torch.uint8).flatten()
+            own = replay.temporary(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
+            replay.note(replay.Step(launch, (x, scratch, own, out), (), ()))
+            return out
+
+        spaces = aligned(4, 2), aligned(4, 2)
+        for space in (spaces[0], *spaces, *spaces):
+            counted(aligned(4), space)
+        assert len(ran) == 1
+        wanted = [(space.data_ptr(), kept[space.data_ptr()].data_ptr()) for space in (*spaces, *spaces)]
+        assert [addresses[1:3] for addresses in launch.repeated] == wanted and len(kept) == 2
+
+    def test_a_record_is_its_arguments(self) -> None:
+        class Record(NamedTuple):
+            x: torch.Tensor
+            factor: float
+            out: torch.Tensor | None = None
+
+        launch, ran = FakeLaunch(), []
+
+        @replay.replayed
+        def scaled(record: Record) -> torch.Tensor:
+            ran.append(record)
+            out = torch.empty(4) if record.out is None else record.out
+            replay.note(replay.Step(launch, (record.x, out), (), ()))
+            return out
+
+        x, out = aligned(4), aligned(4)
+        scaled(Record(x, 2.0))
+        scaled(Record(factor=2.0, x=x))
+        assert len(ran) == 1 and launch.repeated[0][0] == x.data_ptr()
+        scaled(Record(x, 3.0))
+        scaled(Record(x, 2.0, out))
+        assert len(ran) == 3
+        assert scaled(Record(x, 2.0, out)) is out and len(ran) == 3
 
     def test_temporaries_of_something_else_are_not_repeated(self) -> None:
         ran = []

@@ -14,6 +14,8 @@ import jitfp4
 from jitfp4 import ArgumentError, SfLayout, dispatch, engine, replay
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import VectorTactic
+from tests.inputs.calls import function_of
+from tests.inputs.repeated import CHECKED, NO_LAUNCH, filled, repeated_calls, tensors_of, without_outputs
 from tests.support.compare import assert_same_bytes
 from tests.support.gdn import case
 
@@ -22,67 +24,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
 
 
-def codes(first: str, second: str, seed: int, block: int = 16) -> dict[str, torch.Tensor]:
-    """FP4 codes and their 128x4 scales under these names."""
-    q, sf = jitfp4.fp4_quantize(random(128, 256, seed=seed), 3.0, block, block == 32)
-    return {first: q, second: sf}
-
-
 def delta_rule(seed: int, tokens: int = 2) -> dict[str, Any]:
     return {name: x.cuda() for name, x in case(3, tokens, 2, 4, 128, seed=seed).items()}
-
-
-def one_token(seed: int) -> dict[str, Any]:
-    given = delta_rule(seed, 1)
-    del given["initial_state_indices"]
-    return given | {"state": given.pop("initial_state")}
-
-
-CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "nvfp4_quantize": lambda seed: {"a": random(130, 256, seed=seed), "a_global_sf": torch.tensor([3.0]).cuda()},
-    "mxfp4_quantize": lambda seed: {"a": random(130, 256, seed=seed)},
-    "fp4_quantize": lambda seed: {"input": random(130, 256, seed=seed), "global_scale": torch.tensor([3.0]).cuda()},
-    "silu_and_mul_nvfp4_quantize": lambda seed: {
-        "input": random(130, 512, seed=seed),
-        "global_scale": torch.tensor([3.0]).cuda(),
-    },
-    "nvfp4_batched_quantize": lambda seed: {"a": random(3, 130, 256, seed=seed), "a_global_sf": torch.ones(1).cuda()},
-    "scaled_fp4_grouped_quantize": lambda seed: {
-        "a": random(3, 128, 256, seed=seed),
-        "mask": torch.full((3,), 128, dtype=torch.int32).cuda(),
-        "a_global_sf": torch.ones(3).cuda(),
-    },
-    "silu_and_mul_scaled_nvfp4_experts_quantize": lambda seed: {
-        "a": random(3, 128, 512, seed=seed),
-        "mask": torch.full((3,), 128, dtype=torch.int32).cuda(),
-        "a_global_sf": torch.ones(3).cuda(),
-    },
-    "nvfp4_dequantize": lambda seed: codes("a_fp4", "a_sf", seed) | {"global_decode_scale": torch.ones(1).cuda()},
-    "mxfp4_dequantize": lambda seed: codes("a_fp4", "a_sf", seed, block=32),
-    "e2m1_and_ufp8sf_scale_to_float": lambda seed: codes("e2m1_tensor", "ufp8_scale_tensor", seed)
-    | {"global_scale_tensor": torch.ones(1).cuda()},
-    "block_scale_interleave": lambda seed: {"unswizzled_sf": codes("", "sf", seed)["sf"]},
-    "nvfp4_block_scale_interleave": lambda seed: {"unswizzled_sf": codes("", "sf", seed)["sf"]},
-    "make_nvfp4_global_scale": lambda seed: {"input_tensor": random(4, 64, seed=seed), "per_token_activation": False},
-    "mxfp4_dequantize_host": lambda seed: {
-        "weight": codes("q", "", seed, block=32)["q"],
-        "scale": torch.full((128, 8), 120 + seed, dtype=torch.uint8).cuda(),
-    },
-    "silu_and_mul": lambda seed: {"input": random(130, 512, seed=seed)},
-    "shuffle_matrix_a": lambda seed: {"input_tensor": codes("q", "", seed)["q"], "epilogue_tile_m": 128},
-    "shuffle_matrix_sf_a": lambda seed: {"input_tensor": codes("", "sf", seed)["sf"], "epilogue_tile_m": 128},
-    "rmsnorm_fp4quant": lambda seed: {"input": random(130, 256, seed=seed), "weight": random(256)},
-    "add_rmsnorm_fp4quant": lambda seed: {
-        "input": random(130, 256, seed=seed),
-        "residual": random(130, 256, seed=seed + 1),
-        "weight": random(256),
-    },
-    "gated_delta_rule_mtp": delta_rule,
-    "gated_delta_rule_decode_pretranspose": one_token,
-    "gated_delta_rule_decode": one_token,
-}  # fmt: skip
-TORCH = ("block_scale", "nvfp4_block_scale", "make_", "shuffle", "silu_and_mul")  # no kernel, or none of their own
-REPEATED = [name for name in CALLS if not name.startswith(TORCH) or name.endswith("quantize")]
 
 
 def moved(given: dict[str, Any]) -> dict[str, Any]:
@@ -91,8 +34,7 @@ def moved(given: dict[str, Any]) -> dict[str, Any]:
 
 def outcome(name: str, given: dict[str, Any]) -> list[torch.Tensor]:
     """What a call returned, and what its arguments are then."""
-    result = getattr(jitfp4, name)(**given)
-    return [*(result if isinstance(result, tuple) else (result,)), *(x for x in given.values() if torch.is_tensor(x))]
+    return [*tensors_of(function_of(name)(**given)), *tensors_of(given)]
 
 
 def assert_same(name: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
@@ -114,37 +56,39 @@ class Counted:
         monkeypatch.setattr(engine, "launch", counted)
 
 
-FAMILIES = ("gdn", "norm", "quantize")
-
-
-def test_every_public_function_of_these_families_is_here() -> None:
-    public = {name: getattr(jitfp4, name) for name in jitfp4.__all__}
-    homes = tuple(f"jitfp4.families.{family}." for family in FAMILIES)
-    functions = {name for name, value in public.items() if getattr(value, "__module__", "").startswith(homes)}
-    assert functions == set(CALLS)
-
-
 @pytest.mark.gpu
 @pytest.mark.compile
 class TestOnGpu:
-    @pytest.mark.parametrize("name", CALLS)
-    def test_a_repeated_call_gives_what_a_first_one_does(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = [CALLS[name](seed) for seed in (0, 1, 2)]
+    @pytest.mark.parametrize("outputs", [True, False], ids=["given", "allocated"])
+    @pytest.mark.parametrize("name", repeated_calls())
+    def test_a_repeated_call_gives_what_a_first_one_does(
+        self, name: str, outputs: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def called(seed: int) -> list[torch.Tensor]:
+            with torch.device("cuda"):
+                given = filled(name, seed)
+            return outcome(name, given if outputs else without_outputs(name, given))
+
         with replay.suspended():
-            want = [outcome(name, moved(arguments)) for arguments in given]
-        counted = Counted(monkeypatch)
-        for arguments, wanted in zip(given, want, strict=True):
-            assert_same(name, outcome(name, moved(arguments)), wanted)
-        assert counted.launches == (name in REPEATED)
+            want = [called(seed) for seed in range(3)]
+        replay.forget()
+        counted, launches = Counted(monkeypatch), []
+        for seed, wanted in enumerate(want):
+            assert_same(name, called(seed), wanted)
+            launches.append(counted.launches)
+        first = launches[0]
+        assert bool(first) == (name not in NO_LAUNCH)
+        assert launches == [first, 2 * first, 3 * first] if name in CHECKED else [first] * 3
 
     @pytest.mark.parametrize("removed", ["_count_modes", "_transform", "_guards", "_empty", "_raw_stream", "_exchange"])
     @pytest.mark.parametrize("name", ["nvfp4_quantize", "add_rmsnorm_fp4quant", "gated_delta_rule_mtp"])
     def test_without_an_internal_of_torch(self, name: str, removed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        given = CALLS[name](3)
-        want = outcome(name, moved(given))
+        with torch.device("cuda"):
+            given = [filled(name, 3) for _ in range(4)]
+        want = outcome(name, given.pop())
         monkeypatch.setattr(dispatch, removed, None)
-        for _ in range(3):
-            assert_same(name, outcome(name, moved(given)), want)
+        for arguments in given:
+            assert_same(name, outcome(name, arguments), want)
 
     def test_bad_addresses_raise_as_at_first(self) -> None:
         a, scale = random(16, 64), torch.ones(1, device="cuda")

@@ -67,9 +67,9 @@ def test_registry_finds_by_name_and_by_folder() -> None:
     assert lookup(ALL[0].name) is ALL[0]
     assert set(kernels("quantize")) == {kernel for kernel in ALL if kernel.name.startswith("quantize/")}
     for wrong in ("quant", "quantize/", "nothing"):
-        with pytest.raises(ArgumentError, match="family"):
+        with pytest.raises(ArgumentError, match="kernel"):
             kernels(wrong)
-        with pytest.raises(ArgumentError, match="family"):
+        with pytest.raises(ArgumentError, match="kernel"):
             lookup(wrong)
 
 

@@ -199,8 +199,8 @@ def test_a_bucket_holds_up_to_the_next_power_of_two(launched: list[Plan]) -> Non
 
 
 def test_where_the_tuned_tactic_cannot_run_the_table_selects() -> None:
+    from jitfp4.families.gemm.kernels.wide import WideTactic
     from jitfp4.families.gemm.operation import MM_BF16_FP4
-    from jitfp4.families.gemm.wide import WideTactic
 
     like = MM_BF16_FP4.problems(SM_90A)[0]._replace(n=4096, k=4096)
     tuned = file_of(choice(MM_BF16_FP4, like._replace(m=64), WideTactic(64, 1, 2)))

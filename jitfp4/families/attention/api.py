@@ -1,4 +1,4 @@
-"""The public decode functions, and the call behind all: check arguments, allocate outputs, call one operator."""
+"""The public decode function, a workspace, and what is checked for all functions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.operation import ATTENTION, Arguments
-from jitfp4.families.attention.problem import DTYPES, MAX_Q_LEN
-from jitfp4.public import checked, public
-from jitfp4.tensors import output
+from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.public import checked
 
-V_SCALE_LAYOUTS = ("interleaved4", "linear")
 BACKENDS = ("auto", "trtllm-gen", "xqa")
 
 
@@ -65,8 +62,9 @@ def trtllm_batch_decode_with_kv_cache(
             j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
             the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
             1 to 16 query heads.
-        workspace_buffer: contiguous, 16-byte aligned, of any dtype, zero before its first use; calls on one stream may
-            share it. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
+        workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
+            it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
+            may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
         block_tables: int32 [batch, columns], the pages of each request in order; with uses_shared_paged_kv_idx False,
             [batch, 2, columns] for K and for V. A page that does not exist is never read: its tokens count as absent.
         seq_lens: int32 or uint32 [batch], tokens of each request including the new ones. Read on the device only.
@@ -94,7 +92,8 @@ def trtllm_batch_decode_with_kv_cache(
             dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
+        bmm1_scale_log2: None.
+        multi_ctas_kv_counter_buffer: None, or a tensor on query's device, which is not needed and not touched.
         enable_block_sparse_attention: False.
         bf16q_fp8kv_transform_mode: None.
         kv_block_scales: the older name of kv_cache_sf.
@@ -114,11 +113,11 @@ def trtllm_batch_decode_with_kv_cache(
         ("o_sf_vec_size", o_sf_vec_size, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
-        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, None),
         ("enable_block_sparse_attention", enable_block_sparse_attention, False),
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
+    checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     checks.check_backend(backend, BACKENDS)
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"
@@ -135,132 +134,33 @@ def trtllm_batch_decode_with_kv_cache(
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
-        query,
-        key,
-        value,
-        scales[0],
-        scales[1],
-        workspace_buffer,
-        block_tables,
-        checks.signed(seq_lens),
-        None,
-        cum_seq_lens_q,
-        bmm1_scale,
-        bmm2_scale,
-        checks.one_tensor("sinks", sinks),
-        out,
-        lse,
-        max_seq_len,
-        window_left,
-        out_dtype,
-        kv_layout,
-        v_scale_layout,
-        q_len,
-        True,
-        uses_shared_paged_kv_idx,
-        return_lse or lse is not None,
-        enable_pdl,
-    )
-    return (result[0], result[1]) if return_lse else result[0]
-
-
-@public
-def attend(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_ends: torch.Tensor | None,
-    cum_seq_lens_q: torch.Tensor | None,
-    bmm1_scale: torch.Tensor | float,
-    bmm2_scale: torch.Tensor | float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    max_seq_len: int,
-    window_left: int,
-    out_dtype: torch.dtype | None,
-    kv_layout: str,
-    v_scale_layout: str,
-    q_len: int,
-    causal: bool,
-    shared_pages: bool,
-    with_lse: bool,
-    enable_pdl: bool | None,
-) -> tuple[torch.Tensor, ...]:
-    """The call behind all functions, with K and V as two tensors. Returns (out,), or (out, lse) with ``with_lse``.
-
-    Each request has ``q_len`` query tokens; with cum_seq_lens_q, at most so many.
-    """
-    if v_scale_layout not in V_SCALE_LAYOUTS:
-        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
-    hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
-    checks.check_query(query)
-    cache = checks.check_cache(
-        key_cache, value_cache, key_scales, value_scales, query, hnd=hnd, interleaved=interleaved
-    )
-    checks.check_ints("seq_lens", seq_lens, (None,), query)
-    batch = seq_lens.shape[0]
-    if page_ends is not None:
-        checks.check_ints("indptr", page_ends, (batch + 1,), query)
-        checks.check_ints("indices", block_tables, (None,), query)
-    else:
-        checks.check_ints("block_tables", block_tables, (batch, None) if shared_pages else (batch, 2, None), query)
-        max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
-    if cum_seq_lens_q is not None:
-        checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
-    elif differ(query.shape[:1], (batch * q_len,)):
-        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
-    checks.check_work(query, cache, q_len, max_seq_len)
-    if window_left < -1:
-        raise ArgumentError("window_left", window_left, "-1 or more")
-    checks.check_sinks(sinks, query)
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise ArgumentError("out_dtype", out_dtype, " or ".join(map(str, DTYPES)))
-    dtypes = tuple(DTYPES) if out is not None and out_dtype is None else (out_dtype or query.dtype,)
-    out = output("out", out, tuple(query.shape), dtypes, like=query)
-    if with_lse:
-        lse = output("lse", lse, tuple(query.shape[:2]), (torch.float32,), like=query)
-    bmm1, bmm1_tensor = checks.scale("bmm1_scale", bmm1_scale, query)
-    bmm2, bmm2_tensor = checks.scale("bmm2_scale", bmm2_scale, query)
-    ATTENTION(
-        Arguments(
+        Call(
             query=query,
-            key_cache=cache.key,
-            value_cache=cache.value,
-            key_scales=cache.key_scales,
-            value_scales=cache.value_scales,
+            key=key,
+            value=value,
+            key_scales=scales[0],
+            value_scales=scales[1],
+            workspace_buffer=workspace_buffer,
             block_tables=block_tables,
-            seq_lens=seq_lens,
-            page_ends=page_ends,
+            seq_lens=checks.signed(seq_lens),
             cum_seq_lens_q=cum_seq_lens_q,
-            sinks=sinks,
-            bmm1_scale=bmm1_tensor,
-            bmm2_scale=bmm2_tensor,
-            workspace_buffer=checks.check_workspace(workspace_buffer, query),
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=checks.one_tensor("sinks", sinks),
             out=out,
             lse=lse,
-            bmm1=bmm1,
-            bmm2=bmm2,
-            q_len_per_req=q_len,
+            max_seq_len=max_seq_len,
             window_left=window_left,
-            causal=causal,
-            max_tokens=max_seq_len,
-            hnd=hnd,
-            interleaved=cache.interleaved,
+            out_dtype=out_dtype,
+            kv_layout=kv_layout,
+            v_scale_layout=v_scale_layout,
+            q_len=q_len,
+            shared_pages=uses_shared_paged_kv_idx,
+            with_lse=return_lse or lse is not None,
             enable_pdl=enable_pdl,
         )
     )
-    return (out,) if lse is None else (out, lse)
-
-
-def factor(scale: float | None) -> float:
-    """A scale; 1 for None."""
-    return 1.0 if scale is None else float(scale)
+    return (result[0], result[1]) if return_lse else result[0]
 
 
 WORKSPACE_BYTES = 32 << 20
@@ -268,8 +168,8 @@ WORKSPACE_BYTES = 32 << 20
 
 
 def new_workspace(device: torch.device) -> torch.Tensor:
-    """A workspace_buffer, filled with zeros."""
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    """A workspace_buffer, of any content."""
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def check_plain(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from jitfp4.families.attention import checks
@@ -15,8 +17,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of one to eight query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache(), with any content. The
-            constructor sets its first 64 KiB to zero; nothing else may write them while the wrapper is in use.
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache().
         kv_layout: "NHD" or "HND".
         use_cuda_graph: if True, plan() copies its tensors into the three buffers, whose addresses a captured run()
             reads; the batch is the length of paged_kv_last_page_len_buffer.
@@ -108,6 +109,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         check_sizes((num_qo_heads, num_kv_heads), ("head_dim", head_dim), page_size, window_left)
         checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
         lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._cached_o_data_type = out_dtype
         self._plan = Plan(
             lists=self._take(lists, page_size, seq_lens, non_blocking),
             heads=(num_qo_heads, num_kv_heads),
@@ -122,16 +124,21 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             causal=True,
         )
 
-    begin_forward = plan
+    begin_forward = _plan_impl = plan
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
+        return False
 
     @checked
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: checks.Pair,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -148,7 +155,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: [batch * q_len_per_req, heads, d].
             paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
-            q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
+            q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
             window_left, q_len_per_req: None means the values of plan().
         Returns:
@@ -183,9 +190,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q: torch.Tensor,
         paged_kv_cache: checks.Pair,
         pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -207,3 +214,36 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         self._replan(window_left, sm_scale, True)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
+
+    @checked
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """forward() that returns the logarithms too.
+
+        Args:
+            q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf: as for run().
+            window_left, sm_scale, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: as for plan().
+        Returns:
+            ``(out, lse)``, as of run().
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, True)
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention import prefill, wgmma
+from jitfp4.families.attention import counters, prefill, wgmma
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
@@ -82,15 +83,16 @@ def _strides(tensor: torch.Tensor, hnd: bool) -> tuple[int, int, int]:
     return (page, second, first) if hnd else (page, first, second)
 
 
-def _workspace(arguments: Arguments, needed: int) -> dict[str, Any]:
+def _scratch(arguments: Arguments, needed: int) -> dict[str, Any]:
+    """The workspace, of at least so many bytes, and the counters of those who use it."""
     workspace = arguments.workspace_buffer
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
-    return {"workspace": workspace}
+    return {"workspace": workspace, "counters": replay.temporary(counters.of, workspace)}
 
 
 def _bind_decode(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    bound = _bind(arguments) | _workspace(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
+    bound = _bind(arguments) | _scratch(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
     return bound | {"group_inverse": ceil_div(1 << 30, bound["group"])}
 
 
@@ -100,7 +102,8 @@ def _bind_prefill(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 
 
 def _bind_wgmma(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    return _bind_prefill(arguments, plan) | _workspace(arguments, plan.spec.workspace_bytes)
+    bound = _bind_prefill(arguments, plan) | _scratch(arguments, plan.spec.part_bytes)
+    return bound | {"most_parts": plan.spec.most_parts(arguments.workspace_buffer.numel())}
 
 
 def _bind(a: Arguments) -> dict[str, Any]:
@@ -264,14 +267,17 @@ _SIZES: tuple[Param, ...] = (
     I64("v_table", "elements from a request's K pages to its V pages", member="int"),
 )
 
-_WORKSPACE = Ptr("workspace", "uint8", "16-byte aligned; its counters are zero between launches")
+_SCRATCH = (
+    Ptr("workspace", "uint8", "16-byte aligned, of any content"),
+    Ptr("counters", "uint32", "zero between launches"),
+)
 
 KERNEL = Kernel(
     name="attention/decode",
     spec=Spec,
     params=(
         *_INPUTS,
-        _WORKSPACE,
+        *_SCRATCH,
         *_SIZES,
         I64("group_inverse", "2^30 / group, rounded up", member="int"),
     ),
@@ -296,7 +302,7 @@ KERNEL_PREFILL = Kernel(
 KERNEL_WGMMA = Kernel(
     name="attention/prefill_wgmma",
     spec=wgmma.WgmmaSpec,
-    params=(*KERNEL_PREFILL.params, _WORKSPACE),
+    params=(*KERNEL_PREFILL.params, *_SCRATCH, I64("most_parts", "that the workspace holds", member="int")),
     tactics=WGMMA_TACTICS,
     rejects=wgmma.rejects,
     specialise=wgmma.specialise,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.context import check_masks
+from jitfp4.families.attention.engine_names import BufferPlanner
 from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtypes
 from jitfp4.public import checked
 
@@ -16,8 +19,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of many query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
-        float_workspace_buffer: as workspace_buffer of trtllm_batch_context_with_kv_cache(), with any content. The
-            constructor sets its first 64 KiB to zero; nothing else may write them while the wrapper is in use.
+        float_workspace_buffer: as workspace_buffer of trtllm_batch_context_with_kv_cache().
         kv_layout: "NHD" or "HND".
         use_cuda_graph: if True, plan() copies its tensors into the four buffers, whose addresses a captured run()
             reads; the batch is the length of paged_kv_last_page_len_buf.
@@ -162,14 +164,23 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
     begin_forward = plan
 
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the constructor was given buffers for CUDA graphs."""
+        return self._buffers is not None
+
+    @property
+    def _cached_module(self) -> BufferPlanner | None:
+        return None if self._buffers is None or self._plan is None else BufferPlanner(self)
+
     @checked
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: checks.Pair,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -187,7 +198,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q: [tokens, heads, d]; qo_indptr of plan() says which tokens each request has.
             paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
-            q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
+            q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
             window_left: None means the value of plan().
             skip_softmax_threshold_scale_factor: None.
@@ -228,8 +239,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -253,3 +264,39 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         self._replan(window_left, sm_scale, causal)
         return self.run(q, paged_kv_cache, None, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
+
+    @checked
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """forward() that returns the logarithms too.
+
+        Args:
+            q, paged_kv_cache, k_scale, v_scale, kv_cache_sf: as for run().
+            causal, window_left, sm_scale, use_fp16_qk_reduction: as for plan().
+            pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: as for plan().
+        Returns:
+            ``(out, lse)``, as of run().
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        del use_fp16_qk_reduction
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, causal)
+        return self.run(q, paged_kv_cache, None, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from jitfp4.arch import Arch
+from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -24,7 +25,6 @@ MAX_TOKENS = 1 << 24  # of a request: up to it, kernels divide by the page size 
 MAX_Q_LEN = 8  # of a decode call
 MAX_GROUP = 16
 MAX_ROWS = 16  # query rows that the decode kernel takes at a time
-COUNTER_BYTES = 1 << 16  # of counters at the start of a workspace, shared by kernels of all grid sizes
 ROW_BLOCK = 64
 MANY_ROWS = 32 * ROW_BLOCK  # of a request and a KV head: more are not told apart
 
@@ -176,15 +176,9 @@ class Spec(KernelSpec):
         of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
         return round_up(round_up(of_warps, 16) + round_up(self.warps * 4, 16) + 48, _LINE)
 
-    @property
-    def counter_bytes(self) -> int:
-        """The offset in a workspace at which the partial results begin."""
-        return COUNTER_BYTES
-
     def workspace_bytes(self, grid: int) -> int:
-        """Bytes of counters, and of two partial results of each CTA: for the first and the last item of its share."""
-        part = self.head_warps * self.rows * (self.head_dim + 2) * 4
-        return COUNTER_BYTES + 2 * grid * part
+        """Bytes of two partial results of each CTA: for the first and the last item of its share."""
+        return 2 * grid * self.head_warps * self.rows * (self.head_dim + 2) * 4
 
 
 def specialise(problem: Problem, tactic: Tactic) -> Spec:
@@ -205,7 +199,7 @@ def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
         return f"registers suffice for {_WIDE_WARPS} warps"
     lines = tactic.head_warps * problem.rows
     if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
-        return f"a workspace has {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
+        return f"there are {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
     shared = specialise(problem, tactic).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"

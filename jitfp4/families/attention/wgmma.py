@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention.problem import COUNTER_BYTES, ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.counters import COUNTER_BYTES
+from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
@@ -42,7 +43,7 @@ _SHARED_BYTES = 232448  # of a CTA
 _BARRIER_BYTES = 8
 _PLACES = 16  # of items in shared memory
 _ITEM_BYTES = 64
-_PARTS_BYTES = (32 << 20) - COUNTER_BYTES  # of a workspace that suffices
+_PARTS_BYTES = 32 << 20  # of a workspace that suffices
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +147,14 @@ class WgmmaSpec(KernelSpec):
         return round_up(queries + tiles + self.stages * self.tile_warps * 4 + places, 1024)
 
     @property
-    def counter_bytes(self) -> int:
-        """The offset in a workspace at which the partial results begin."""
-        return COUNTER_BYTES
-
-    @property
     def part_bytes(self) -> int:
         """Bytes of a partial result: outputs, references and sums of each row, those twice for each of four lanes."""
         return self.ctas * self.teams * _TEAM_ROWS * (self.head_dim + 8) * 4
 
-    @property
-    def most_parts(self) -> int:
-        """Partial results that a workspace holds, with a counter for each warp that has rows of them."""
+    def most_parts(self, workspace_bytes: int) -> int:
+        """Partial results that a workspace holds, of those that have a counter for each warp that has rows of them."""
         warps = self.ctas * self.teams * _TEAM_ROWS // 16
-        return min(_PARTS_BYTES // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of counters and partial results."""
-        return COUNTER_BYTES + self.most_parts * self.part_bytes
+        return min(min(workspace_bytes, _PARTS_BYTES) // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
 
 
 def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:

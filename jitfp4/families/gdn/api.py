@@ -27,6 +27,11 @@ def gated_delta_rule_mtp(
     disable_state_update: bool | None = None,
     use_qk_l2norm: bool = True,
     output_state_indices: torch.Tensor | None = None,
+    cache_replayssm: bool = False,
+    replayssm_rawv: torch.Tensor | None = None,
+    replayssm_rawk: torch.Tensor | None = None,
+    replayssm_g: torch.Tensor | None = None,
+    replayssm_beta: torch.Tensor | None = None,
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +66,8 @@ def gated_delta_rule_mtp(
         output_state_indices: [B] int32 or int64, the slot that receives the final state; with a negative slot, the
             state is not stored. None means initial_state_indices. With ssm_state_indices there is no final write, so
             these slots are not written, as in FlashInfer.
+        cache_replayssm, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta: not supported; False and None.
+            FlashInfer has them for data-center Blackwell only. Keep states with intermediate_states_buffer instead.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, initial_state)``.
@@ -79,17 +86,27 @@ def gated_delta_rule_mtp(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    unsupported = {
+        "cache_replayssm": cache_replayssm or None,
+        "replayssm_rawv": replayssm_rawv,
+        "replayssm_rawk": replayssm_rawk,
+        "replayssm_g": replayssm_g,
+        "replayssm_beta": replayssm_beta,
+    }
+    for name, given in unsupported.items():
+        if given is not None:
+            raise ArgumentError(name, "a value", "False and None: keep states with intermediate_states_buffer")
     check = Call("initial_state", q, k, v, initial_state, A_log, a, dt_bias, b, k_major=False)
     check.indices("initial_state_indices", initial_state_indices, check.batch)
     if output_state_indices is not None:
         check.indices("output_state_indices", output_state_indices, check.batch)
     if ssm_state_indices is not None:
         check.indices("ssm_state_indices", ssm_state_indices, check.batch, check.tokens)
-        for name, given in (
+        for name, excluded in (
             ("disable_state_update", disable_state_update),
             ("intermediate_states_buffer", intermediate_states_buffer is not None),
         ):
-            if given:
+            if excluded:
                 raise ArgumentError(name, "a value", "None together with ssm_state_indices")
     if intermediate_states_buffer is not None:
         check.steps("intermediate_states_buffer", intermediate_states_buffer)
@@ -122,6 +139,9 @@ def gated_delta_rule_decode_pretranspose(
     initial_state: torch.Tensor | None = None,
     initial_state_indices: torch.Tensor | None = None,
     output_state_indices: torch.Tensor | None = None,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    backend: str = "auto",
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,12 +153,16 @@ def gated_delta_rule_decode_pretranspose(
         A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp().
         initial_state, initial_state_indices, output_state_indices: a pool of states and its slots, as in
             gated_delta_rule_mtp(), instead of state.
+        intermediate_states_buffer, disable_state_update: as in gated_delta_rule_mtp(), for any number of tokens.
+        backend: FlashInfer's names "auto", "flashinfer", "cake_gdn" and "rubin" are accepted; all run the kernels of
+            this package.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, state)``, or ``(output, initial_state)``. The numerics are gated_delta_rule_mtp()'s.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    _check_backend(backend, ("auto", "flashinfer", "cake_gdn", "rubin"))
     name, pool = ("state", state) if initial_state is None else ("initial_state", initial_state)
     if pool is None or (state is not None and initial_state is not None):
         raise ArgumentError("state, initial_state", "both or neither", "exactly one of them")
@@ -153,11 +177,15 @@ def gated_delta_rule_decode_pretranspose(
         if initial_state_indices is None:
             raise ArgumentError("output_state_indices", "given", "None without initial_state")
         check.indices("output_state_indices", output_state_indices, check.batch)
+    if intermediate_states_buffer is not None:
+        check.steps("intermediate_states_buffer", intermediate_states_buffer)
     return check.run(
         scale,
         output,
         initial_state_indices,
         output_state_indices,
+        intermediate_states_buffer,
+        update_state=not disable_state_update,
         use_qk_l2norm=use_qk_l2norm,
         enable_pdl=enable_pdl,
     )
@@ -176,6 +204,7 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     output: torch.Tensor | None = None,
     use_qk_l2norm: bool = True,
+    backend: str = "auto",
     *,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,12 +214,20 @@ def gated_delta_rule_decode(
         q, k, v: as in gated_delta_rule_mtp(), T = 1.
         state: [B, HV, K, V] float32, state n for request n, strided like a pool.
         A_log, a, dt_bias, b, scale, output, use_qk_l2norm: as in gated_delta_rule_mtp(), T = 1.
+        backend: FlashInfer's names "auto", "flashinfer" and "cake_gdn" are accepted; all run the kernels of this
+            package.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``(output, state)``, the same bits as gated_delta_rule_decode_pretranspose() on the transposed state.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
+    _check_backend(backend, ("auto", "flashinfer", "cake_gdn"))
     check = Call("state", q, k, v, state, A_log, a, dt_bias, b, k_major=True)
     check.one_state_each()
     return check.run(scale, output, use_qk_l2norm=use_qk_l2norm, enable_pdl=enable_pdl)
+
+
+def _check_backend(backend: str, names: tuple[str, ...]) -> None:
+    if backend not in names:
+        raise ArgumentError("backend", repr(backend), ", ".join(names))

@@ -7,7 +7,8 @@ import math
 import torch
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.gemm.operation import MM_BF16_FP4, Arguments
+from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
@@ -28,7 +29,7 @@ def prepare_fp4_weight(
     weight: torch.Tensor | Fp4Weight,
     scales: torch.Tensor | None = None,
     block_size: int = 16,
-    sf_layout: SfLayout = SfLayout.layout_128x4,
+    sf_layout: SfLayout | None = None,
 ) -> Fp4Weight:
     """Bring an FP4 weight into the order in which the kernels read it; to be done once, when a model is loaded.
 
@@ -39,7 +40,9 @@ def prepare_fp4_weight(
         scales: its block scales in ``sf_layout``, on the same device: E4M3 for blocks of 16, UE8M0 for 32, or the same
             bytes as uint8. [n, k / block_size] padded as by SfLayout.shape(), or flat.
         block_size: 16 for NVFP4, 32 for MXFP4.
-        sf_layout: layout of ``scales``.
+        sf_layout: layout of ``scales``: layout_linear for those of a checkpoint; for those of a quantizer the one that
+            it was asked for, or its default, layout_128x4. It has no default here, because scales of many shapes have
+            the same size in every layout, and another layout gives another weight. None for a prepared weight only.
     Returns:
         The weight on the same device, for any number of rows of activations; see Fp4Weight. It takes as much memory as
         codes and scales, with n rounded up to a multiple of 64 and k to one of 128. Save Fp4Weight.tensors() with
@@ -68,6 +71,8 @@ def prepare_fp4_weight(
     if scales is None:
         raise ArgumentTypeError("scales", "None", "a torch.Tensor")
     check_dtype("scales", scales, SCALE_DTYPES[block_size])
+    if sf_layout is None:
+        raise ArgumentTypeError("sf_layout", "None", "layout_linear, as in a checkpoint, or layout_128x4 or layout_8x4")
     check_same_device("scales", scales, weight)
     check_contiguous("scales", scales)
     layout, cols = check_layout("sf_layout", sf_layout), k // block_size

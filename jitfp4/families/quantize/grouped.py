@@ -6,11 +6,13 @@ import torch
 
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
+from jitfp4.families.quantize.four_over_six import check_recipe, quantize
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
-from jitfp4.formats import NVFP4
+from jitfp4.formats import NVFP4, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, ceil_div, padded_numel
 from jitfp4.public import public
-from jitfp4.reference.quantize import widen_e4m3
+from jitfp4.reference.formats import swizzle
+from jitfp4.reference.quantize import silu_and_mul, widen_e4m3
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -20,7 +22,10 @@ _TILE = 512  # bytes of 128 rows by 4 scales
 
 @public
 def nvfp4_batched_quantize(
-    a: torch.Tensor, a_global_sf: torch.Tensor | float, sf_vec_size: int = 16
+    a: torch.Tensor,
+    a_global_sf: torch.Tensor | float,
+    sf_vec_size: int = 16,
+    nvfp4_4over6: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each matrix of a batch to NVFP4 with 128x4 scales.
 
@@ -29,6 +34,7 @@ def nvfp4_batched_quantize(
             converted to fp16 as in nvfp4_quantize(), in a separate pass.
         a_global_sf: the *encode* scale: one float32 on a's device, or m of them, one for each row of every matrix.
         sf_vec_size: 16.
+        nvfp4_4over6: as in nvfp4_quantize().
     Returns:
         codes, uint8 [b, m, k/2]; E4M3 block scales, uint8 [b, round_up(m, 128) * round_up(k/16, 4)], each matrix padded
         separately, padding zero. Numerics as in nvfp4_quantize().
@@ -39,17 +45,26 @@ def nvfp4_batched_quantize(
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     batch, m, k = _check_batch(a, NVFP4.block, (*_HALVES, torch.float8_e4m3fn))
     scale = scales_f32("a_global_sf", a_global_sf, (1, m), like=a)
+    recipe = check_recipe("nvfp4_4over6", nvfp4_4over6, a.dtype)
     if a.dtype == torch.float8_e4m3fn:
         a = widen_e4m3(a, scale.view(-1, 1))
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     sf = torch.empty(batch, padded_numel(_LAYOUT, m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
-    _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
+    if recipe is None:
+        _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
+    else:
+        codes, linear = quantize(a, scale, recipe)
+        q.copy_(codes)
+        sf.copy_(swizzle(linear, _LAYOUT).flatten(1))
     return q, sf
 
 
 @public
 def scaled_fp4_grouped_quantize(
-    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    nvfp4_4over6: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize the filled rows of each expert's matrix to NVFP4.
 
@@ -58,6 +73,7 @@ def scaled_fp4_grouped_quantize(
         mask: int32 [b], the number of filled rows of each matrix; values outside 0 to m are clamped. Read on the
             device.
         a_global_sf: the *encode* scale of each matrix, float32 [b] on a's device.
+        nvfp4_4over6: as in nvfp4_quantize(); the codes and scales of rows from mask[b] on are then zero.
     Returns:
         codes, uint8 [m, k/2, b], a view of [b, m, k/2]; and E4M3 scales, float8_e4m3fn [32, 4, rm, 4, rk, b], a view of
         [b, rm, rk, 32, 4, 4] with rm = ceil(m/128) and rk = ceil(k/64): the 128x4 layout of each matrix. Rows from
@@ -65,28 +81,36 @@ def scaled_fp4_grouped_quantize(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    return _grouped(a, mask, a_global_sf, silu=False)
+    return _grouped(a, mask, a_global_sf, nvfp4_4over6, silu=False)
 
 
 @public
 def silu_and_mul_scaled_nvfp4_experts_quantize(
-    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    nvfp4_4over6: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize ``silu(a[..., :k]) * a[..., k:]`` of each expert's filled rows to NVFP4.
 
     Args:
         a: [b, m, 2k] fp16 or bf16, contiguous; k a positive multiple of 16.
-        mask, a_global_sf: as in scaled_fp4_grouped_quantize().
+        mask, a_global_sf, nvfp4_4over6: as in scaled_fp4_grouped_quantize().
     Returns:
         As scaled_fp4_grouped_quantize(). Numerics of the activation as in silu_and_mul_nvfp4_quantize().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    return _grouped(a, mask, a_global_sf, silu=True)
+    return _grouped(a, mask, a_global_sf, nvfp4_4over6, silu=True)
 
 
 def _grouped(
-    a: torch.Tensor, mask: torch.Tensor, a_global_sf: torch.Tensor, *, silu: bool
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    nvfp4_4over6: NVFP44Over6Config | None,
+    *,
+    silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, m, width = _check_batch(a, NVFP4.block * (2 if silu else 1))
     k = width // 2 if silu else width
@@ -96,10 +120,18 @@ def _grouped(
     if differ(mask.shape, (batch,)):
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"({batch},)")
     scale = scales_f32("a_global_sf", a_global_sf, (batch,), like=a)
+    recipe = check_recipe("nvfp4_4over6", nvfp4_4over6)
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     tiles = ceil_div(m, 128), ceil_div(k, 64)
     sf = torch.empty(batch, *tiles, 32, 4, 4, dtype=torch.uint8, device=a.device)
-    _run(a, mask, scale, q, sf.view(batch, tiles[0] * tiles[1] * _TILE), silu=silu)
+    flat = sf.view(batch, tiles[0] * tiles[1] * _TILE)
+    if recipe is None:
+        _run(a, mask, scale, q, flat, silu=silu)
+    else:
+        codes, linear = quantize(silu_and_mul(a) if silu else a, scale.view(batch, 1), recipe)
+        empty = torch.arange(m, device=a.device).view(1, m, 1) >= mask.view(batch, 1, 1)
+        q.copy_(codes.masked_fill(empty, 0))
+        flat.copy_(swizzle(linear.masked_fill(empty, 0), _LAYOUT).flatten(1))
     return q.permute(1, 2, 0), sf.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 

@@ -7,13 +7,14 @@ import torch
 from jitfp4 import replay
 from jitfp4.addresses import extent, meet
 from jitfp4.errors import ArgumentError
+from jitfp4.families.quantize import four_over_six
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
 from jitfp4.families.quantize.problem import DTYPES
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
 from jitfp4.reference import quantize as reference
-from jitfp4.reference.formats import divide, swizzle
+from jitfp4.reference.formats import block_amax, divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.tensors import (
     CODE_DTYPES,
@@ -28,7 +29,7 @@ from jitfp4.tensors import (
     scales_f32,
 )
 
-_BACKENDS = ("cuda", "cute-dsl", "auto")
+_BACKENDS = ("cuda", "cute-dsl", "cake", "auto")
 _HALVES = (torch.bfloat16, torch.float16)
 _SHUFFLE_TILE = 128  # rows of the epilogue tile for which do_shuffle permutes
 
@@ -44,6 +45,8 @@ def nvfp4_quantize(
     backend: str = "cuda",
     per_token_activation: bool = False,
     expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    nvfp4_4over6: NVFP44Over6Config | None = None,
     *,
     out: torch.Tensor | None = None,
     out_sf: torch.Tensor | None = None,
@@ -61,9 +64,16 @@ def nvfp4_quantize(
             128x4 layout and m % 128 == 0.
         sf_vec_size: 16, the block size of NVFP4.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: FlashInfer's names "cuda", "cute-dsl" and "auto" are accepted; all run the kernels of this package.
+        backend: FlashInfer's names "cuda", "cute-dsl", "cake" and "auto" are accepted; all run the kernels of this
+            package.
         per_token_activation: give every row its own global scale; a is fp16 or bf16.
         expanded_idx_to_permuted_idx: not supported; None.
+        out_scale: with per_token_activation, one float32 on a's device by which the decode scales that are returned
+            are multiplied; nothing else changes.
+        nvfp4_4over6: None, or the recipe by which each block takes the better of two scales, as
+            ``jitfp4.reference.quantize.quantize_4over6`` defines it: an NVFP44Over6Config, also FlashInfer's. Not for
+            float8 input. It runs as torch operations, without a kernel of this package. FlashInfer's default reads
+            environment variables; here nothing does.
         out, out_sf: contiguous tensors on a's device to fill in place, of the shapes below: uint8, or float4_e2m1fn_x2
             and float8_e4m3fn; allocated when None.
     Returns:
@@ -94,24 +104,30 @@ def nvfp4_quantize(
     rows = as_rows("a", a, NVFP4.block)
     m = rows.shape[0]
     scale = scalar_f32("a_global_sf", a_global_sf, like=a)
+    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6, a.dtype)
+    factor = None if out_scale is None else scalar_f32("out_scale", out_scale, like=a)
+    if factor is not None and not per_token_activation:
+        raise ArgumentError("out_scale", "a tensor", "None without per_token_activation")
     if do_shuffle and (layout is not SfLayout.layout_128x4 or m % _SHUFFLE_TILE):
         raise ArgumentError("do_shuffle", f"True with {layout.name} and m = {m}", "layout_128x4 and m % 128 == 0")
     q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
     q_bytes, sf_bytes = q.view(torch.uint8), sf.view(torch.uint8)
     per_token: tuple[torch.Tensor, ...] = ()
+    by_token = per_token_activation
     if per_token_activation:
-        encode, decode = (torch.empty(m, dtype=torch.float32, device=a.device) for _ in range(2))
+        encode = replay.scratch((m,), torch.float32, like=a)
+        decode = torch.empty(m, dtype=torch.float32, device=a.device)
         ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
         shuffled = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
-        scale, per_token = encode, (shuffled,)
+        scale, per_token = encode, (shuffled if factor is None else shuffled * factor,)
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
-        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl)
+        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl, recipe=recipe, by_token=by_token)
         q_bytes.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
         sf_bytes.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
     else:
-        _run(rows, scale, q_bytes, sf_bytes, NVFP4, layout, enable_pdl)
+        _run(rows, scale, q_bytes, sf_bytes, NVFP4, layout, enable_pdl, recipe=recipe, by_token=by_token)
     return q, sf, *per_token
 
 
@@ -161,6 +177,7 @@ def fp4_quantize(
     is_global_scale_inversed: bool = False,
     enable_pdl: bool | None = None,
     backend: str = "cuda",
+    nvfp4_4over6: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to NVFP4 or MXFP4, with FlashInfer's general signature.
 
@@ -174,6 +191,7 @@ def fp4_quantize(
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
         is_global_scale_inversed: global_scale is the decode scale; its correctly rounded inverse is used.
         enable_pdl, backend: as in nvfp4_quantize().
+        nvfp4_4over6: as in nvfp4_quantize(); None with MXFP4.
     Returns:
         codes, uint8 [..., k/2]; block scales, uint8, 2-D. Numerics as in nvfp4_quantize() and mxfp4_quantize().
     Raises:
@@ -185,6 +203,9 @@ def fp4_quantize(
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
     check_dtype("input", input, DTYPES)
+    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6, input.dtype)
+    if recipe is not None and form is MXFP4:
+        raise ArgumentError("nvfp4_4over6", "a recipe", "None with MXFP4")
     check_device("input", input)
     transposed = input.dim() >= 2 and input.stride(-1) != 1 and input.stride(-2) == 1
     a = input.transpose(-2, -1) if transposed else input
@@ -192,7 +213,7 @@ def fp4_quantize(
     rows, m = rows if form is NVFP4 else _halves(rows), rows.shape[0]
     scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
     q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
-    _run(rows, scale, q, sf, form, layout, enable_pdl, names="a=input")
+    _run(rows, scale, q, sf, form, layout, enable_pdl, names="a=input", recipe=recipe)
     return (q.transpose(-2, -1), sf.transpose(-2, -1)) if transposed else (q, sf)
 
 
@@ -204,6 +225,7 @@ def silu_and_mul_nvfp4_quantize(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
     enable_pdl: bool | None = None,
+    nvfp4_4over6: NVFP44Over6Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize ``silu(input[..., :k]) * input[..., k:]``, the activation of SwiGLU, to NVFP4 in one pass over memory.
 
@@ -212,7 +234,7 @@ def silu_and_mul_nvfp4_quantize(
         global_scale: the *encode* scale of the product, as ``a_global_sf`` of nvfp4_quantize().
         sf_vec_size: 16.
         is_sf_swizzled_layout, is_sf_8x4_layout: 128x4, 8x4 (both) or linear (neither).
-        enable_pdl: as in nvfp4_quantize().
+        enable_pdl, nvfp4_4over6: as in nvfp4_quantize().
     Returns:
         codes, uint8 [m, k/2]; E4M3 block scales, uint8, 2-D.
     Numerics:
@@ -229,10 +251,11 @@ def silu_and_mul_nvfp4_quantize(
     check_device("input", input)
     rows = as_rows("input", input, 2 * NVFP4.block)
     scale = scalar_f32("global_scale", global_scale, like=input)
+    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6)
     m, k = rows.shape[0], rows.shape[1] // 2
     q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
     sf = torch.empty(padded_shape(layout, m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
-    _run(rows, scale, q, sf, NVFP4, layout, enable_pdl, silu=True, names="a=input")
+    _run(rows, scale, q, sf, NVFP4, layout, enable_pdl, silu=True, names="a=input", recipe=recipe)
     return q, sf
 
 
@@ -307,7 +330,15 @@ def _run(
     *,
     silu: bool = False,
     names: str = "",
+    recipe: NVFP44Over6Config | None = None,
+    by_token: bool = False,
 ) -> None:
+    if recipe is not None and scale is not None:
+        values = reference.silu_and_mul(rows) if silu else rows
+        codes, linear = four_over_six.quantize(values, scale, recipe, block_amax(rows.float()) if by_token else None)
+        q.view(rows.shape[0], -1).copy_(codes)
+        sf.copy_(swizzle(linear, layout))
+        return
     QUANTIZE(
         Arguments(
             a=rows,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.addresses import extent, meet
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4
-from jitfp4.layouts import SfLayout
+from jitfp4.families.quantize.four_over_six import check_recipe
+from jitfp4.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4, NVFP44Over6Config
+from jitfp4.layouts import SfLayout, padded_numel
 from jitfp4.public import public
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.tensors import SF_DTYPES, check_device, check_dtype
+from jitfp4.tensors import SF_DTYPES, check_device, check_dtype, output
 
 _ELEMENTS_PER_SF = (16, 32)
 _MAX_TILE = 1024
@@ -18,17 +20,19 @@ _BYTES = tuple(dict.fromkeys((*SF_DTYPES[NVFP4], *SF_DTYPES[MXFP4])))
 
 
 @public
-def block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
+def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Rearrange linear block scales to the 128x4 layout.
 
     Args:
         unswizzled_sf: uint8, float8_e4m3fn, float8_e8m0fnu or bf16, [rows, cols] or [experts, rows, cols], on any
             device.
+        out: contiguous, of the shape and dtype below, on unswizzled_sf's device, to fill in place; sharing no memory
+            with unswizzled_sf. Allocated when None.
     Returns:
         1-D, same dtype and device: ``experts * round_up(rows, 128) * round_up(cols, 4)`` elements, each expert padded
         separately, padding zero.
     Raises:
-        ArgumentError, ArgumentTypeError: another dtype or rank.
+        ArgumentError, ArgumentTypeError: before anything is written.
     """
     check_dtype("unswizzled_sf", unswizzled_sf, (*_BYTES, torch.bfloat16))
     check_device("unswizzled_sf", unswizzled_sf)
@@ -37,7 +41,14 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor) -> torch.Tensor:
             "unswizzled_sf", f"shape {tuple(unswizzled_sf.shape)}", "[rows, cols] or [experts, rows, cols]"
         )
     moved = unswizzled_sf.view(torch.uint8) if unswizzled_sf.dtype in _BYTES else unswizzled_sf
-    return swizzle(moved, SfLayout.layout_128x4).flatten().view(unswizzled_sf.dtype)
+    if out is not None:
+        rows, cols = unswizzled_sf.shape[-2:]
+        size = unswizzled_sf.shape[:-2].numel() * padded_numel(SfLayout.layout_128x4, rows, cols)
+        output("out", out, (size,), (unswizzled_sf.dtype,), like=unswizzled_sf)
+        if not torch.compiler.is_dynamo_compiling() and size and meet(extent(out), extent(unswizzled_sf)):
+            raise ArgumentError("out", "memory of unswizzled_sf", "memory of its own")
+    result = swizzle(moved, SfLayout.layout_128x4).flatten().view(unswizzled_sf.dtype)
+    return result if out is None else out.copy_(result)
 
 
 nvfp4_block_scale_interleave = block_scale_interleave
@@ -46,7 +57,10 @@ nvfp4_block_scale_interleave = block_scale_interleave
 
 @public
 def make_nvfp4_global_scale(
-    input_tensor: torch.Tensor, per_token_activation: bool, global_scale: float | None = None
+    input_tensor: torch.Tensor,
+    per_token_activation: bool,
+    global_scale: float | None = None,
+    nvfp4_4over6_config: NVFP44Over6Config | None = None,
 ) -> torch.Tensor:
     """The *encode* scale for nvfp4_quantize() with which a tensor fills the range of NVFP4.
 
@@ -55,11 +69,14 @@ def make_nvfp4_global_scale(
             per_token_activation nor global_scale is given.
         per_token_activation: return ``1 / (448 * 6)``, for nvfp4_quantize(per_token_activation=True).
         global_scale: return this number.
+        nvfp4_4over6_config: the recipe that nvfp4_quantize() gets as nvfp4_4over6: its e4m3_max takes the place of 448.
     Returns:
         float32 [1] on input_tensor's device: ``448 * 6 / amax(input_tensor)``, the largest float32 where amax is 0.
     Raises:
         ArgumentError, ArgumentTypeError
     """
+    recipe = check_recipe("nvfp4_4over6_config", nvfp4_4over6_config)
+    largest = (E4M3_MAX if recipe is None else recipe.e4m3_max) * E2M1_MAX
     if not (isinstance(input_tensor, torch.Tensor) and input_tensor.is_floating_point()):
         raise ArgumentTypeError("input_tensor", getattr(input_tensor, "dtype", type(input_tensor)), "floating point")
     if input_tensor.is_meta:
@@ -67,12 +84,12 @@ def make_nvfp4_global_scale(
     if not input_tensor.numel():
         raise ArgumentError("input_tensor", f"shape {tuple(input_tensor.shape)}", "at least one element")
     if per_token_activation or global_scale is not None:
-        value = 1 / (E4M3_MAX * E2M1_MAX) if per_token_activation else float(global_scale or 0)
+        value = 1 / largest if per_token_activation else float(global_scale or 0)
         if not value > 0:
             raise ArgumentError("global_scale", value, "a finite number above 0")
         return torch.full((1,), value, dtype=torch.float32, device=input_tensor.device)
     amax = input_tensor.detach().float().abs().amax().reshape(1)
-    return divide(E4M3_MAX * E2M1_MAX, amax).clamp(max=torch.finfo(torch.float32).max)
+    return divide(largest, amax).clamp(max=torch.finfo(torch.float32).max)
 
 
 @public

@@ -55,7 +55,7 @@ _TMA: Row[Tactic] = Row(TMA_TACTICS[0], {"suits_tma": True})
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
     Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
-    Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, archs=("sm_100a", "sm_103a")),
+    Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(GROUPED_TACTICS[0]),), _MEASURED),)
 ROW_SCALE_TABLES = (Table((Row(ROW_SCALE_TACTICS[0]),), "h200/quantize_others.csv"),)

@@ -1,4 +1,4 @@
-"""The mbarrier family."""
+"""mbarrier: initialise, arrive, expect bytes, wait."""
 
 from __future__ import annotations
 

@@ -476,6 +476,7 @@ struct Operands {
   const float* bmm1_tensor;
   const float* bmm2_tensor;
   uint8* workspace;
+  uint32* counters;
   Out* out;
   float* lse;
   float bmm1;
@@ -1535,14 +1536,13 @@ struct Quad {
   }
 };
 
-// The workspace has counters, as many as the largest kernel needs, then the parts. Counters are zero between launches.
+// The workspace has the parts; of what it holds, a launch reads only what it wrote. Counters are zero between launches.
 // A CTA has two counters of a byte for each line, one for the item that begins in it and one for the group that ends
 // with it, and two parts, one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
-constexpr int kCounterBytes = 65536;
 struct Slot {
   float* p;
   __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
-      : p(reinterpret_cast<float*>(operands.workspace + kCounterBytes) +
+      : p(reinterpret_cast<float*>(operands.workspace) +
           (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
   __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
   __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
@@ -1737,7 +1737,6 @@ __device__ __forceinline__ void combine(
     while (group * group < count);
   }
   const int begin = first + (cta - first) / group * group;
-  uint32* counters = reinterpret_cast<uint32*>(p.workspace);
 #pragma unroll 1
   for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
     for (int dim = lane * 4; dim < kHeadDim; dim += 4 * kWarp) {
@@ -1747,7 +1746,7 @@ __device__ __forceinline__ void combine(
     if (group > 1) round.begin = begin, round.last = min(begin + group - 1, end);
     int counter = group > 1 ? gridDim.x + round.last : first;
 #pragma unroll 1
-    while (comes_last(counters + counter * kCounterWords + line / 4, line, round.count() - 1)) {
+    while (comes_last(p.counters + counter * kCounterWords + line / 4, line, round.count() - 1)) {
       const bool finishes = round.begin == first && round.last == end;
       merge(p, s, round, finishes, line);
       if (finishes) break;
@@ -1813,7 +1812,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     const float* __restrict__ sinks,        // [heads] or null
     const float* __restrict__ bmm1_tensor,  // [1] or null: multiplies bmm1
     const float* __restrict__ bmm2_tensor,  // [1] or null: multiplies bmm2
-    uint8* __restrict__ workspace,          // 16-byte aligned; its counters are zero between launches
+    uint8* __restrict__ workspace,          // 16-byte aligned, of any content
+    uint32* __restrict__ counters,          // zero between launches
     Out* __restrict__ out,                  // [tokens, heads, D]
     float* __restrict__ lse,                // [tokens, heads] or null; base 2
     float bmm1,
@@ -1849,12 +1849,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
-      workspace, out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len), int(total_q),
-      int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride, q_head_stride,
-      int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
-      v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
-      int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table), int(group_inverse)};
+      workspace, counters, out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len),
+      int(total_q), int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride,
+      q_head_stride, int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride),
+      int(v_token_stride), v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride),
+      k_scales_head_stride, int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride,
+      int(table_stride), int(v_table), int(group_inverse)};
   const int warp = uniform(threadIdx.x / kWarp);
 
   if constexpr (kHasPdl) {

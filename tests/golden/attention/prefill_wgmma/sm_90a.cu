@@ -605,6 +605,8 @@ struct Operands {
   int v_table;
   int causal;
   uint8* workspace;
+  uint32* counters;
+  int most_parts;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -678,8 +680,7 @@ class Items {
   uint32 count_ = 0;
 };
 
-constexpr int kMostParts = kWarp;                // of an item
-constexpr int kMostSums  = 480;  // of parts, that the workspace holds
+constexpr int kMostParts = kWarp;  // of an item
 
 // Finds the items of a cluster, by one warp, 32 requests at a time, one in each lane. Other warps have one that does
 // nothing.
@@ -693,7 +694,7 @@ class Finder {
   // Takes the next number, which arrives meanwhile.
   __device__ __forceinline__ void take() {
     if (!finds_ || taken_) return;
-    if (ptx::thread_index() % kWarp == 0) drawn_ = atomicAdd(counter(), 1);
+    if (ptx::thread_index() % kWarp == 0) drawn_ = atomicAdd(p_.counters, 1);
     taken_ = true;
   }
   // Puts the next item into its place, or the end.
@@ -723,8 +724,6 @@ class Finder {
   }
 
  private:
-  __device__ __forceinline__ uint32* counter() const { return reinterpret_cast<uint32*>(p_.workspace); }
-
   // All clusters can take as many whole items. Those that are left, or all if there are not enough, are divided so that
   // every cluster has a part. Each lane tries another number of parts of the longest item. The unit of costs is half a
   // tile: beside its tiles, a part costs as much as two to begin and to end, and half of one to add to others.
@@ -744,7 +743,7 @@ class Finder {
     const int   left = items - whole_, size = (longest + lane) / parts;
     const float rounds = ceilf(fminf(left, tiles / longest) * parts / clusters_);
     uint32 cost = uint32(rounds) * (2 * size + 4) + lane;
-    if (lane > 0 && left * parts > kMostSums) cost = ~0u / kWarp;
+    if (lane > 0 && left * parts > p_.most_parts) cost = ~0u / kWarp;
     parts_ = __reduce_min_sync(~0u, cost * kWarp + lane) % kWarp + 1;
     size_  = (longest + parts_ - 1) / parts_;
     end_   = whole_ + left * parts_;
@@ -754,7 +753,7 @@ class Finder {
   __device__ __forceinline__ bool find(Item& item) {
     if (in_all(number_ >= end_)) {
       // Nobody takes one after the last: ready for the next launch.
-      if (number_ == end_ + clusters_ - 1 && ptx::thread_index() % kWarp == 0) *counter() = 0;
+      if (number_ == end_ + clusters_ - 1 && ptx::thread_index() % kWarp == 0) atomicExch(p_.counters, 0);
       item.tiles = 0;
       return true;
     }
@@ -1486,9 +1485,9 @@ struct State {
 
 // ---- attention/parts -------------------------------------------------------
 // Items that are divided along their tokens: each warp leaves what it has of its 16 rows in the workspace, and the last
-// one to arrive adds up all parts in the order of the tokens. The workspace has counters, the first of which numbers
-// the parts that clusters take, then the parts. Counters are zero between launches.
-constexpr int kCounterBytes = 65536;
+// one to arrive adds up all parts in the order of the tokens. Of what the workspace holds, a launch reads only what it
+// wrote. The first counter numbers the parts that clusters take, the others are those of parts; they are zero between
+// launches.
 constexpr int kItemWarps = kCtas * kTeams * 4;
 constexpr int kQuads     = kHeadDim / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then the outputs
 constexpr int kAtOnce    = kTeams == 2 && kHeadDim == 128 ? 16 : 8;  // quads on their way, as registers allow
@@ -1551,7 +1550,7 @@ __device__ __forceinline__ void add_up(State& state, const uint4* parts, int cou
 __device__ __forceinline__ bool join(const Operands& p, const Item& item, int team, State& state) {
   const int lane = ptx::thread_index() % kWarp;
   const int warp = (rank_in_cluster() * kTeams + team) * 4 + ptx::thread_index() / kWarp % 4;
-  uint4* const parts = reinterpret_cast<uint4*>(p.workspace + kCounterBytes) +
+  uint4* const parts = reinterpret_cast<uint4*>(p.workspace) +
                        (int64(item.place) * kItemWarps + warp) * (kQuads * kWarp) + lane;
   uint4* const own = parts + item.part * kStep;
   own[0] = to_words(state.reference[0], state.sum[0], state.reference[1], state.sum[1]);
@@ -1561,7 +1560,7 @@ __device__ __forceinline__ bool join(const Operands& p, const Item& item, int te
   __syncwarp();
   bool last = false;
   if (lane == 0) {
-    uint32* const counter = reinterpret_cast<uint32*>(p.workspace) + 1 + item.place * kItemWarps + warp;
+    uint32* const counter = p.counters + 1 + item.place * kItemWarps + warp;
     last = ptx::atom_add_acq_rel(counter, 1) == item.parts - 1;
     if (last) *counter = 0;  // for the next launch
   }
@@ -1798,7 +1797,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     int64 table_stride,                     // elements
     int64 v_table,                          // elements from a request's K pages to its V pages
     int64 causal,                           // 0 or 1
-    uint8* __restrict__ workspace           // 16-byte aligned; its counters are zero between launches
+    uint8* __restrict__ workspace,          // 16-byte aligned, of any content
+    uint32* __restrict__ counters,          // zero between launches
+    int64 most_parts                        // that the workspace holds
 ) {
   extern __shared__ uint8 dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
@@ -1808,7 +1809,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
       int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table), int(causal), workspace};
+      int(v_table), int(causal), workspace, counters, int(most_parts)};
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler now sees
 
   if (threadIdx.x == 0) {

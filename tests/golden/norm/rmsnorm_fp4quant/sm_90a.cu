@@ -486,6 +486,29 @@ template <int kWarps, bool kClustered> struct RowSum {
   }
 };
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/rstd ---------------------------------------------------------
+// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
+// reciprocal are approximations corrected by their remainders (Markstein).
+struct Rstd {
+  float h, reciprocal, eps;
+  __device__ __forceinline__ float operator()(float sum) const {
+    float quotient = sum * reciprocal;
+    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
+    const float v = quotient + eps;
+    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
+    const float seed = ptx::rsqrt_approx(v), near = v * seed;
+    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
+  }
+};
+
 // ---- partials/ue8m0 --------------------------------------------------------
 // UE8M0: byte b is 2^(b - 127). v >= 0 is rounded up, to at most byte 254, also for Inf and NaN. Up to 2^-127, v
 // becomes byte 0.
@@ -600,14 +623,6 @@ __device__ __forceinline__ float decode_e4m3(uint8 b) {
 __device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
   if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
   return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/reciprocal ---------------------------------------------------
-// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
-// its remainder (Markstein).
-__device__ __forceinline__ float reciprocal_inside(float v) {
-  const float seed = ptx::rcp_approx(v);
-  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
 }
 
 // ---- partials/nvfp4 --------------------------------------------------------
@@ -791,20 +806,6 @@ struct Vectors {
   __device__ __forceinline__ void next_row() {
     row += row_step, x += step;
     if constexpr (kAdd) residual += step;
-  }
-};
-
-// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
-// reciprocal are approximations corrected by their remainders (Markstein).
-struct Rstd {
-  float h, reciprocal, eps;
-  __device__ __forceinline__ float operator()(float sum) const {
-    float quotient = sum * reciprocal;
-    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
-    const float v = quotient + eps;
-    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
-    const float seed = ptx::rsqrt_approx(v), near = v * seed;
-    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
   }
 };
 

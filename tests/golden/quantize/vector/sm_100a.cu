@@ -512,6 +512,10 @@ __device__ __forceinline__ float silu_outside(float v) {
   return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
 }
 
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
 // round(silu(gate) * up)
 template <typename In>
 __device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {

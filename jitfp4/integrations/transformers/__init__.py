@@ -1,0 +1,28 @@
+"""transformers on jitfp4: checkpoints in FP4, quantization while loading, and attention over a cache in NVFP4.
+
+>>> from jitfp4.integrations.transformers import Jitfp4Config, register
+>>> register()
+>>> model = AutoModelForCausalLM.from_pretrained(path)  # an FP4 checkpoint
+>>> model = AutoModelForCausalLM.from_pretrained(path, quantization_config=Jitfp4Config())  # any other
+>>> model.set_attn_implementation("jitfp4")
+>>> model.generate(tokens, past_key_values=Nvfp4Cache(model.config, max_cache_len=4096))
+"""
+
+from __future__ import annotations
+
+from jitfp4.integrations.transformers.attention import register_attention
+from jitfp4.integrations.transformers.cache import Nvfp4Cache, calibrate
+from jitfp4.integrations.transformers.config import Jitfp4Config
+from jitfp4.integrations.transformers.quantizer import Jitfp4Quantizer, claim
+
+__all__ = ["Jitfp4Config", "Jitfp4Quantizer", "Nvfp4Cache", "calibrate", "register"]
+
+
+def register() -> None:
+    """Make transformers load FP4 checkpoints with jitfp4. Further calls change nothing.
+
+    Names ``jitfp4`` as a quantization method, and takes the FP4 formats of ``compressed-tensors`` and ``modelopt``
+    checkpoints; their other formats stay with whoever had them. Names ``jitfp4`` as an implementation of attention.
+    """
+    claim()
+    register_attention()

@@ -1,0 +1,1 @@
+"""What engines call, taken from their sources and FlashInfer's."""

@@ -1,0 +1,150 @@
+"""Calls that are made again and again: a good call of every public function, and one that reaches each kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+import jitfp4
+from tests.inputs.calls import function_of
+from tests.inputs.good import Arguments, Calls, good_calls
+
+NO_LAUNCH = (
+    *("block_scale_interleave", "nvfp4_block_scale_interleave", "make_nvfp4_global_scale"),
+    *("silu_and_mul", "shuffle_matrix_a", "shuffle_matrix_sf_a", "prepare_fp4_weight", "Fp4Weight"),
+    "Fp4Weight.from_tensors",
+    "NVFP44Over6Config",
+    *(
+        f"Batch{kind}WithPagedKVCacheWrapper{method}"
+        for kind in ("Decode", "Prefill")
+        for method in ("", ".plan", ".reset_workspace_buffer")
+    ),
+)
+"""Functions of torch operations alone, and methods that only prepare."""
+
+CHECKED = {
+    "nvfp4_quantize 4over6": "the better of two scales is chosen by torch operations behind the launch",
+    "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
+    "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
+    "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
+}
+"""Calls that launch a kernel and take the checked way each time, and why."""
+
+
+def repeated_calls() -> Calls:
+    """By function, and what stands behind a space: arguments, fresh each time."""
+    return {**good_calls(), **_more()}
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(32, 96, shape).to(torch.uint8)
+
+
+def _more() -> Calls:
+    good = good_calls()
+
+    def product(m: int, n: int, k: int) -> Arguments:
+        return {
+            "a": _half(m, k),
+            "weight": jitfp4.prepare_fp4_weight(
+                _bytes(n, k // 2), _bytes(n, k // 16), sf_layout=jitfp4.SfLayout.layout_linear
+            ),
+        }
+
+    def fp4(m: int, n: int, k: int) -> Arguments:
+        rows = -(-m // 128) * 128, -(-n // 128) * 128
+        a, b = (_bytes(x, k // 2) for x in (m, n))
+        a_sf, b_sf = (_bytes(x, k // 16) for x in rows)
+        return {"a": a, "b": b.T, "a_descale": a_sf, "b_descale": b_sf.T}
+
+    def sides(name: str) -> Arguments:
+        """V with rows of another length than K."""
+        arguments = good[name]()
+        for key, width in (("paged_kv_cache", 64), ("kv_cache_sf", 8)):
+            k, v = arguments[key]
+            arguments[key] = k, torch.zeros(*v.shape[:-1], width, dtype=torch.uint8).view(v.dtype)
+        key = "append_value" if "append" in name else "output_v"
+        return arguments | {key: _half(*arguments[key].shape[:-1], 128)}
+
+    append, dequantize = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_kv_dequantize_paged"
+    return {
+        "nvfp4_quantize many": lambda: {"a": torch.zeros(8192, 4096).bfloat16(), "a_global_sf": torch.ones(1)},
+        "nvfp4_quantize e4m3": lambda: {
+            "a": _bytes(2048, 4096).view(torch.float8_e4m3fn),
+            "a_global_sf": torch.ones(1),
+        },
+        "nvfp4_quantize number": lambda: {"a": _half(4, 64), "a_global_sf": 2.0},
+        "nvfp4_quantize token": lambda: {"a": _half(4, 64), "a_global_sf": 0.5, "per_token_activation": True},
+        "nvfp4_quantize shuffled": lambda: {"a": _half(128, 64), "a_global_sf": 2.0, "do_shuffle": True},
+        "fp4_quantize inversed": lambda: {**good["fp4_quantize"](), "is_global_scale_inversed": True},
+        "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
+        "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
+        "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
+        "mm_fp4 divided": lambda: fp4(32, 8704, 128),
+        "mm_fp4 k96": lambda: fp4(256, 4096, 768),
+        "mm_fp4 trtllm": lambda: {**fp4(16, 128, 128), "backend": "trtllm"},
+        "single_prefill_with_kv_cache tokens": lambda: {
+            **good["single_prefill_with_kv_cache"](),
+            "q": _half(80, 2, 64),
+        },
+        f"{append} sides": lambda: sides(append),
+        f"{dequantize} sides": lambda: sides(dequantize),
+    }
+
+
+def _delta_rule(tokens: int) -> Arguments:
+    return {
+        "q": _half(2, tokens, 1, 128),
+        "k": _half(2, tokens, 1, 128),
+        "v": _half(2, tokens, 2, 128),
+        "initial_state": torch.zeros(2, 2, 128, 128),
+        "initial_state_indices": torch.arange(2),
+        "A_log": torch.zeros(2),
+        "a": _half(2, tokens, 2),
+        "dt_bias": torch.zeros(2),
+        "b": _half(2, tokens, 2),
+    }
+
+
+def without_outputs(name: str, arguments: Arguments) -> Arguments:
+    """The arguments without the tensors that the call allocates if they are not given."""
+    defaults = inspect.signature(function_of(name)).parameters
+    return {key: x for key, x in arguments.items() if key not in _OUTPUTS or defaults[key].default is not None}
+
+
+_OUTPUTS = ("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "lse")
+
+
+def filled(name: str, seed: int) -> Arguments:
+    """The arguments of a call, with other values in tensors of codes, scales and floats for each seed."""
+    arguments = repeated_calls()[name]()
+    for key, value in arguments.items():
+        for tensor in tensors_of(value) if "workspace" not in key else ():
+            random = {"generator": torch.Generator(tensor.device).manual_seed(seed), "device": tensor.device}
+            if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):  # finite and positive, as scales are
+                tensor.copy_(torch.randint(32, 96, tensor.shape, **random).to(torch.uint8).view(tensor.dtype))
+            elif tensor.dtype == torch.float32:
+                tensor.copy_(torch.rand(tensor.shape, **random) + 0.5)
+            elif tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, **random))
+            elif key == "mask" and "a" in arguments:
+                tensor.fill_(arguments["a"].shape[1])  # what is behind is not written
+    return arguments
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors in an argument or a result, in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_of(tuple(value.values()))
+    if dataclasses.is_dataclass(value):
+        return tensors_of(tuple(getattr(value, field.name) for field in dataclasses.fields(value)))
+    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, (tuple, list)) else []

@@ -1,0 +1,62 @@
+"""Every public function is remembered, whichever kernels it launches: its second call takes the short way."""
+
+from __future__ import annotations
+
+import pytest
+
+from jitfp4 import replay
+from jitfp4.kernel import kernels
+from tests.inputs.calls import callables, function_of
+from tests.inputs.repeated import CHECKED, NO_LAUNCH, repeated_calls, without_outputs
+from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+CALLS = repeated_calls()
+
+
+def launched(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, *, outputs: bool) -> Launches:
+    """The launches of two calls of a kind."""
+    replay.forget()
+    launches = Launches(monkeypatch, arch)
+    for _ in range(2):
+        arguments = CALLS[name]()
+        function_of(name)(**arguments if outputs else without_outputs(name, arguments))
+    return launches
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("outputs", [True, False], ids=["given", "allocated"])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_call_repeats_the_launches_of_the_first(
+    name: str, arch: str, outputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = launched(name, arch, monkeypatch, outputs=outputs)
+    if name in CHECKED:
+        half = len(launches.first) // 2
+        assert half and launches.first[:half] == launches.first[half:] and not launches.repeated
+    else:
+        assert bool(launches.first) == (name not in NO_LAUNCH)
+        assert launches.repeated == launches.first
+
+
+@pytest.mark.usefixtures("plain")
+def test_every_kernel_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    for name in CALLS.keys() - CHECKED.keys():
+        for arch in ARCHS:
+            seen.update(launched(name, arch, monkeypatch, outputs=True).repeated)
+    assert seen == {kernel.name for kernel in kernels()}, "tests/inputs/repeated.py needs a call that reaches it"
+
+
+def test_every_public_function_is_here() -> None:
+    of_no_tensors = {
+        "CacheInfo",
+        "NVFP44Over6ErrMode",
+        "SfLayout",
+        "load_tactics",
+        "tune",
+    }  # a result, enumerations, the tuner
+    here = [function_of(name) for name in CALLS]
+    missing = {name.split(".")[0] for name, function in callables() if function not in here}
+    assert missing == of_no_tensors, "tests/inputs/good.py needs a call of it"
