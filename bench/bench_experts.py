@@ -86,7 +86,7 @@ _SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
 _LEAST_CALLS, _MOST_CALLS = 4, 32
-_LEAST_WIDE, _MOST_ROOM = 6, 5.0  # mean rows of an expert; rows of an item over these
+_LEAST_WIDE, _MOST_ROOM = 6, 2.6  # mean rows of an expert; rows of an item over these
 
 
 class Copies(NamedTuple):
@@ -253,7 +253,7 @@ def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dic
     chosen = item_rows_of(tokens * layer.slots, layer.experts)
     sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= FOUND else set())
     mean = tokens * layer.slots / layer.experts
-    if arch.name == "sm_90a" and mean >= _LEAST_WIDE and "wide" in kinds:
+    if arch.has_wgmma and mean >= _LEAST_WIDE and "wide" in kinds:
         sizes |= {tactic.tile_m for tactic in WIDE_TACTICS if mean <= tactic.tile_m <= _MOST_ROOM * mean}
     found = {}
     for item_rows in sorted(sizes):

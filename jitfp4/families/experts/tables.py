@@ -79,7 +79,7 @@ HOPPER = Table(
         ),
     ),
     measured=None,
-    archs=("sm_90a",),
+    needs="has_wgmma",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jitfp4.arch import Arch
+from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments, UpArguments
 from jitfp4.families.experts.problem import Problem, Product
@@ -15,10 +15,10 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-_SHARED_BYTES = 232448  # that a CTA may have
+_SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
 _HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
-_BARRIERS = 16  # bytes of a slot
+_BARRIER_BYTES = 8
 _MOST_STAGED = 64  # rows of results
 _MOST_ROWS = 256  # of a product
 _MAX_TEAMS = 4
@@ -101,8 +101,8 @@ class WideSpec(KernelSpec):
         return tile_bytes(self.format)
 
     def _bytes(self, slots: int) -> int:
-        x = slots * (self.tile_m * _HALF_ROW_BYTES + _BARRIERS)
-        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        x = slots * (self.tile_m * _HALF_ROW_BYTES + 3 * _BARRIER_BYTES)
+        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
         tokens = 8 * self.groups * self.tile_m if self.product is Product.DOWN else 0
         return round_up(x + weights + staged + 4 * self.tile_m + tokens, 1024)
@@ -119,8 +119,8 @@ def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
 
 def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
-    if arch.name != "sm_90a":
-        return "its products are instructions of sm_90a"
+    if not arch.has_wgmma:
+        return f"its products are instructions of {names_with('has_wgmma')}"
     if problem.item_rows == 0:
         return "it needs a list of items"
     if problem.item_rows > tactic.tile_m:
