@@ -53,8 +53,8 @@ class WideSpec(KernelSpec):
             raise ArgumentError("tile_m", self.tile_m, f"a multiple of 16 up to {_MOST_ROWS}")
         if self.step_m not in (8, 16, 32, 64, 128, 256) or self.tile_m % self.step_m:
             raise ArgumentError("step_m", self.step_m, "a power of two from 8 that divides tile_m")
-        if not 0 < self.groups <= _MAX_TEAMS or self.groups * self.tile_m > _MAX_SUMS:
-            enough = f"1 to {_MAX_TEAMS}, times tile_m at most {_MAX_SUMS}: registers"
+        if not 2 <= self.groups <= _MAX_TEAMS or self.groups * self.tile_m > _MAX_SUMS:
+            enough = f"2 to {_MAX_TEAMS}, times tile_m at most {_MAX_SUMS}: registers"
             raise ArgumentError("groups", self.groups, enough)
 
     @property
