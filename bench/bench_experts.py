@@ -351,7 +351,9 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
-    parser.add_argument("--kinds", nargs="+", choices=("narrow", "wide"), default=("narrow", "wide"), help="of a search")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=("narrow", "wide"), default=("narrow", "wide"), help="of a search"
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
     options = parser.parse_args()
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]

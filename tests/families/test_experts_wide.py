@@ -14,7 +14,7 @@ from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic, geometry, rejects, specialise
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
-from jitfp4.families.experts.tables import HOPPER, forced_item_rows, item_rows_of
+from jitfp4.families.experts.tables import HOPPER_DOWN, HOPPER_UP, forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.experts import assert_layer, dense, make_layer, make_raw, make_routing, make_x, prepared
 from tests.support.sample import some
@@ -150,9 +150,9 @@ def test_who_takes_how_many_rows() -> None:
 
 
 def test_every_row_of_the_table_is_met() -> None:
-    for operation in (EXPERTS_UP, EXPERTS_DOWN):
+    for operation, table in ((EXPERTS_UP, HOPPER_UP), (EXPERTS_DOWN, HOPPER_DOWN)):
         met = {operation.select(one, SM_90A) for one in operation.problems(SM_90A)}
-        assert met >= {row.tactic for row in HOPPER.rows}
+        assert met >= {row.tactic for row in table.rows}
 
 
 @pytest.mark.parametrize("product", Product)

@@ -12,7 +12,8 @@ from jitfp4.families.experts.kernels.wide import WIDE_DOWN, WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
     DOWN_TABLE,
-    HOPPER,
+    HOPPER_DOWN,
+    HOPPER_UP,
     ROUTE_TABLE,
     UP_TABLE,
     down_problems,
@@ -156,7 +157,7 @@ EXPERTS_UP = Operation(
     kernels=(NARROW_UP, WIDE_UP),
     problem=_up_problem,
     problems=up_problems,
-    tables=(UP_TABLE, HOPPER),
+    tables=(UP_TABLE, HOPPER_UP),
     reference=_up_reference,
     output="h",
     aligned=("x", "w13", "scale13", "bias13", "items", "h"),
@@ -170,7 +171,7 @@ EXPERTS_DOWN = Operation(
     kernels=(FEW_DOWN, NARROW_DOWN, WIDE_DOWN),
     problem=_down_problem,
     problems=down_problems,
-    tables=(DOWN_TABLE, HOPPER),
+    tables=(DOWN_TABLE, HOPPER_DOWN),
     reference=_down_reference,
     output="out",
     aligned=("h", "w2", "scale2", "bias2", "items", "y", "out"),
