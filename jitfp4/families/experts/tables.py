@@ -51,7 +51,7 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 
 # a model: as many bytes in flight as an SM needs, in tiles that all SMs have about as many of
-_FEW_ROWS = (
+_FEW_ROWS: tuple[Row[Any], ...] = (
     *rows(
         (NarrowTactic(8, 2, 1, 6, 3, 3), {"tiles_per_sm": 1.0}),
         (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
@@ -59,7 +59,7 @@ _FEW_ROWS = (
     ),
     Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16}),
 )
-_NARROW = (
+_NARROW: tuple[Row[Any], ...] = (
     *_FEW_ROWS,
     Row(NarrowTactic(32, 4, 2, 2, 3, 2), {"item_rows": 32}),
     Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
@@ -67,11 +67,11 @@ _NARROW = (
     *(Row(NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1), {"item_rows": tile_m}) for tile_m in (8, 16, 32)),
     Row(NarrowTactic(32, 1, 4, 2, 2, 1)),
 )
-_ONE_TOKEN = Row(FewTactic(1, 16, 3, 2))
+_ONE_TOKEN: Row[Any] = Row(FewTactic(1, 16, 3, 2))
 UP_TABLE: Table[Any] = Table(_NARROW, measured=None)
 DOWN_TABLE: Table[Any] = Table((_ONE_TOKEN, *_NARROW), measured=None)
 
-_WIDE = (
+_WIDE: tuple[Row[Any], ...] = (
     *_FEW_ROWS,
     Row(WideTactic(32, 8, 4), {"item_rows": 32}),
     Row(WideTactic(64, 16, 4), {"item_rows": 64}),
