@@ -10,7 +10,7 @@ import torch
 from jitfp4 import fp4_experts, sim
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.experts.kernels.few_down import FewTactic
-from jitfp4.families.experts.kernels.narrow import FOUND, NARROW_TACTICS, NarrowTactic, geometry, rejects
+from jitfp4.families.experts.kernels.narrow import FOUND, NarrowTactic, geometry, rejects
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product, most_items
 from jitfp4.families.experts.tables import DOWN_TABLE, UP_TABLE, forced_item_rows, item_rows_of
@@ -295,7 +295,6 @@ def test_the_grid_has_room_for_any_routing() -> None:
     assert geometry(problem(64, 8), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 176)
     assert geometry(problem(64, 32), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 140 * 4)
     assert [item_rows_of(a, 128) for a in (8, 64)] == [0, 0]
-    assert item_rows_of(1 << 16, 128) == max(tactic.tile_m for tactic in NARROW_TACTICS)
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
