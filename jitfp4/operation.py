@@ -22,6 +22,7 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
+from jitfp4.remembered import Step
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
@@ -251,7 +252,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
-            step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
+            step = None if launched is None else Step(*launched, *self._conditions(arguments, launched[1]))
             replay.note(step)
 
     def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:

@@ -195,7 +195,8 @@ _LEGAL = {
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
     ("multi_ctas_kv_counter_buffer", "complex"),  # likewise
     *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
-    *itertools.product(("max_token_per_sequence",), ("7",)),
+    *itertools.product(("max_token_per_sequence", "uniform_q_len"), ("7",)),
+    *(("cp_rank", "0"), ("request_order_plan", "None")),  # the defaults
     ("token_pos_in_items_len", "0"),
     *itertools.product(("kv_indices", "indices", "paged_kv_indptr_buffer"), ("one element too many",)),  # room
     *itertools.product(("paged_kv_indices_buffer",), ("one element too many", "one element too few")),

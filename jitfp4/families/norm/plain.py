@@ -162,7 +162,7 @@ def gemma_fused_add_rmsnorm(
 
 def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: A002
     """The input as rows, after checks of what all functions take."""
-    check_dtype("input", input, tuple(HALVES))
+    check_dtype("input", input, HALVES)
     rows = as_rows("input", input, _MULTIPLE)
     h = rows.shape[1]
     if not MIN_HIDDEN <= h <= MAX_HIDDEN:
