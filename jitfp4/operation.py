@@ -17,7 +17,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import torch
 
 from jitfp4 import engine, replay, sim, tactics
-from jitfp4.addresses import ALIGNMENT, extent, meet
+from jitfp4.addresses import ALIGNMENT, Places, extent, meet
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
@@ -284,7 +284,10 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 raise ArgumentError(public, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
         extents = {name: extent(tensor) for name in self._tensors if (tensor := getattr(arguments, name)) is not None}
         for written, other in self._disjoint:
-            if written in extents and other in extents and meet(extents[written], extents[other]):
+            if written not in extents or other not in extents or not meet(extents[written], extents[other]):
+                continue
+            first, second = getattr(arguments, written), getattr(arguments, other)
+            if Places.of(first, second).meet(first.data_ptr(), second.data_ptr()):
                 names = self._public(arguments, written), self._public(arguments, other)
                 raise ArgumentError(names[0], f"memory of {names[1]}", "memory of its own")
         return arguments

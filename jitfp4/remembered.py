@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from jitfp4.addresses import ALIGNMENT, extent
+from jitfp4.addresses import ALIGNMENT, Places
 from jitfp4.dispatch import current_stream, empty_cuda, exchange_device
 
 MOST = 4096  # most sets of addresses that a call remembers
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     allocated: tuple[_Layout, ...]  # results and scratch
     temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
-    disjoint: tuple[tuple[int, int, int, int], ...]  # two of the launch's tensors, and their extents in bytes
+    disjoint: tuple[tuple[int, int, Places], ...]  # two of the launch's tensors
     results: Callable[[Sequence[torch.Tensor]], Any]
     allowed: set[tuple[int, ...]]  # addresses that passed the checks before
 
@@ -108,8 +108,7 @@ class Call(NamedTuple):
     def _allows(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
         return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
-            addresses[first] < addresses[second] + other and addresses[second] < addresses[first] + size
-            for first, second, size, other in self.disjoint
+            places.meet(addresses[first], addresses[second]) for first, second, places in self.disjoint
         )
 
 
@@ -147,7 +146,6 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     for tensor in results:
         if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
             raise _Unrepeatable
-    sizes = [high - low for low, high in map(extent, step.tensors)]
     places = [numbers.of(tensor) for tensor in returned]
     return Call(
         step.launch,
@@ -158,7 +156,7 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
         tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         step.aligned,
-        tuple((a, b, sizes[a], sizes[b]) for a, b in step.disjoint),
+        tuple((a, b, Places.of(step.tensors[a], step.tensors[b])) for a, b in step.disjoint),
         _results_of(result, places),
         set(),
     )

@@ -23,6 +23,8 @@ from jitfp4.layouts import SfLayout
 Pair = torch.Tensor | Sequence[torch.Tensor]
 """K and V of a cache: one tensor with both in its second dimension, or a pair of tensors."""
 
+LEAST = 2.0**-150
+"""float32 rounds it, and what is less, to 0."""
 _MOST_NUMBERS = 1024
 _numbers: dict[tuple[float, torch.device], torch.Tensor | None] = {}  # None for a number that came once
 _numbering = threading.Lock()
@@ -38,10 +40,16 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
 
 
 def check_strided(name: str, *tensors: torch.Tensor) -> None:
-    """Check that no tensor is sparse, or of another layout than torch's usual one."""
+    """Check that the memory of every tensor holds its values: none is sparse, quantized, or a negated view."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ArgumentTypeError(name, f"a tensor of layout {tensor.layout}", "a strided tensor")
+        if torch.compiler.is_dynamo_compiling():
+            continue
+        if tensor.is_quantized:
+            raise ArgumentTypeError(name, f"a quantized tensor, {tensor.dtype}", "a plain tensor")
+        if tensor.is_neg():
+            raise ArgumentTypeError(name, "a negated view", "a tensor whose memory holds its values: resolve_neg()")
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
@@ -104,8 +112,8 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
     The values of a tensor are never read by the host.
     """
     if isinstance(scales, (int, float)):
-        if not scales > 0:
-            raise ArgumentError(name, scales, "a finite number above 0")
+        if not scales > LEAST:
+            raise ArgumentError(name, scales, "a finite number above 0, as float32")
         return number_f32(float(scales), like)
     check_dtype(name, scales, FLOATS)
     if not is_among(scales.numel(), sizes):

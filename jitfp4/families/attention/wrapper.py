@@ -255,8 +255,8 @@ def dtypes(
 
 
 def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
-    """The dtype ``given``, which may be its name in torch. Raises ArgumentError unless it is allowed."""
-    found = getattr(torch, given, None) if isinstance(given, str) else given
+    """The dtype ``given``, which may be its name in torch, or "nvfp4". Raises ArgumentError unless it is allowed."""
+    found = getattr(torch, "uint8" if given == "nvfp4" else given, None) if isinstance(given, str) else given
     if found not in allowed:
         raise ArgumentError(name, repr(given), " or ".join(map(str, allowed)))
     return found  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import Pair, check_contiguous, check_device, check_dtype, check_same_device, number_f32, pair
+from jitfp4.tensors import LEAST, Pair, check_contiguous, check_device, check_dtype, check_same_device, number_f32, pair
 
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
 
@@ -213,5 +213,5 @@ def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, ca
 
 
 def _check_decode_scale(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and value > LEAST):
         raise ArgumentError(name, value, "a positive finite decode scale")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.addresses import Places
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
@@ -224,6 +225,12 @@ def _append(
     quantize_sides(x, scales, lists, written, interleaved, enable_pdl, ("append_key", "append_value"))
 
 
+def _cache_names(lists: Lists) -> str:
+    """The public names of a cache that is written, and of the lists that say where."""
+    slots = "slot_mapping" if lists[3] is None else "positions"
+    return f"k_codes=paged_kv_cache,k_sf=kv_cache_sf,slots={slots},indices=kv_indices,indptr=kv_indptr"
+
+
 def quantize_sides(
     x: tuple[torch.Tensor, torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -236,6 +243,7 @@ def quantize_sides(
     """Quantize K and V: one launch where they have the same shapes and strides, else one for each."""
     k, v = written
     if not k.like(v) or steps(x[0]) != steps(x[1]):
+        _check_apart(k, v)
         quantize_side(x[0], scales[0], lists, k, interleaved=False, enable_pdl=enable_pdl, name=names[0])
         quantize_side(x[1], scales[1], lists, v, interleaved=interleaved, enable_pdl=enable_pdl, name=names[1])
         return
@@ -256,9 +264,18 @@ def quantize_sides(
             v_sf=v.sf,
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={names[0]},v={names[1]}",
+            names=f"k={names[0]},v={names[1]},{_cache_names(lists)},v_codes=paged_kv_cache,v_sf=kv_cache_sf",
         )
     )
+
+
+def _check_apart(k: Side, v: Side) -> None:
+    """Check that K and V, which two launches write, share no memory."""
+    if torch.compiler.is_dynamo_compiling() or k.codes.is_meta:
+        return
+    for name, one, other in (("paged_kv_cache", k.codes, v.codes), ("kv_cache_sf", k.sf, v.sf)):
+        if one.numel() and Places.of(one, other).meet(one.data_ptr(), other.data_ptr()):
+            raise ArgumentError(name, "K and V in the same memory", "memory of its own for each")
 
 
 def quantize_side(
@@ -289,6 +306,6 @@ def quantize_side(
             v_sf=None,
             interleaved=0 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={name}",
+            names=f"k={name},{_cache_names(lists)}",
         )
     )

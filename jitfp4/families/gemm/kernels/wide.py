@@ -108,6 +108,11 @@ class WideSpec(KernelSpec):
         return self.groups * self.depth
 
     @property
+    def product_rows(self) -> tuple[int, ...]:
+        """The rows of x of a product on the tensor cores."""
+        return (self.tile_m,)
+
+    @property
     def threads(self) -> int:
         return 128 * (self.teams + 1)
 
