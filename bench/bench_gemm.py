@@ -38,9 +38,11 @@ from jitfp4 import Fp4Weight, mm_bf16_fp4, nvrtc, prepare_fp4_weight, tune
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
-from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
-from jitfp4.families.gemm.problem import NarrowTactic, Problem
-from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.gemm.kernels.narrow import KERNEL as NARROW
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import SfLayout

@@ -24,7 +24,7 @@ from bench.harness import geomean, write_results
 from bench.stamp import stamp
 from jitfp4 import Fp4Weight
 from jitfp4.engine import target_of
-from jitfp4.families.gemm.operation import WIDE
+from jitfp4.families.gemm.kernels.wide import KERNEL as WIDE
 from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import NVFP4, DType
 

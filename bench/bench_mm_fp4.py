@@ -33,10 +33,11 @@ from jitfp4 import mm_fp4
 from jitfp4.arch import Arch
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.fp4_operation import MM_FP4
-from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
 from jitfp4.families.gemm.fp4_tables import TABLE
-from jitfp4.families.gemm.fp4_wide_kernels import FP4_WIDE
-from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.wide_fp4 import KERNEL as FP4_WIDE
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout
 from jitfp4.reference.gemm import decode
@@ -122,7 +123,7 @@ def compare(arch: Arch, seconds: float) -> Iterator[Row]:
 
 def searched(case: Fp4Problem, arch: Arch) -> Iterator[PortableTactic | WideTactic]:
     """What mma.sync would get, and the tactics of wgmma whose tiles suit the number of rows."""
-    yield next(row.tactic for row in TABLE.rows if row.fits(case, arch))
+    yield next(row.tactic for row in TABLE.rows if row.of(case, arch))
     least = min(case.m, 128 if case.m < 1024 else 256)
     for tactic in FP4_WIDE.candidates(case, arch):
         if tactic.tile_m >= least and (case.m < 1024 or tactic.split == 1):

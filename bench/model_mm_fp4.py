@@ -1,7 +1,7 @@
 """The model of mm_fp4's kernels, on the shapes of FlashInfer's comparison of SM103 with SM100: tactics, waves, bytes.
 
 Run anywhere: ``python -m bench.model_mm_fp4 [--out DIR]``. Nothing is measured: ``clocks`` is computed by
-jitfp4/families/gemm/blockscaled_model.py, whose constants are assumptions; it is not the speed of a GPU.
+jitfp4/families/gemm/model.py, whose constants are assumptions; it is not the speed of a GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bench.bench_mm_fp4 import COMPARED
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.blockscaled_model import cheapest, estimate
-from jitfp4.families.gemm.fp4_problem import Fp4Problem
+from jitfp4.families.gemm.model import cheapest, estimate
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.layouts import SfLayout
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what each module lists in its own __all__
     from jitfp4.engine import *
     from jitfp4.errors import *
     from jitfp4.families.attention import *
+    from jitfp4.families.experts import *
     from jitfp4.families.gdn import *
     from jitfp4.families.gemm import *
     from jitfp4.families.kv import *
@@ -68,6 +69,7 @@ _HOMES = {
         "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
         "nvfp4_quantize_paged_kv_cache",
+        "rope_append_paged_kv_cache",
     ),
     "jitfp4.families.norm": (
         "add_rmsnorm_fp4quant",

@@ -33,12 +33,25 @@ class Arch:
     has_ld256: bool = False  # ld.global.v8.b32
     has_f32x2: bool = False  # fma.rn.f32x2
     has_scaled_mma: bool = False  # mma.sync with block scales
+    has_wgmma: bool = False  # wgmma
+    has_tcgen05: bool = False  # tcgen05, also with block scales
+    has_k96: bool = False  # tcgen05 products of 96 columns of FP4
     nvrtc: tuple[int, int] = (12, 8)
 
     @property
     def ptx_target(self) -> str:
         """NVRTC's name for PTX output, such as ``compute_90a``."""
         return self.name.replace("sm_", "compute_")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability that the target is made for."""
+        return divmod(int(self.name.removeprefix("sm_").rstrip("a")), 10)
+
+    def _runs_on(self, major: int, minor: int) -> bool:
+        """Arch-specific code runs on its own capability only, sm_80 code also on 8.6 and 8.7."""
+        at_major, at_minor = self.capability
+        return major == at_major and (minor == at_minor if self.name.endswith("a") else minor >= at_minor)
 
     def shared_of(self, ctas: int) -> int:
         """Bytes of shared memory that each of ``ctas`` CTAs on an SM can have."""
@@ -65,36 +78,35 @@ class Arch:
     @staticmethod
     def of_capability(major: int, minor: int) -> Arch:
         """The target whose cubins run on a device of this compute capability."""
-        for (at_major, at_minor), name in _TARGET_BY_CAPABILITY:
-            exact = name.endswith("a")  # arch-specific code runs on its own capability only
-            if major == at_major and (minor == at_minor if exact else minor >= at_minor):
-                return ARCHS[name]
+        fitting = [arch for arch in ARCHS.values() if arch._runs_on(major, minor)]
+        if fitting:
+            return max(fitting, key=lambda arch: arch.capability)
         raise UnsupportedArchError(f"compute capability {major}.{minor} has no target; supported: {', '.join(ARCHS)}")
 
 
 _HOPPER: dict[str, Any] = {"has_e4m3_cvt": True, "has_pdl": True, "has_tma": True}
 _BLACKWELL: dict[str, Any] = {**_HOPPER, "has_e2m1_cvt": True, "has_f32x2": True}
+_TCGEN05: dict[str, Any] = {**_BLACKWELL, "shared_bytes": 232448, "has_ld256": True, "has_tcgen05": True}
 
 ARCHS = {
     arch.name: arch
     for arch in (
         Arch("sm_80", shared_bytes=166912, num_sms=108),
         Arch("sm_89", shared_bytes=101376, num_sms=128, has_e4m3_cvt=True),
-        Arch("sm_90a", shared_bytes=232448, num_sms=132, **_HOPPER),
-        Arch("sm_100a", shared_bytes=232448, num_sms=148, has_ld256=True, **_BLACKWELL),
-        Arch("sm_103a", shared_bytes=232448, num_sms=148, has_ld256=True, nvrtc=(12, 9), **_BLACKWELL),
+        Arch("sm_90a", shared_bytes=232448, num_sms=132, has_wgmma=True, **_HOPPER),
+        Arch("sm_100a", num_sms=148, **_TCGEN05),
+        Arch("sm_103a", num_sms=148, has_k96=True, nvrtc=(12, 9), **_TCGEN05),
         Arch("sm_120a", shared_bytes=101376, num_sms=188, has_scaled_mma=True, **_BLACKWELL),
         Arch("sm_121a", shared_bytes=101376, num_sms=48, has_scaled_mma=True, nvrtc=(12, 9), **_BLACKWELL),
     )
 }
 
-# sm_80 code also runs on 8.6 and 8.7; the first match from the top wins.
-_TARGET_BY_CAPABILITY = (
-    ((8, 9), "sm_89"),
-    ((8, 0), "sm_80"),
-    ((9, 0), "sm_90a"),
-    ((10, 0), "sm_100a"),
-    ((10, 3), "sm_103a"),
-    ((12, 0), "sm_120a"),
-    ((12, 1), "sm_121a"),
-)
+
+def shared_bytes_with(capability: str) -> int:
+    """Bytes of dynamic shared memory that a CTA has on every architecture with a capability, such as ``has_wgmma``."""
+    return min(arch.shared_bytes for arch in ARCHS.values() if getattr(arch, capability))
+
+
+def names_with(capability: str) -> str:
+    """The architectures with a capability, such as ``sm_100a and sm_103a``."""
+    return " and ".join(arch.name for arch in ARCHS.values() if getattr(arch, capability))

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import torch
 
 from jitfp4 import engine, replay, sim, tactics
-from jitfp4.addresses import ALIGNMENT, extent, meet
+from jitfp4.addresses import ALIGNMENT, Places, extent, meet
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
+from jitfp4.remembered import Step
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
@@ -139,9 +140,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             return Selection(forced, "forced")
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
-        table, row = self._row(problem, arch)
+        table, row, tactic = self._row(problem, arch)
         source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
-        return Selection(row.tactic, f"table: row {table.rows.index(row) + 1} of {source}")
+        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
         """The problem that stands for all that share a tuned choice: ``growing`` fields become powers of two."""
@@ -186,13 +187,13 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 found[problem] = tactic
         return found
 
-    def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any]]:
-        """The table for an architecture, and its first row that fits the problem and whose tactic can run it."""
+    def _row(self, problem: ProblemT, arch: Arch) -> tuple[Table[Any], Row[Any], Any]:
+        """The table for an architecture, its first row that fits the problem and whose tactic can run it, and that."""
         table = table_for(self.tables, arch)
         for row in table.rows:
-            kernel = self._kernel_of[type(row.tactic)]
-            if row.fits(problem, arch) and kernel.rejects(problem, row.tactic, arch) is None:
-                return table, row
+            tactic = row.of(problem, arch)
+            if tactic is not None and self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None:
+                return table, row, tactic
         raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
 
     @contextmanager
@@ -210,7 +211,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
 
     def _plan(self, problem: ProblemT, arch: Arch, tactic: Any = None) -> Plan:
         """The plan of a problem with ``tactic``, or with the one that the tables give. Plans are remembered."""
-        tactic = self._row(problem, arch)[1].tactic if tactic is None else tactic
+        tactic = self._row(problem, arch)[2] if tactic is None else tactic
         return self._kernel_of[type(tactic)].plan(problem, tactic, arch)
 
     def _specs(self, kernel: AnyKernel, arch: Arch, which: Which) -> Iterable[KernelSpec]:
@@ -221,7 +222,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         found: dict[tuple[AnyKernel, KernelSpec], None] = {}
         for problem in self.problems(arch):
             selected = which == "selected"
-            for tactic in [self._row(problem, arch)[1].tactic] if selected else self.candidates(problem, arch):
+            for tactic in [self._row(problem, arch)[2]] if selected else self.candidates(problem, arch):
                 kernel = self._kernel_of[type(tactic)]
                 found[kernel, kernel.specialise(problem, tactic)] = None
         return tuple(found)
@@ -250,7 +251,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
-            step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
+            step = None if launched is None else Step(*launched, *self._conditions(arguments, launched[1]))
             replay.note(step)
 
     def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:
@@ -283,7 +284,10 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 raise ArgumentError(public, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
         extents = {name: extent(tensor) for name in self._tensors if (tensor := getattr(arguments, name)) is not None}
         for written, other in self._disjoint:
-            if written in extents and other in extents and meet(extents[written], extents[other]):
+            if written not in extents or other not in extents or not meet(extents[written], extents[other]):
+                continue
+            first, second = getattr(arguments, written), getattr(arguments, other)
+            if Places.of(first, second).meet(first.data_ptr(), second.data_ptr()):
                 names = self._public(arguments, written), self._public(arguments, other)
                 raise ArgumentError(names[0], f"memory of {names[1]}", "memory of its own")
         return arguments

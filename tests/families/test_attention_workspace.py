@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +11,22 @@ from unittest import mock
 
 import pytest
 import torch
+from cuda.bindings import driver as cuda
 
 import jitfp4
-from jitfp4 import sim
+from jitfp4 import driver, sim
 from jitfp4.arch import Arch
+from jitfp4.errors import LaunchError
 from jitfp4.families.attention import counters
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import Tactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
 from tests.support.attention import Case, counted
 
 CALLS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
-    "decode": (Tactic(4, 3, 1), False, {"lengths": (300, 70), "kv_heads": 1}),
-    "decode_groups": (Tactic(8, 3, 1, 8), False, {"lengths": (300, 70), "kv_heads": 8, "kv_layout": "NHD"}),
+    "decode": (DecodeTactic(4, 3, 1), False, {"lengths": (300, 70), "kv_heads": 1}),
+    "decode_groups": (DecodeTactic(8, 3, 1, 8), False, {"lengths": (300, 70), "kv_heads": 8, "kv_layout": "NHD"}),
     "prefill": (PrefillTactic(4, 16, 64, 1), True, {"lengths": (90,), "q_lens": (40,), "kv_heads": 1, "group": 2}),
     "prefill_wgmma": (
         WgmmaTactic(tile=64, stages=4),
@@ -136,6 +139,44 @@ def test_counters_beyond_the_bound_are_cleared_for_each_launch() -> None:
         assert not counters.of(_workspace(32)).any()
         assert [counters.of(_workspace(address)) for address in (0, 16)] == kept
     assert len(counters._sets) == 2
+
+
+class _Driver:
+    """The functions of the driver by name; each notes its call, and ``refused`` fails."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.called: list[str] = []
+        self.refused = refused
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._call, name) if name.startswith("cu") else getattr(cuda, name)
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        self.called.append(f"{name} {args[0].name}" if name.startswith("cuThread") else name)
+        failed = name == self.refused
+        status = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY if failed else cuda.CUresult.CUDA_SUCCESS
+        return (status, {"cuThreadExchangeStreamCaptureMode": _GLOBAL, "cuMemAlloc": 4096}.get(name, 1))
+
+
+_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+_EXCHANGED = [f"cuThreadExchangeStreamCaptureMode CU_STREAM_CAPTURE_MODE_{mode}" for mode in ("RELAXED", "GLOBAL")]
+
+
+def test_memory_is_allocated_and_cleared_whatever_is_captured() -> None:
+    fake = _Driver()
+    with mock.patch.object(driver, "cuda", fake), mock.patch.object(driver, "Device"):
+        memory = driver.Memory(0, 100)
+    work = ["cuMemAlloc", "cuStreamCreate", "cuMemsetD8Async", "cuStreamSynchronize", "cuStreamDestroy"]
+    assert fake.called == [_EXCHANGED[0], *work, _EXCHANGED[1]]
+    assert memory.__cuda_array_interface__["data"] == (4096, False)
+    fake = _Driver("cuMemAlloc")
+    with (
+        mock.patch.object(driver, "cuda", fake),
+        mock.patch.object(driver, "Device"),
+        pytest.raises(LaunchError, match="cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"),
+    ):
+        driver.Memory(0, 100)
+    assert fake.called == [_EXCHANGED[0], "cuMemAlloc", _EXCHANGED[1]]
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

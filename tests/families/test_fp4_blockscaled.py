@@ -12,21 +12,16 @@ import torch
 
 from jitfp4 import ArgumentError, mm_fp4, nvrtc, sim
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.blockscaled import (
-    K64_TACTICS,
-    K96_TACTICS,
-    K64Tactic,
-    K96Tactic,
-    Tactic,
-    geometry,
-    rejects,
-    specialise,
-)
-from jitfp4.families.gemm.blockscaled_kernels import K64, K96
-from jitfp4.families.gemm.blockscaled_model import SELECTABLE, cheapest, estimate
 from jitfp4.families.gemm.fp4_operation import MM_FP4
-from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
+from jitfp4.families.gemm.kernels.blockscaled import KERNEL as K64
+from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.blockscaled_k96 import KERNEL as K96
+from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.model import SELECTABLE, Tactic, cheapest, estimate
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.kernel import AnyKernel
 from jitfp4.layouts import SfLayout
 from jitfp4.reference.formats import swizzle
 from jitfp4.reference.gemm import error_bound, matmul
@@ -44,6 +39,10 @@ SM_100A, SM_103A = Arch.of("sm_100a"), Arch.of("sm_103a")
 
 def problem(m: int, n: int, k: int, block_format: BlockFormat = NVFP4, layout: SfLayout = SWIZZLED) -> Fp4Problem:
     return Fp4Problem(block_format, layout, DType.BF16, m, n, k)
+
+
+def kernel_of(tactic: Tactic) -> AnyKernel:
+    return K64 if isinstance(tactic, K64Tactic) else K96
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -216,9 +215,9 @@ def test_a_scale_that_is_nan_spoils_its_row_only(arch: str) -> None:
     ids=str,
 )
 def test_why_a_tactic_is_rejected(tactic: Tactic, arch: Arch, one: Fp4Problem, reason: str) -> None:
-    assert reason in str(rejects(one, tactic, arch))
+    assert reason in str(kernel_of(tactic).rejects(one, tactic, arch))
     with pytest.raises(ArgumentError, match="tactic"):
-        (K64 if isinstance(tactic, K64Tactic) else K96).plan(one, tactic, arch)
+        kernel_of(tactic).plan(one, tactic, arch)
 
 
 @pytest.mark.parametrize(("name", "tactic"), [("tile_n", K64Tactic(48, 1, 2)), ("ctas", K64Tactic(64, 4, 2)),
@@ -229,13 +228,13 @@ def test_why_a_tactic_is_rejected(tactic: Tactic, arch: Arch, one: Fp4Problem, r
                          ids=str)  # fmt: skip
 def test_impossible_cuts_name_the_field(name: str, tactic: Tactic) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}:"):
-        specialise(problem(256, 256, 256), tactic)
+        kernel_of(tactic).specialise(problem(256, 256, 256), tactic)
 
 
 def test_every_tactic_fills_shared_memory() -> None:
     """One stage more does not fit, of the ring that is left to grow."""
-    for tactic in K64_TACTICS + K96_TACTICS:
-        spec = specialise(problem(256, 256, 8192), tactic)
+    for tactic in (*K64.tactics, *K96.tactics):
+        spec: Any = kernel_of(tactic).specialise(problem(256, 256, 8192), tactic)
         assert spec.shared_bytes <= SM_100A.shared_bytes
         ring = "stages" if isinstance(tactic, K64Tactic) else "scale_stages"
         if getattr(tactic, ring) < 12:
@@ -245,12 +244,12 @@ def test_every_tactic_fills_shared_memory() -> None:
 
 def test_grids() -> None:
     one = problem(1000, 4096, 4096)
-    assert geometry(one, K64Tactic(256, 2, 5), SM_100A).grid == (128, 1, 1)  # 64 tiles, two CTAs each
-    wide = geometry(one, K96Tactic(128, 1, 5, 9), SM_103A)
+    assert K64.geometry(one, K64Tactic(256, 2, 5), SM_100A).grid == (128, 1, 1)  # 64 tiles, two CTAs each
+    wide = K96.geometry(one, K96Tactic(128, 1, 5, 9), SM_103A)
     assert (wide.grid, wide.block, wide.cluster) == ((148, 1, 1), (224, 1, 1), (1, 1, 1))  # of 256 tiles
-    shared = geometry(problem(4096, 4096, 4096), K64Tactic(256, 2, 5, cluster_m=2, cluster_n=2), SM_100A)
+    shared = K64.geometry(problem(4096, 4096, 4096), K64Tactic(256, 2, 5, cluster_m=2, cluster_n=2), SM_100A)
     assert (shared.grid, shared.cluster) == ((128, 1, 1), (8, 1, 1))  # of 64 groups, 16 at once: two on each GPC
-    assert geometry(problem(8, 4096, 4096), K64Tactic(8, 1, 5, swap_ab=True, split=4), SM_100A).grid == (128, 1, 1)
+    assert K64.geometry(problem(8, 4096, 4096), K64Tactic(8, 1, 5, swap_ab=True, split=4), SM_100A).grid == (128, 1, 1)
 
 
 # ---- what the model chooses ------------------------------------------------------------------------------------------
@@ -263,9 +262,15 @@ def test_the_choice_is_legal_and_no_dearer_than_others() -> None:
                 one = problem(m, n, k, block_format)
                 tactic = MM_FP4.select(one, arch)
                 assert tactic == cheapest(one, arch)
-                assert rejects(one, tactic, arch) is None
-                costs = (estimate(one, t, arch).clocks for t in SELECTABLE if rejects(one, t, arch) is None)
+                assert kernel_of(tactic).rejects(one, tactic, arch) is None
+                legal = (t for t in SELECTABLE if kernel_of(t).rejects(one, t, arch) is None)
+                costs = (estimate(one, t, arch).clocks for t in legal)
                 assert estimate(one, tactic, arch).clocks == min(costs)
+
+
+def test_every_selectable_tactic_is_chosen_for_some_problem() -> None:
+    chosen = {MM_FP4.select(one, arch) for arch in (SM_100A, SM_103A) for one in MM_FP4.problems(arch)}
+    assert set(SELECTABLE) <= chosen
 
 
 def test_who_takes_what() -> None:
@@ -321,8 +326,8 @@ def test_the_machine_code_has_the_intended_instructions(
 
     What several CTAs of a cluster need comes by multicast, and commits arrive in all of them.
     """
-    kernel = K64 if isinstance(tactic, K64Tactic) else K96
-    spec = specialise(problem(256, 256, 256), tactic)
+    kernel = kernel_of(tactic)
+    spec = kernel.specialise(problem(256, 256, 256), tactic)
     cubin = nvrtc.compile_cubin(kernel.render(spec, arch), arch, symbol=kernel.symbol)
     opcodes = [line.split()[0].split(".") for line in disassemble(cubin)]
     count, cast = Counter(op[0] for op in opcodes), Counter(op[0] for op in opcodes if "MULTICAST" in op)

@@ -9,8 +9,10 @@ import torch
 
 from jitfp4 import ArgumentError, ArgumentTypeError, mm_bf16_fp4, prepare_fp4_weight, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gemm.operation import MM_BF16_FP4, NARROW
-from jitfp4.families.gemm.problem import NarrowTactic, Problem, geometry, rejects
+from jitfp4.families.gemm.kernels.narrow import KERNEL as NARROW
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic, geometry, rejects
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import Problem
 from jitfp4.families.gemm.tables import TABLE, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.gemm import (

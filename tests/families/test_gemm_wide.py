@@ -9,10 +9,11 @@ import torch
 
 from jitfp4 import ArgumentError, mm_bf16_fp4, sim
 from jitfp4.arch import Arch
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import TACTICS, WideTactic, geometry, rejects, specialise
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import NarrowTactic, Problem
-from jitfp4.families.gemm.tables import HOPPER, WIDE_TACTICS, problems
-from jitfp4.families.gemm.wide import WideTactic, geometry, rejects, specialise
+from jitfp4.families.gemm.problem import Problem
+from jitfp4.families.gemm.tables import HOPPER, problems
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.gemm import assert_close, assert_product, check_graph_replay, make_weight
 from tests.support.sample import some
@@ -112,7 +113,7 @@ def test_every_row_of_the_table_is_met() -> None:
 
 
 def test_every_tactic_makes_a_kernel_that_fits() -> None:
-    for tactic in WIDE_TACTICS:
+    for tactic in TACTICS:
         spec = specialise(problem(tactic.tile_m, 8192, 8192), tactic)
         assert spec.shared_bytes <= SM_90A.shared_bytes
         assert spec.parts <= max(2, spec.sharers)
@@ -168,7 +169,7 @@ def test_tactics_agree_and_repeat_themselves(m: int, block_format: BlockFormat, 
     if not on_sm_90a():
         pytest.skip("needs an sm_90a GPU")
     n, k = 2120, 1184
-    tactics = [tactic for tactic in WIDE_TACTICS if rejects(problem(m, n, k), tactic, SM_90A) is None]
+    tactics = [tactic for tactic in TACTICS if rejects(problem(m, n, k), tactic, SM_90A) is None]
     for tactic in some(12, tactics, whole=whole):
         with MM_BF16_FP4.forced(tactic):
             first = assert_product(m, n, k, block_format, device="cuda")

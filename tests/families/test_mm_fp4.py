@@ -9,9 +9,11 @@ import torch
 
 from jitfp4 import ArgumentError, ArgumentTypeError, SfLayout, mm_fp4, mxfp4_quantize, nvfp4_quantize, nvrtc, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.gemm.fp4_operation import MM_FP4, PORTABLE
-from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic, rejects, specialise
+from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.fp4_tables import problems
+from jitfp4.families.gemm.kernels.portable import KERNEL as PORTABLE
+from jitfp4.families.gemm.kernels.portable import PortableTactic, rejects, specialise
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.formats import decode_e2m1, unpack_e2m1
 from tests.support.gemm import (

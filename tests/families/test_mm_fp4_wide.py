@@ -9,11 +9,14 @@ import torch
 
 from jitfp4 import SfLayout, mm_fp4, nvfp4_quantize, sim
 from jitfp4.arch import Arch
+from jitfp4.families.gemm.arguments import ExpandArguments
+from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.families.gemm.fp4_operation import MM_FP4
-from jitfp4.families.gemm.fp4_problem import Fp4Problem
-from jitfp4.families.gemm.fp4_wide import ExpandProblem, ExpandTactic, rejects, specialise
-from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, FP4_WIDE, ExpandArguments
-from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.gemm.kernels.expand import ExpandTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.wide_fp4 import KERNEL as FP4_WIDE
+from jitfp4.families.gemm.kernels.wide_fp4 import rejects, specialise
+from jitfp4.families.gemm.problem import ExpandProblem, Fp4Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.gemm import decode, expand
 from tests.support.compare import poisoned

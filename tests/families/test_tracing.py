@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
-from jitfp4.families.gemm.fp4_wide_kernels import EXPAND, ExpandArguments
+from jitfp4.families.gemm.arguments import ExpandArguments
+from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.operation import Operation, operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls

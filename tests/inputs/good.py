@@ -80,6 +80,23 @@ def good_calls() -> Calls:
         "silu_and_mul": lambda: {"input": half(4, 64), "out": half(4, 32)},
         "shuffle_matrix_a": lambda: {"input_tensor": codes(128, 32), "epilogue_tile_m": 128},
         "shuffle_matrix_sf_a": lambda: {"input_tensor": codes(128, 4), "epilogue_tile_m": 128},
+        "rope_append_paged_kv_cache": lambda: {
+            "query": half(4, 2, 64),
+            "key": half(4, 1, 64),
+            "value": half(4, 1, 64),
+            "cos_sin_cache": torch.zeros(8, 64),
+            "positions": torch.arange(4),
+            "slot_mapping": torch.arange(4),
+            "paged_kv_cache": (codes(2, 1, 16, 32), codes(2, 1, 16, 32)),
+            "kv_cache_sf": (codes(2, 1, 16, 4).view(torch.float8_e4m3fn), codes(2, 1, 16, 4).view(torch.float8_e4m3fn)),
+            "k_scale": one(),
+            "v_scale": one(),
+            "is_neox": True,
+            "kv_layout": "HND",
+            "q_norm_weight": half(64),
+            "k_norm_weight": half(64),
+            "query_out": half(4, 2, 64),
+        },
         "rmsnorm_fp4quant": lambda: {
             "input": half(4, 64),
             "weight": half(64),
@@ -303,6 +320,7 @@ def _attention_calls() -> Calls:
         f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
         f"{prefill}.run": run_prefill,
         f"{prefill}.forward": lambda: forward(run_prefill()),
+        f"{prefill}.forward_return_lse": lambda: forward(run_prefill()),
         f"{prefill}.reset_workspace_buffer": lambda: reset(make_prefill()),
         "trtllm_batch_decode_with_kv_cache": decode,
         "trtllm_batch_decode_with_kv_cache ragged": lambda: {
@@ -329,6 +347,7 @@ def _attention_calls() -> Calls:
         f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
         f"{name}.run": run,
         f"{name}.forward": lambda: forward(run()),
+        f"{name}.forward_return_lse": lambda: forward(run()),
         f"{name}.reset_workspace_buffer": lambda: reset(make_wrapper()),
     }
 

@@ -13,16 +13,16 @@ import torch
 
 import jitfp4
 from jitfp4 import engine, sim
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
-from jitfp4.families.gemm import wide
-from jitfp4.families.gemm.blockscaled import K64Tactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.kernels import wide
+from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import NarrowTactic
-from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
 from jitfp4.families.norm.operation import RMSNORM

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from jitfp4 import SfLayout
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
-from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4
-from jitfp4.families.gemm.fp4_problem import PortableTactic
+from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import NarrowTactic
-from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from tests.sim.call import E4M3, HALVES, Arguments, Call, Case
 from tests.sim.quantize_calls import matrix

@@ -20,7 +20,8 @@ import jitfp4
 import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
 from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
-from jitfp4.families.gemm.blockscaled import K64Tactic, K96Tactic
+from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.kernel import Plan, kernels, lookup
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear

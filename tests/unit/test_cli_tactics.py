@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from jitfp4 import nvrtc, sim, tactics, tuning
 from jitfp4.arch import Arch
 from jitfp4.cli import app
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import NarrowTactic
-from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.operation import Observed, Operation, operations
 from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile

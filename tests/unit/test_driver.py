@@ -237,3 +237,19 @@ def test_the_driver_refuses_what_is_not_a_cubin() -> None:
 def test_argument_count_is_checked() -> None:
     with pytest.raises(LaunchError, match="takes 3 arguments, got 1"):
         run(load(ARGUMENTS, Ptr("out", "double"), I64("n"), F32("f")), ONE_THREAD, 1)
+
+
+def test_memory_is_zero_and_no_part_of_a_capture() -> None:
+    from jitfp4.driver import Memory
+
+    size, graph = 1 << 20, torch.cuda.CUDAGraph()
+    x = torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph):
+        kept = Memory(torch.cuda.current_device(), size)
+        x += 1
+    space = torch.as_tensor(kept, device="cuda")
+    assert space.numel() == size and space.dtype == torch.uint8 and not space.any()
+    space.fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (space == 7).all() and (x == 2).all(), "a replay neither clears nor frees it"

@@ -46,21 +46,30 @@ class Problem(NamedTuple):
     ids=str,
 )
 def test_numbers_are_bounds_and_all_else_is_compared(when: dict[str, object], fits: bool) -> None:
-    assert Row("tactic", when).fits(Problem(1000), SM_90A) is fits
+    assert Row("tactic", when).of(Problem(1000), SM_90A) == ("tactic" if fits else None)
 
 
 def test_a_flag_is_no_bound() -> None:
-    assert not Row("tactic", {"flag": True}).fits(Problem(1, flag=False), SM_90A)  # though False <= True
+    assert Row("tactic", {"flag": True}).of(Problem(1, flag=False), SM_90A) is None  # though False <= True
 
 
 def test_a_method_is_asked_about_the_architecture() -> None:
     row = Row("tactic", {"waves": 7})  # 1000 // 132 and 1000 // 108
-    assert row.fits(Problem(1000), SM_90A) and not row.fits(Problem(1000), SM_80)
+    assert row.of(Problem(1000), SM_90A) and row.of(Problem(1000), SM_80) is None
 
 
 def test_an_attribute_that_a_problem_lacks_is_an_error() -> None:
     with pytest.raises(AttributeError):
-        Row("tactic", {"sizes": 3}).fits(Problem(1), SM_90A)
+        Row("tactic", {"sizes": 3}).of(Problem(1), SM_90A)
+
+
+def test_a_tactic_may_be_a_function_of_problem_and_architecture() -> None:
+    def model(problem: Problem, arch: Arch) -> str | None:
+        return f"{problem.size} on {arch.name}" if problem.size < 10 else None
+
+    row = Row(model, {"flag": False})
+    assert row.of(Problem(3), SM_80) == "3 on sm_80"
+    assert row.of(Problem(30), SM_80) is None and row.of(Problem(3, flag=True), SM_80) is None
 
 
 def test_rows_share_their_conditions() -> None:
@@ -71,7 +80,7 @@ def test_rows_share_their_conditions() -> None:
 
 def test_an_architecture_has_its_own_table_or_the_one_for_the_rest() -> None:
     rest = Table((Row("rest"),), "a.csv")
-    own = Table((Row("own"),), "b.csv", archs=("sm_100a", "sm_103a"))
+    own = Table((Row("own"),), "b.csv", needs="has_tcgen05")
     for tables in ((rest, own), (own, rest)):
         assert table_for(tables, SM_100A) is own
         assert table_for(tables, SM_90A) is rest

@@ -19,9 +19,9 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, CompileError, TacticsError, engine, sim, tactics, tuning
 from jitfp4.arch import Arch
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import NarrowTactic
-from jitfp4.families.gemm.wide import WideTactic
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import VectorTactic
 from jitfp4.operation import Observed

@@ -1,4 +1,4 @@
-"""The public decode functions, and the call behind all: check arguments, allocate outputs, call one operator."""
+"""The public decode function, a workspace, and what is checked for all functions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.operation import ATTENTION, Arguments
-from jitfp4.families.attention.problem import DTYPES, MAX_Q_LEN
-from jitfp4.public import checked, public
-from jitfp4.tensors import output
+from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.public import checked
 
-V_SCALE_LAYOUTS = ("interleaved4", "linear")
-BACKENDS = ("auto", "trtllm-gen", "xqa")
+BACKENDS = ("auto", "trtllm-gen", "xqa", "cake")
 
 
 @checked
@@ -50,7 +47,12 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: torch.Tensor | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: object = None,
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str | None = None,
@@ -82,7 +84,7 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 [heads], logits that take part in each softmax but have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: "auto", "trtllm-gen" or "xqa", which are the same kernels: see v_scale_layout.
+        backend: "auto", "trtllm-gen", "xqa" or "cake", which are the same kernels: see v_scale_layout.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
         mask: XQA's draft mask, uint16 [batch, q_len_per_req, 2] or, with cum_seq_lens_q, [tokens, 2]; bit j of the
@@ -95,9 +97,13 @@ def trtllm_batch_decode_with_kv_cache(
             dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        bmm1_scale_log2, multi_ctas_kv_counter_buffer: None.
+        bmm1_scale_log2: None.
+        multi_ctas_kv_counter_buffer: None, or a tensor on query's device, which is not needed and not touched.
         enable_block_sparse_attention: False.
+        cp_world, cp_rank, causal_seqlens_kv_global: 1, 0 and None: a request's cache is not divided among processes.
         bf16q_fp8kv_transform_mode: None.
+        request_order, request_order_plan: None, or int32 [batch], the order in which FlashInfer's kernels take the
+            requests, and a plan made from it. No result depends on them, and they are not read.
         kv_block_scales: the older name of kv_cache_sf.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
             tokens), or "linear". None: as FlashInfer's backends have them, linear for "xqa", interleaved for others.
@@ -115,11 +121,18 @@ def trtllm_batch_decode_with_kv_cache(
         ("o_sf_vec_size", o_sf_vec_size, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
-        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, None),
         ("enable_block_sparse_attention", enable_block_sparse_attention, False),
+        ("cp_world", cp_world, 1),
+        ("cp_rank", cp_rank, 0),
+        ("causal_seqlens_kv_global", causal_seqlens_kv_global, None),
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
+    checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
+    if request_order is not None:
+        checks.check_ints("request_order", request_order, (seq_lens.numel(),), query)
+    elif request_order_plan is not None:
+        raise ArgumentError("request_order_plan", "a plan without request_order", "None, or both")
     checks.check_backend(backend, BACKENDS)
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"
@@ -136,132 +149,33 @@ def trtllm_batch_decode_with_kv_cache(
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
-        query,
-        key,
-        value,
-        scales[0],
-        scales[1],
-        workspace_buffer,
-        block_tables,
-        checks.signed(seq_lens),
-        None,
-        cum_seq_lens_q,
-        bmm1_scale,
-        bmm2_scale,
-        checks.one_tensor("sinks", sinks),
-        out,
-        lse,
-        max_seq_len,
-        window_left,
-        out_dtype,
-        kv_layout,
-        v_scale_layout,
-        q_len,
-        True,
-        uses_shared_paged_kv_idx,
-        return_lse or lse is not None,
-        enable_pdl,
-    )
-    return (result[0], result[1]) if return_lse else result[0]
-
-
-@public
-def attend(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    page_ends: torch.Tensor | None,
-    cum_seq_lens_q: torch.Tensor | None,
-    bmm1_scale: torch.Tensor | float,
-    bmm2_scale: torch.Tensor | float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    max_seq_len: int,
-    window_left: int,
-    out_dtype: torch.dtype | None,
-    kv_layout: str,
-    v_scale_layout: str,
-    q_len: int,
-    causal: bool,
-    shared_pages: bool,
-    with_lse: bool,
-    enable_pdl: bool | None,
-) -> tuple[torch.Tensor, ...]:
-    """The call behind all functions, with K and V as two tensors. Returns (out,), or (out, lse) with ``with_lse``.
-
-    Each request has ``q_len`` query tokens; with cum_seq_lens_q, at most so many.
-    """
-    if v_scale_layout not in V_SCALE_LAYOUTS:
-        raise ArgumentError("v_scale_layout", repr(v_scale_layout), " or ".join(map(repr, V_SCALE_LAYOUTS)))
-    hnd, interleaved = checks.check_layout(kv_layout), v_scale_layout == "interleaved4"
-    checks.check_query(query)
-    cache = checks.check_cache(
-        key_cache, value_cache, key_scales, value_scales, query, hnd=hnd, interleaved=interleaved
-    )
-    checks.check_ints("seq_lens", seq_lens, (None,), query)
-    batch = seq_lens.shape[0]
-    if page_ends is not None:
-        checks.check_ints("indptr", page_ends, (batch + 1,), query)
-        checks.check_ints("indices", block_tables, (None,), query)
-    else:
-        checks.check_ints("block_tables", block_tables, (batch, None) if shared_pages else (batch, 2, None), query)
-        max_seq_len = min(max_seq_len, block_tables.shape[-1] * cache.page)
-    if cum_seq_lens_q is not None:
-        checks.check_ints("cum_seq_lens_q", cum_seq_lens_q, (batch + 1,), query)
-    elif differ(query.shape[:1], (batch * q_len,)):
-        raise ArgumentError("query", f"{query.shape[0]} tokens", f"{batch} requests of {q_len}")
-    checks.check_work(query, cache, q_len, max_seq_len)
-    if window_left < -1:
-        raise ArgumentError("window_left", window_left, "-1 or more")
-    checks.check_sinks(sinks, query)
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise ArgumentError("out_dtype", out_dtype, " or ".join(map(str, DTYPES)))
-    dtypes = tuple(DTYPES) if out is not None and out_dtype is None else (out_dtype or query.dtype,)
-    out = output("out", out, tuple(query.shape), dtypes, like=query)
-    if with_lse:
-        lse = output("lse", lse, tuple(query.shape[:2]), (torch.float32,), like=query)
-    bmm1, bmm1_tensor = checks.scale("bmm1_scale", bmm1_scale, query)
-    bmm2, bmm2_tensor = checks.scale("bmm2_scale", bmm2_scale, query)
-    ATTENTION(
-        Arguments(
+        Call(
             query=query,
-            key_cache=cache.key,
-            value_cache=cache.value,
-            key_scales=cache.key_scales,
-            value_scales=cache.value_scales,
+            key=key,
+            value=value,
+            key_scales=scales[0],
+            value_scales=scales[1],
+            workspace_buffer=workspace_buffer,
             block_tables=block_tables,
-            seq_lens=seq_lens,
-            page_ends=page_ends,
+            seq_lens=checks.signed(seq_lens),
             cum_seq_lens_q=cum_seq_lens_q,
-            sinks=sinks,
-            bmm1_scale=bmm1_tensor,
-            bmm2_scale=bmm2_tensor,
-            workspace_buffer=checks.check_workspace(workspace_buffer, query),
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=checks.one_tensor("sinks", sinks),
             out=out,
             lse=lse,
-            bmm1=bmm1,
-            bmm2=bmm2,
-            q_len_per_req=q_len,
+            max_seq_len=max_seq_len,
             window_left=window_left,
-            causal=causal,
-            max_tokens=max_seq_len,
-            hnd=hnd,
-            interleaved=cache.interleaved,
+            out_dtype=out_dtype,
+            kv_layout=kv_layout,
+            v_scale_layout=v_scale_layout,
+            q_len=q_len,
+            shared_pages=uses_shared_paged_kv_idx,
+            with_lse=return_lse or lse is not None,
             enable_pdl=enable_pdl,
         )
     )
-    return (out,) if lse is None else (out, lse)
-
-
-def factor(scale: float | None) -> float:
-    """A scale; 1 for None."""
-    return 1.0 if scale is None else float(scale)
+    return (result[0], result[1]) if return_lse else result[0]
 
 
 WORKSPACE_BYTES = 32 << 20

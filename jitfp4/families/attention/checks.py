@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.attention.operation import by_token
+from jitfp4.families.attention.arguments import by_token
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,
@@ -22,10 +24,9 @@ from jitfp4.families.attention.problem import (
 )
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import ceil_div
-from jitfp4.tensors import CODE_DTYPES, check_contiguous, check_device, check_dtype, check_same_device, check_strided
-
-Pair = torch.Tensor | Sequence[torch.Tensor]
-"""K and V: two tensors, or one with K and V along dimension 1."""
+from jitfp4.tensors import Pair as Pair
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
+from jitfp4.tensors import pair as pair
 
 _MAX_WORK = 1 << 31
 _GROUP = 4  # tokens whose V scales are interleaved
@@ -42,21 +43,6 @@ class Cache:
     heads: int
     page: int
     interleaved: bool
-
-
-def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a pair, or of one tensor [pages, 2, ...]."""
-    if isinstance(tensors, torch.Tensor):
-        if tensors.dim() != 5 or tensors.shape[1] != 2:
-            raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...] of five dimensions, or a pair")
-        return tensors[:, 0], tensors[:, 1]
-    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2:
-        raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a pair of tensors")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(name, type(tensor).__name__, "tensors")
-    check_strided(name, *tensors)
-    return tensors[0], tensors[1]
 
 
 def check_layout(kv_layout: str) -> bool:
@@ -184,7 +170,34 @@ def one_tensor(name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None)
         return tensors
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 1:
         raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a list of one")
+    if not isinstance(tensors[0], torch.Tensor):
+        raise ArgumentTypeError(name, f"a list of {type(tensors[0]).__name__}", "a tensor, or a list of one")
+    check_strided(name, tensors[0])
     return tensors[0]
+
+
+Factor = torch.Tensor | float | None
+"""A number, a tensor of one float, or None for 1."""
+
+
+def product(query: torch.Tensor, number: float, **factors: Factor) -> torch.Tensor | float:
+    """``number`` times the factors: a float32 tensor where one of them is on query's device, so that no host waits."""
+    tensors = []
+    for name, value in factors.items():
+        if not isinstance(value, torch.Tensor):
+            number *= 1.0 if value is None else float(value)
+            continue
+        check_dtype(name, value, (torch.float32, torch.float64, torch.float16, torch.bfloat16))
+        if value.numel() != 1:
+            raise ArgumentError(name, f"{value.numel()} elements", "1")
+        if value.device.type == "cpu":
+            number *= value.item()
+        else:
+            check_same_device(name, value, query)
+            tensors.append(value.float().view(1))
+    if not tensors:
+        return number
+    return functools.reduce(torch.mul, tensors if number == 1 else [number * tensors[0], *tensors[1:]])
 
 
 def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:
@@ -260,6 +273,12 @@ def check_workspace(workspace: torch.Tensor, query: torch.Tensor) -> torch.Tenso
     if workspace.dim() == 0:
         raise ArgumentError("workspace_buffer", "a single element", "a buffer; 32 MiB are enough")
     return workspace.view(torch.uint8).flatten()
+
+
+def check_unread(name: str, tensor: torch.Tensor | None, query: torch.Tensor) -> None:
+    """Check a tensor that FlashInfer's kernels need and these do not: None, or any tensor on the device."""
+    if tensor is not None:
+        check_same_device(name, tensor, query)
 
 
 def check_backend(backend: str, allowed: Sequence[str]) -> None:

@@ -8,7 +8,8 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor
+from jitfp4.families.attention.api import check_plain
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.single import single
 from jitfp4.public import checked
 
@@ -46,6 +47,7 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
@@ -55,8 +57,9 @@ def trtllm_batch_context_with_kv_cache(
     Args:
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
             Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
-        kv_cache, block_tables: as for trtllm_batch_decode_with_kv_cache().
+        kv_cache: as for trtllm_batch_decode_with_kv_cache().
         workspace_buffer: as there; with less than 32 MiB, fewer requests may be divided among SMs.
+        block_tables: as there.
         seq_lens: int32 or uint32 [batch], tokens of each request in the cache, the new ones included. Read on the
             device only.
         max_q_len, max_kv_len: no less than the queries and the tokens of any request; they only help to choose a
@@ -76,7 +79,9 @@ def trtllm_batch_context_with_kv_cache(
         causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i. With False it sees all;
             a window begins at the same token as with True.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
-        multi_ctas_kv_counter_buffer, use_fp16_softmax, uses_spcompress: None.
+        multi_ctas_kv_counter_buffer: as for trtllm_batch_decode_with_kv_cache().
+        use_fp16_softmax, uses_spcompress: None or False.
+        backend: "trtllm-gen" or "cake", which are the same kernels.
         kv_block_scales: an older name of kv_cache_sf.
         v_scale_layout: "interleaved4", the order in which nvfp4_quantize_paged_kv_cache() returns V's scales, or
             "linear".
@@ -89,15 +94,16 @@ def trtllm_batch_context_with_kv_cache(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    for name, value in (
+    for name, setting in (
         ("o_sf_scale", o_sf_scale),
         ("o_sf_vec_size", o_sf_vec_size),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
-        ("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer),
-        ("use_fp16_softmax", use_fp16_softmax),
-        ("uses_spcompress", uses_spcompress),
+        ("use_fp16_softmax", use_fp16_softmax or None),
+        ("uses_spcompress", uses_spcompress or None),
     ):
-        checks.unused(name, value, None)
+        checks.unused(name, setting, None)
+    checks.check_backend(backend, ("trtllm-gen", "cake"))
+    checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     checks.check_q_len("max_q_len", max_q_len)
     seq_lens = checks.signed(seq_lens)
     checks.check_ints("seq_lens", seq_lens, (None,), query)
@@ -109,31 +115,32 @@ def trtllm_batch_context_with_kv_cache(
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
     result = attend(
-        query,
-        key,
-        value,
-        scales[0],
-        scales[1],
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        None,
-        cum_seq_lens_q,
-        bmm1_scale,
-        bmm2_scale,
-        checks.one_tensor("sinks", sinks),
-        out,
-        lse,
-        max_kv_len,
-        window_left,
-        out_dtype,
-        kv_layout,
-        v_scale_layout,
-        max_q_len,
-        causal,
-        uses_shared_paged_kv_idx,
-        return_lse or lse is not None,
-        enable_pdl,
+        Call(
+            query=query,
+            key=key,
+            value=value,
+            key_scales=scales[0],
+            value_scales=scales[1],
+            workspace_buffer=workspace_buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cum_seq_lens_q=cum_seq_lens_q,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            sinks=checks.one_tensor("sinks", sinks),
+            out=out,
+            lse=lse,
+            max_seq_len=max_kv_len,
+            window_left=window_left,
+            out_dtype=out_dtype,
+            kv_layout=kv_layout,
+            v_scale_layout=v_scale_layout,
+            q_len=max_q_len,
+            causal=causal,
+            shared_pages=uses_shared_paged_kv_idx,
+            with_lse=return_lse or lse is not None,
+            enable_pdl=enable_pdl,
+        )
     )
     return (result[0], result[1]) if return_lse else result[0]
 
@@ -161,8 +168,8 @@ def single_prefill_with_kv_cache(
     backend: str = "auto",
     return_lse: bool = False,
     kv_cache_sf: checks.Pair | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request's query tokens over a cache that is not paged.
 
@@ -184,7 +191,7 @@ def single_prefill_with_kv_cache(
         backend: "auto", "fa2" or "fa3", which are the same kernels.
         return_lse: return the logarithms too.
         kv_cache_sf: the block scales of NVFP4 k and v, arranged as k and v with d/16, in linear order.
-        k_scale, v_scale: factors; None means 1.
+        k_scale, v_scale: factors: numbers, or tensors of one float; None means 1.
     Returns:
         [tokens, heads, d], or with return_lse also the base-2 logarithm of the denominators, float32 [tokens, heads].
     Raises:
@@ -198,7 +205,8 @@ def single_prefill_with_kv_cache(
     checks.check_backend(backend, _BACKENDS)
     if q.dim() != 3:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
-    scales = ((q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(k_scale), factor(v_scale))
+    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scales = (checks.product(q, bmm1, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
     result = single(q, (k, v), kv_cache_sf, scales, kv_layout, window_left, o_dtype, causal, return_lse)
     return (result[0], result[1]) if return_lse else result[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from jitfp4.families.attention import checks
@@ -74,6 +76,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
         window_right: int = 0,
+        is_causal: bool | None = None,
     ) -> None:
         """Store the page lists of a batch for run(). The host reads none of them and does not wait for the device.
 
@@ -81,13 +84,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
             indices: int32, page numbers.
             last_page_len: int32 [batch], tokens in the last page of each request, 1 to page_size.
-            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
-                q_data_type. data_type is an older name.
+            kv_data_type: torch.uint8, float4_e2m1fn_x2 or "nvfp4" for packed E2M1, float8_e4m3fn, or 16-bit floats;
+                None means q_data_type. data_type is an older name.
             q_data_type, o_data_type: dtypes of queries and outputs; o_data_type None means q_data_type.
             sm_scale: None means ``head_dim ** -0.5``.
             seq_lens: int32 [batch], the tokens of each request; None computes them from indptr and last_page_len.
             block_tables: not read, because indices has the same pages.
             q_len_per_req: query tokens of a request, 1 to 8.
+            is_causal: whether the queries of a request see only tokens up to their own; None is True.
             pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
                 window_right: any value but the default is an error, except -1 for fixed_split_size.
         Raises:
@@ -107,6 +111,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         check_sizes((num_qo_heads, num_kv_heads), ("head_dim", head_dim), page_size, window_left)
         checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
         lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        self._cached_o_data_type = out_dtype
         self._plan = Plan(
             lists=self._take(lists, page_size, seq_lens, non_blocking),
             heads=(num_qo_heads, num_kv_heads),
@@ -118,19 +123,24 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             out_dtype=out_dtype,
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
             q_len=q_len_per_req,
-            causal=True,
+            causal=is_causal is not False,
         )
 
-    begin_forward = plan
+    begin_forward = _plan_impl = plan
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
+        return False
 
     @checked
     def run(
         self,
         q: torch.Tensor,
         paged_kv_cache: checks.Pair,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -147,7 +157,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q: [batch * q_len_per_req, heads, d].
             paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
-            q_scale, k_scale, v_scale: factors of queries, keys and values; None means 1.
+            q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
             window_left, q_len_per_req: None means the values of plan().
         Returns:
@@ -182,9 +192,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         q: torch.Tensor,
         paged_kv_cache: checks.Pair,
         pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -204,5 +214,38 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, True)
+        self._replan(window_left, sm_scale, self._planned().causal)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
+
+    @checked
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        kv_cache_sf: checks.Pair | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """forward() that returns the logarithms too.
+
+        Args:
+            q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf: as for run().
+            window_left, sm_scale, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta: as for plan().
+        Returns:
+            ``(out, lse)``, as of run().
+        Raises:
+            ArgumentError, ArgumentTypeError: before anything is written.
+        """
+        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, self._planned().causal)
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)

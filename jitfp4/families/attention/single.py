@@ -6,7 +6,8 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, check_plain, factor, new_workspace
+from jitfp4.families.attention.api import check_plain, new_workspace
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
 from jitfp4.public import checked
 
@@ -19,9 +20,9 @@ def single_decode_with_kv_cache(
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     sm_scale: float | None = None,
@@ -40,7 +41,7 @@ def single_decode_with_kv_cache(
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE".
         use_tensor_cores: accepted; every kernel uses them.
-        q_scale, k_scale, v_scale: factors; None means 1.
+        q_scale, k_scale, v_scale: factors: numbers, or tensors of one float; None means 1.
         window_left: as in trtllm_batch_decode_with_kv_cache().
         logits_soft_cap: None or 0.
         sm_scale: None means ``d ** -0.5``.
@@ -56,8 +57,8 @@ def single_decode_with_kv_cache(
     check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    bmm1 = (q.shape[-1] ** -0.5 if sm_scale is None else sm_scale) * factor(q_scale) * factor(k_scale)
-    scales = (bmm1, factor(v_scale))
+    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    scales = (checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
     result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
     return (result[0][0], result[1][0]) if return_lse else result[0][0]
 
@@ -66,7 +67,7 @@ def single(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
     kv_cache_sf: checks.Pair | None,
-    scales: tuple[float, float],
+    scales: tuple[torch.Tensor | float, torch.Tensor | float],
     kv_layout: str,
     window_left: int,
     out_dtype: torch.dtype | None,
@@ -86,30 +87,26 @@ def single(
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
         return attend(
-            q,
-            paged[0],
-            paged[1],
-            paged[2] if len(paged) > 2 else None,
-            paged[3] if len(paged) > 2 else None,
-            new_workspace(q.device),
-            torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
-            torch.full((1,), tokens, dtype=torch.int32, device=q.device),
-            None,
-            None,
-            *scales,
-            None,
-            None,
-            None,
-            tokens,
-            window_left,
-            out_dtype,
-            kv_layout,
-            "linear",
-            q.shape[0],
-            causal,
-            True,
-            with_lse,
-            None,
+            Call(
+                query=q,
+                key=paged[0],
+                value=paged[1],
+                key_scales=paged[2] if len(paged) > 2 else None,
+                value_scales=paged[3] if len(paged) > 2 else None,
+                workspace_buffer=new_workspace(q.device),
+                block_tables=torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
+                seq_lens=torch.full((1,), tokens, dtype=torch.int32, device=q.device),
+                bmm1_scale=scales[0],
+                bmm2_scale=scales[1],
+                max_seq_len=tokens,
+                window_left=window_left,
+                out_dtype=out_dtype,
+                kv_layout=kv_layout,
+                v_scale_layout="linear",
+                q_len=q.shape[0],
+                causal=causal,
+                with_lse=with_lse,
+            )
         )
     except ArgumentError as error:
         raise renamed(error, _SINGLE_NAMES) from None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend, factor
+from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
-from jitfp4.tensors import CODE_DTYPES, check_dtype
+from jitfp4.tensors import check_dtype
 
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
@@ -49,16 +52,15 @@ class Plan:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """The tensors and factors of a run()."""
 
     q: torch.Tensor
     paged_kv_cache: checks.Pair
     kv_cache_sf: checks.Pair | None
-    q_scale: float | None
-    k_scale: float | None
-    v_scale: float | None
+    q_scale: checks.Factor
+    k_scale: checks.Factor
+    v_scale: checks.Factor
     sinks: torch.Tensor | None
     out: torch.Tensor | None
     lse: torch.Tensor | None
@@ -68,7 +70,7 @@ class Run:
     enable_pdl: bool | None
 
 
-class PagedWrapper:
+class PagedWrapper(EngineNames):
     """A workspace, buffers for use in CUDA graphs, and the latest plan."""
 
     def __init__(
@@ -88,6 +90,7 @@ class PagedWrapper:
                     raise ArgumentError(name, "None", "a tensor with use_cuda_graph")
                 checks.check_ints(name, buffer, (None,), self._workspace)
                 given.append(buffer)
+            self._keep(*given)
             given[2] = torch.zeros_like(given[2])  # for the tokens of requests, not of their last pages
             for (name, _), buffer in zip(buffers.items(), given, strict=True):
                 if "indptr" in name and len(buffer) <= len(given[2]):
@@ -119,8 +122,7 @@ class PagedWrapper:
         if seq_lens is not None:
             moved[2] = move(seq_lens)
         else:
-            pages = moved[0][1:] - moved[0][:-1]
-            moved[2] = torch.where(pages > 0, (pages - 1) * page_size + moved[2], 0).to(torch.int32)
+            moved[2] = tokens(moved[0], moved[2], page_size)
         if self._buffers is not None:
             sizes = [len(buffer) for buffer in self._buffers]
             if batch != sizes[2] or any(len(tensor) > size for tensor, size in zip(moved, sizes, strict=True)):
@@ -130,7 +132,15 @@ class PagedWrapper:
             moved = [self._buffers[0][: batch + 1], self._buffers[1], *(b[: batch + 1] for b in self._buffers[2:])]
         return Lists(moved[0], moved[1], moved[2], moved[3] if len(moved) > 3 else None)
 
-    # vLLM reads these names and asserts that run() uses the values that it planned.
+    @property
+    def device(self) -> torch.device:
+        """The device of the workspace."""
+        return self._workspace.device
+
+    @property
+    def _float_workspace_buffer(self) -> torch.Tensor:
+        return self._workspace
+
     @property
     def _window_left(self) -> int:
         return self._planned().window_left
@@ -140,17 +150,8 @@ class PagedWrapper:
         return self._planned().sm_scale
 
     @property
-    def _logits_soft_cap(self) -> float:
-        return 0.0
-
-    @property
     def _causal(self) -> bool:
         return self._planned().causal
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
-        return False
 
     def _planned(self) -> Plan:
         if self._plan is None:
@@ -194,31 +195,32 @@ class PagedWrapper:
         scales = (None, None) if run.kv_cache_sf is None else checks.pair("kv_cache_sf", run.kv_cache_sf)
         try:
             result = attend(
-                run.q,
-                key,
-                value,
-                scales[0],
-                scales[1],
-                self._workspace,
-                plan.lists.pages,
-                plan.lists.seq_lens,
-                plan.lists.page_ends,
-                plan.lists.q_ends,
-                plan.sm_scale * factor(run.q_scale) * factor(run.k_scale),
-                factor(run.v_scale),
-                run.sinks,
-                run.out,
-                run.lse,
-                0,
-                plan.window_left if run.window_left is None else run.window_left,
-                plan.out_dtype,
-                self._kv_layout,
-                self._v_scale_layout,
-                run.q_len,
-                plan.causal,
-                True,
-                run.return_lse or run.lse is not None,
-                run.enable_pdl,
+                Call(
+                    query=run.q,
+                    key=key,
+                    value=value,
+                    key_scales=scales[0],
+                    value_scales=scales[1],
+                    workspace_buffer=self._workspace,
+                    block_tables=plan.lists.pages,
+                    seq_lens=plan.lists.seq_lens,
+                    page_ends=plan.lists.page_ends,
+                    cum_seq_lens_q=plan.lists.q_ends,
+                    bmm1_scale=checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
+                    bmm2_scale=checks.product(run.q, 1.0, v_scale=run.v_scale),
+                    sinks=run.sinks,
+                    out=run.out,
+                    lse=run.lse,
+                    max_seq_len=0,
+                    window_left=plan.window_left if run.window_left is None else run.window_left,
+                    out_dtype=plan.out_dtype,
+                    kv_layout=self._kv_layout,
+                    v_scale_layout=self._v_scale_layout,
+                    q_len=run.q_len,
+                    causal=plan.causal,
+                    with_lse=run.return_lse or run.lse is not None,
+                    enable_pdl=run.enable_pdl,
+                )
             )
         except ArgumentError as error:
             raise renamed(error, _NAMES) from None
@@ -253,8 +255,8 @@ def dtypes(
 
 
 def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
-    """The dtype ``given``, which may be its name in torch. Raises ArgumentError unless it is allowed."""
-    found = getattr(torch, given, None) if isinstance(given, str) else given
+    """The dtype ``given``, which may be its name in torch, or "nvfp4". Raises ArgumentError unless it is allowed."""
+    found = getattr(torch, "uint8" if given == "nvfp4" else given, None) if isinstance(given, str) else given
     if found not in allowed:
         raise ArgumentError(name, repr(given), " or ".join(map(str, allowed)))
     return found  # type: ignore[return-value]

@@ -6,7 +6,7 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.api import attend
+from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_Q_LEN
 from jitfp4.public import checked
 
@@ -60,31 +60,27 @@ def xqa_batch_decode_with_kv_cache(
         if mask is not None:
             bmm2_scale = checks.causal_or_nan(mask, q_len, ends, query, bmm2_scale)
         return attend(
-            query,
-            key,
-            value,
-            scales[0],
-            scales[1],
-            workspace_buffer,
-            block_tables,
-            checks.signed(seq_lens),
-            None,
-            ends,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            out,
-            None,
-            max_seq_len,
-            window_left,
-            None,
-            kv_layout,
-            "linear",
-            q_len,
-            True,
-            True,
-            False,
-            enable_pdl,
+            Call(
+                query=query,
+                key=key,
+                value=value,
+                key_scales=scales[0],
+                value_scales=scales[1],
+                workspace_buffer=workspace_buffer,
+                block_tables=block_tables,
+                seq_lens=checks.signed(seq_lens),
+                cum_seq_lens_q=ends,
+                bmm1_scale=bmm1_scale,
+                bmm2_scale=bmm2_scale,
+                sinks=sinks,
+                out=out,
+                max_seq_len=max_seq_len,
+                window_left=window_left,
+                kv_layout=kv_layout,
+                v_scale_layout="linear",
+                q_len=q_len,
+                enable_pdl=enable_pdl,
+            )
         )[0]
     except ArgumentError as error:
         raise renamed(error, {"cum_seq_lens_q": "q_cu_seq_lens"}) from None

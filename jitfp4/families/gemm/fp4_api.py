@@ -8,9 +8,11 @@ import torch
 
 from jitfp4.arch import Arch
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, UnsupportedArchError
-from jitfp4.families.gemm.api import CODE_DTYPES, SCALE_DTYPES
-from jitfp4.families.gemm.fp4_operation import MM_FP4, Arguments
+from jitfp4.families.gemm.api import SCALE_DTYPES
+from jitfp4.families.gemm.arguments import Fp4Arguments
+from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
@@ -98,7 +100,7 @@ def mm_fp4(
     result = torch.empty((m, n), dtype=out_dtype, device=a.device) if out is None else _out(out, (m, n), out_dtype, a)
     product = torch.empty((m, n), dtype=out_dtype, device=a.device) if is_shuffled else result
     MM_FP4(
-        Arguments(
+        Fp4Arguments(
             a=a_rows,
             b=b_rows,
             a_descale=_scales("a_descale", a_descale, padded_shape(a_layout, m, cols), block, a),

@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.blockscaled_model import SELECTABLE
-from jitfp4.families.gemm.fp4_problem import Fp4Problem, PortableTactic
-from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.model import cheapest
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.selection import Row, Table, rows
@@ -36,7 +37,7 @@ TABLE = Table(
 SCALED = Table(
     tuple(Row(replace(row.tactic, scaled_mma=True), row.when) for row in TABLE.rows),
     measured=None,
-    archs=("sm_120a", "sm_121a"),
+    needs="has_scaled_mma",
 )
 
 HOPPER: Table[Any] = Table(
@@ -90,35 +91,14 @@ HOPPER: Table[Any] = Table(
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
     ),
     measured="h200/mm_fp4_search.csv",
-    archs=("sm_90a",),
+    needs="has_wgmma",
 )
 
 BLOCKSCALED: Table[Any] = Table(
-    (*(Row(tactic, {"cheapest": tactic}) for tactic in SELECTABLE), *TABLE.rows),
+    (Row(cheapest), *TABLE.rows),
     measured=None,
-    archs=("sm_100a", "sm_103a"),
+    needs="has_tcgen05",
 )
-
-_CUTS = (  # tile_m, tile_n, warp_m, warp_n, groups, stages
-    (16, 32, 16, 32, 2, 3),
-    (16, 64, 16, 32, 4, 3),
-    (16, 128, 16, 32, 1, 4),
-    (16, 128, 16, 32, 2, 3),
-    (16, 128, 16, 64, 4, 2),
-    (32, 64, 32, 32, 2, 3),
-    (32, 128, 32, 32, 2, 3),
-    (64, 64, 32, 32, 1, 4),
-    (64, 128, 32, 32, 1, 3),
-    (64, 128, 64, 32, 1, 4),
-    (128, 64, 64, 32, 1, 4),
-    (128, 128, 32, 64, 1, 4),
-    (128, 128, 64, 32, 1, 3),
-    (128, 128, 64, 32, 1, 4),
-)
-_searched = (PortableTactic(*cut, split, scaled) for cut in _CUTS for split in (1, 2, 4, 8) for scaled in (False, True))
-_chosen = (row.tactic for table in (TABLE, SCALED) for row in table.rows)
-TACTICS: tuple[PortableTactic, ...] = tuple(dict.fromkeys((*_chosen, *_searched)))
-
 
 _HOPPER_LOADS = {  # tiles for each SM, by rows of a
     32: (0.2, 0.4, 0.48, 1.0, 1.7, 3.0),
@@ -137,7 +117,7 @@ _BLOCKSCALED_SHAPES = (  # m and n
 def problems(arch: Arch) -> Iterator[Fp4Problem]:
     """Few, some and many tiles of the output, for every number of rows of a that tables distinguish."""
     layouts, dtypes = (SfLayout.layout_128x4, SfLayout.layout_8x4), (DType.BF16, DType.F16)
-    if arch.name in HOPPER.archs:
+    if arch.has_wgmma:
         for block_format, dtype, (m, loads) in product(BlockFormat, dtypes, _HOPPER_LOADS.items()):
             for load, k in product(loads, (4096, 16384)):
                 n = int(load * arch.num_sms) // ceil_div(m, 128) * 128
@@ -147,6 +127,6 @@ def problems(arch: Arch) -> Iterator[Fp4Problem]:
         for m, load in product((16, 32, 64, 128), (0.2, 0.4, 2.0)):
             yield Fp4Problem(block_format, layout, dtype, m=m, n=round(load * arch.num_sms) * 128, k=4096)
         yield Fp4Problem(block_format, layout, dtype, m=16, n=32, k=4096)  # few rows of b
-    if arch.name in BLOCKSCALED.archs:
+    if arch.has_tcgen05:
         for block_format, dtype, (m, n) in product(BlockFormat, dtypes, _BLOCKSCALED_SHAPES):
             yield Fp4Problem(block_format, SfLayout.layout_128x4, dtype, m=m, n=n, k=4096)

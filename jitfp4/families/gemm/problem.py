@@ -1,26 +1,18 @@
-"""Problems of products with an FP4 weight; tactics and spec of the kernel for few rows, and its launch geometry."""
+"""What selection sees of a product with an FP4 weight, of one of two FP4 matrices, and of an expansion."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import Arch
-from jitfp4.errors import ArgumentError
+from jitfp4.dtypes import HALVES
 from jitfp4.formats import BlockFormat, DType
-from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import Geometry, KernelSpec
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+from jitfp4.layouts import SfLayout, ceil_div
+from jitfp4.weight import TILE_ROWS
 
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-TILE_MS = (8, 16, 32, 64)
-_BLOCK_ROWS = 16
-_MAX_CLUSTER = 8
-_MAX_THREADS = 1024
-_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
+DTYPES = HALVES
+TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 
 class Problem(NamedTuple):
@@ -46,103 +38,30 @@ class Problem(NamedTuple):
         return 1 - self.waves(arch) / math.ceil(self.waves(arch))
 
 
-@dataclass(frozen=True, slots=True)
-class NarrowTactic:
-    """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split."""
+class Fp4Problem(NamedTuple):
+    """a [m, k] times the transpose of b [n, k], both FP4 with block scales; the scales of b are in 128x4."""
 
-    tile_m: int
-    warp_blocks: int
-    row_warps: int
-    groups: int
-    stages: int
-    ctas: int
-    split: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
-
-    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
-    """
-
-    dtype: DType
-    out_dtype: DType
     format: BlockFormat
-    tile_m: int
-    warp_blocks: int
-    row_warps: int
-    groups: int
-    stages: int
-    ctas: int
+    a_layout: SfLayout  # 128x4 or 8x4
+    out_dtype: DType
+    m: int
+    n: int
+    k: int
 
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("tile_m", TILE_MS),
-            ("warp_blocks", (1, 2, 3, 4, 5)),
-            ("row_warps", (1, 2, 4)),
-            ("stages", (2, 3, 4, 5, 6)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
-        if not 0 < self.threads <= _MAX_THREADS:
-            raise ArgumentError("groups", self.groups, f"groups * row_warps from 1 to {_MAX_THREADS // 32}")
-        if self.row_warps > 1 and self.groups > 15:
-            raise ArgumentError("groups", self.groups, "at most 15 that need a barrier each")
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Tiles of 128 rows of a by 128 rows of b, for each SM."""
+        return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
 
-    @property
-    def threads(self) -> int:
-        return 32 * self.groups * self.row_warps
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight that a CTA takes."""
-        return _BLOCK_ROWS * self.warp_blocks * self.row_warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
-        stages = self.groups * self.stages
-        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        barriers = 8 * stages * self.row_warps
-        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
-        ring = round_up(weights, 128) + chunks + barriers
-        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(max(ring, sums), 128)
+    def idle(self, arch: Arch) -> float:
+        """The share of SMs without a tile in waves of tiles of 256 rows of a by 128 rows of b, one on each SM."""
+        waves = ceil_div(self.m, 256) * ceil_div(self.n, 128) / arch.num_sms
+        return 1 - waves / math.ceil(waves)
 
 
-def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
-    """The spec of a tactic for a problem."""
-    cut = asdict(tactic)
-    del cut["split"]
-    return NarrowSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
+class ExpandProblem(NamedTuple):
+    """x [m, k] in fp16 or bf16 from FP4 with block scales."""
 
-
-def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
-    """Why a tactic cannot run a problem on an architecture."""
-    spec = specialise(problem, tactic)
-    if spec.shared_bytes > arch.shared_of(tactic.ctas):
-        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
-    if tactic.split > 1 and not arch.has_tma:
-        return "it needs clusters"
-    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
-        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
-    if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
-        return "half of its rows of x would be empty"
-    if tactic.tile_m < TILE_MS[-1] and problem.m > 2 * tactic.tile_m:
-        return "tiles of more rows of x read the weight less often"
-    return None
-
-
-def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
-    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over rows of x.
-
-    A grid that is smaller than the GPU is filled up. CTAs of the next kernel start beside those of this one, and on an
-    SM that this one left free there would be two of them: the others would wait for them.
-    """
-    spec = specialise(problem, tactic)
-    grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
-    if arch.has_pdl and grid[2] == 1:
-        grid = (tactic.split, max(grid[1], arch.num_sms // tactic.split), 1)
-    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+    format: BlockFormat
+    a_layout: SfLayout
+    m: int
+    k: int

@@ -7,8 +7,9 @@ from itertools import product
 from typing import Any
 
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.problem import DTYPES, TILE_MS, NarrowTactic, Problem
-from jitfp4.families.gemm.wide import WideTactic
+from jitfp4.families.gemm.kernels.narrow import TILE_MS, NarrowTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.problem import DTYPES, Problem
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
@@ -116,93 +117,10 @@ HOPPER: Table[Any] = Table(
         Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
     ),
     measured="h200/gemm_wide_search.csv",
-    archs=("sm_90a",),
+    needs="has_wgmma",
 )
 
-_CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
-    8: (
-        (5, 1, 12, 2, 1),
-        (5, 1, 7, 2, 2),
-        (4, 1, 16, 2, 1),
-        (4, 1, 12, 3, 1),
-        (4, 1, 8, 2, 2),
-        (4, 1, 4, 2, 4),
-        (4, 1, 4, 2, 3),
-        (3, 1, 16, 2, 1),
-        (3, 1, 10, 2, 2),
-        (2, 2, 12, 2, 1),
-        (2, 1, 16, 3, 1),
-        (2, 1, 12, 2, 2),
-        (2, 1, 8, 4, 2),
-        (1, 1, 16, 2, 2),
-        (1, 1, 12, 4, 2),
-    ),
-    16: (
-        (5, 1, 10, 2, 1),
-        (5, 1, 8, 3, 1),
-        (5, 2, 6, 2, 1),
-        (4, 1, 12, 2, 1),
-        (4, 1, 8, 3, 1),
-        (4, 2, 8, 2, 1),
-        (4, 1, 6, 2, 2),
-        (4, 2, 4, 2, 2),
-        (4, 1, 4, 2, 3),
-        (3, 1, 12, 2, 1),
-        (3, 1, 7, 2, 2),
-        (3, 2, 4, 2, 2),
-        (2, 2, 8, 3, 1),
-        (2, 1, 8, 2, 2),
-        (1, 1, 10, 2, 2),
-        (1, 1, 8, 4, 2),
-    ),
-    32: (
-        (4, 1, 8, 2, 1),
-        (4, 2, 4, 3, 1),
-        (4, 2, 2, 3, 2),
-        (2, 2, 6, 2, 1),
-        (2, 4, 4, 3, 1),
-        (2, 4, 2, 3, 2),
-        (2, 2, 3, 2, 2),
-    ),
-    64: (
-        (2, 4, 2, 3, 1),
-        (2, 2, 4, 2, 1),
-        (2, 4, 1, 3, 2),
-        (1, 4, 2, 2, 2),
-    ),
-}
-_SPLITS = (1, 2, 3, 4)
-
-_searched = (NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS)
-TACTICS = tuple(dict.fromkeys((*(row.tactic for row in TABLE.rows), *_searched)))
-
-# rows of x, groups, depth, splits
-_WIDE_CUTS = (
-    (32, 1, 2, (1, 2)),
-    (32, 2, 2, (1, 2)),
-    (32, 4, 1, (1,)),
-    (64, 1, 2, (1, 2, 3, 4)),
-    (64, 2, 1, (2, 4)),
-    (64, 2, 2, (1, 2, 3, 4)),
-    (64, 3, 1, (1, 2, 3, 4)),
-    (64, 4, 1, (1, 2, 4)),
-    (128, 1, 2, (1, 2, 3, 4)),
-    (128, 2, 1, (1, 2, 3, 4)),
-    (128, 3, 1, (1, 2, 3, 4)),
-    (256, 1, 2, (1, 2)),
-    (256, 2, 1, (1, 2)),
-)
-_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
-_divided = (
-    WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
-    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
-    for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
-)
-_chosen = (row.tactic for row in HOPPER.rows if isinstance(row.tactic, WideTactic))
-WIDE_TACTICS: tuple[WideTactic, ...] = tuple(dict.fromkeys((*_chosen, *_whole, *_divided)))
-
-
-_LOADS = {  # of sm_90a
+_LOADS = {  # with wgmma
     8: (0.5,),
     16: (0.5, 0.95, 6.0),
     32: (1.0, 8.0),
@@ -221,7 +139,7 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)
-    if arch.name != "sm_90a":
+    if not arch.has_wgmma:
         return
     for dtype, block_format, (m, more) in product(DTYPES.values(), BlockFormat, _LOADS.items()):
         for load in more:

@@ -1,18 +1,18 @@
-"""Problems of products of two FP4 matrices; tactics and spec of the portable kernel, and its launch geometry."""
+"""Two FP4 matrices by mma.sync, on every architecture."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any
 
-from jitfp4.arch import Arch
+from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.blockscaled import Tactic
-from jitfp4.families.gemm.blockscaled_model import cheapest
+from jitfp4.families.gemm.arguments import Fp4Arguments
+from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, ceil_div, round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 
 CHUNK = 128  # columns that a group of warps takes at a time
 _ROW_BYTES = CHUNK // 2
@@ -21,30 +21,6 @@ _MAX_CLUSTER = 8
 _MAX_GRID = 65535  # along y and z
 _MAX_THREADS = 1024
 _WARP_TILES = (16, 32, 64)
-
-
-class Fp4Problem(NamedTuple):
-    """a [m, k] times the transpose of b [n, k], both FP4 with block scales; the scales of b are in 128x4."""
-
-    format: BlockFormat
-    a_layout: SfLayout  # 128x4 or 8x4
-    out_dtype: DType
-    m: int
-    n: int
-    k: int
-
-    def tiles_per_sm(self, arch: Arch) -> float:
-        """Tiles of 128 rows of a by 128 rows of b, for each SM."""
-        return ceil_div(self.m, 128) * ceil_div(self.n, 128) / arch.num_sms
-
-    def idle(self, arch: Arch) -> float:
-        """The share of SMs without a tile in waves of tiles of 256 rows of a by 128 rows of b, one on each SM."""
-        waves = ceil_div(self.m, 256) * ceil_div(self.n, 128) / arch.num_sms
-        return 1 - waves / math.ceil(waves)
-
-    def cheapest(self, arch: Arch) -> Tactic | None:
-        """The fastest tactic by the model of the sm_100 family; None if no selectable tactic can run the problem."""
-        return cheapest(self, arch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +35,28 @@ class PortableTactic:
     stages: int
     split: int = 1
     scaled_mma: bool = False
+
+
+_CUTS = (  # tile_m, tile_n, warp_m, warp_n, groups, stages
+    (16, 32, 16, 32, 2, 3),
+    (16, 64, 16, 32, 4, 3),
+    (16, 128, 16, 32, 1, 4),
+    (16, 128, 16, 32, 2, 3),
+    (16, 128, 16, 64, 4, 2),
+    (32, 64, 32, 32, 2, 3),
+    (32, 128, 32, 32, 2, 3),
+    (64, 64, 32, 32, 1, 4),
+    (64, 128, 32, 32, 1, 3),
+    (64, 128, 64, 32, 1, 4),
+    (128, 64, 64, 32, 1, 4),
+    (128, 128, 32, 64, 1, 4),
+    (128, 128, 64, 32, 1, 3),
+    (128, 128, 64, 32, 1, 4),
+)
+
+TACTICS = tuple(
+    PortableTactic(*cut, split, scaled) for cut in _CUTS for split in (1, 2, 4, 8) for scaled in (False, True)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | No
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
     if tactic.scaled_mma and not arch.has_scaled_mma:
-        return "mma.sync with block scales is an instruction of sm_120a and sm_121a"
+        return f"mma.sync with block scales is an instruction of {names_with('has_scaled_mma')}"
     if spec.shared_bytes > arch.shared_bytes:
         return f"a CTA of {spec.shared_bytes} bytes of shared memory does not fit on an SM"
     if tactic.split > 1 and not arch.has_tma:
@@ -143,3 +141,45 @@ def geometry(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> Geometr
     spec = specialise(problem, tactic)
     grid = (tactic.split * ceil_div(problem.m, spec.tile_m), ceil_div(problem.n, spec.tile_n), 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+
+
+def _bind(arguments: Fp4Arguments, plan: Plan) -> dict[str, Any]:
+    return {
+        "a": arguments.a,
+        "b": arguments.b,
+        "a_scales": arguments.a_descale,
+        "b_scales": arguments.b_descale,
+        "alpha": arguments.alpha,
+        "out": arguments.out,
+        "m": plan.problem.m,
+        "n": plan.problem.n,
+        "k": plan.problem.k,
+        "a_stride": arguments.a.stride(0),
+        "b_stride": arguments.b.stride(0),
+        "out_stride": arguments.out.stride(0),
+    }
+
+
+KERNEL = Kernel(
+    name="gemm/portable",
+    spec=PortableSpec,
+    params=(
+        Ptr("a", "const uint8", "[m, k / 2]"),
+        Ptr("b", "const uint8", "[n, k / 2]"),
+        Ptr("a_scales", "const uint8", "in kALayout"),
+        Ptr("b_scales", "const uint8", "in 128x4"),
+        Ptr("alpha", "const float", "[1]; null: 1"),
+        Ptr("out", "Out", "[m, n]"),
+        I64("m"),
+        I64("n", "a multiple of 8"),
+        I64("k", "a multiple of 32"),
+        I64("a_stride", "elements, as all strides: bytes of codes"),
+        I64("b_stride"),
+        I64("out_stride"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

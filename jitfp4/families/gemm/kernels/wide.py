@@ -1,21 +1,25 @@
-"""The kernel for many rows of activations: its tactics, its spec, and the geometry of its launches."""
+"""Many rows of activations by a prepared weight, by wgmma."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from jitfp4.arch import Arch
+import torch
+
+from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.fp4_problem import Fp4Problem
-from jitfp4.families.gemm.problem import Problem
+from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.problem import Fp4Problem, Problem
 from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-WIDE_TILE_MS = (32, 64, 128, 256)
+TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
-_SHARED_BYTES = 232448  # that a CTA may have
+_SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
 _HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
 _BARRIERS = 16  # bytes of a slot
@@ -35,6 +39,31 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+
+
+# rows of x, groups, depth, splits
+_CUTS = (
+    (32, 1, 2, (1, 2)),
+    (32, 2, 2, (1, 2)),
+    (32, 4, 1, (1,)),
+    (64, 1, 2, (1, 2, 3, 4)),
+    (64, 2, 1, (2, 4)),
+    (64, 2, 2, (1, 2, 3, 4)),
+    (64, 3, 1, (1, 2, 3, 4)),
+    (64, 4, 1, (1, 2, 4)),
+    (128, 1, 2, (1, 2, 3, 4)),
+    (128, 2, 1, (1, 2, 3, 4)),
+    (128, 3, 1, (1, 2, 3, 4)),
+    (256, 1, 2, (1, 2)),
+    (256, 2, 1, (1, 2)),
+)
+_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _CUTS for split in splits)
+_divided = (
+    WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
+    for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
+    for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
+)
+TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +91,7 @@ class WideSpec(KernelSpec):
     def __post_init__(self) -> None:
         for name, allowed in zip(
             ("tile_m", "depth", "cluster", "groups", "split"),
-            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            (TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
@@ -77,6 +106,11 @@ class WideSpec(KernelSpec):
     def teams(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.depth
+
+    @property
+    def product_rows(self) -> tuple[int, ...]:
+        """The rows of x of a product on the tensor cores."""
+        return (self.tile_m,)
 
     @property
     def threads(self) -> int:
@@ -150,8 +184,8 @@ def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
 
 def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
-    if arch.name != "sm_90a":
-        return "its products are instructions of sm_90a"
+    if not arch.has_wgmma:
+        return f"its products are instructions of {names_with('has_wgmma')}"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
     if tactic.split > ceil_div(problem.k, TILE_COLS):
@@ -175,3 +209,50 @@ def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometr
         clusters = min(most, steps if spec.divided else clusters)
     grid, cluster = (clusters * width, 1, 1), (width, 1, 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
+
+
+def scratch(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
+    """The memory in which CTAs leave sums of divided tiles for each other."""
+    size = plan.spec.workspace_bytes(plan.geometry.grid[0])
+    return {"workspace": Scratch((size,), torch.uint8)} if size else {}
+
+
+def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
+    spec: WideSpec = plan.spec
+    a, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    return {
+        "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
+        "weight": arguments.data,
+        "row_scale": arguments.row_scale,
+        "alpha": arguments.alpha,
+        "bias": arguments.bias,
+        "workspace": workspace,
+        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "m": plan.problem.m,
+        "n": plan.problem.n,
+        "k": plan.problem.k,
+    }
+
+
+KERNEL = Kernel(
+    name="gemm/wide",
+    spec=WideSpec,
+    params=(
+        TensorMapParam("x", "[m, k], boxes [kCopyM, kHalf]"),
+        Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
+        Ptr("alpha", "const float", "[1]; null: 1"),
+        Ptr("bias", "const Out", "[n]; null: none"),
+        Ptr("workspace", "uint8", "of divided tiles, else null"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        I64("m"),
+        I64("n", "a multiple of 8"),
+        I64("k", "a multiple of 32"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+    scratch=scratch,
+)

@@ -1,0 +1,226 @@
+"""Few rows of activations by a prepared weight, by mma.sync."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.problem import Problem
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+
+TILE_MS = (8, 16, 32, 64)
+_BLOCK_ROWS = 16
+_MAX_CLUSTER = 8
+_MAX_THREADS = 1024
+_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowTactic:
+    """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split."""
+
+    tile_m: int
+    warp_blocks: int
+    row_warps: int
+    groups: int
+    stages: int
+    ctas: int
+    split: int = 1
+
+
+_CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
+    8: (
+        (5, 1, 12, 2, 1),
+        (5, 1, 7, 2, 2),
+        (4, 1, 16, 2, 1),
+        (4, 1, 12, 3, 1),
+        (4, 1, 8, 2, 2),
+        (4, 1, 4, 2, 4),
+        (4, 1, 4, 2, 3),
+        (3, 1, 16, 2, 1),
+        (3, 1, 10, 2, 2),
+        (2, 2, 12, 2, 1),
+        (2, 1, 16, 3, 1),
+        (2, 1, 12, 2, 2),
+        (2, 1, 8, 4, 2),
+        (1, 1, 16, 2, 2),
+        (1, 1, 12, 4, 2),
+    ),
+    16: (
+        (5, 1, 10, 2, 1),
+        (5, 1, 8, 3, 1),
+        (5, 2, 6, 2, 1),
+        (4, 1, 12, 2, 1),
+        (4, 1, 8, 3, 1),
+        (4, 2, 8, 2, 1),
+        (4, 1, 6, 2, 2),
+        (4, 2, 4, 2, 2),
+        (4, 1, 4, 2, 3),
+        (3, 1, 12, 2, 1),
+        (3, 1, 7, 2, 2),
+        (3, 2, 4, 2, 2),
+        (2, 2, 8, 3, 1),
+        (2, 1, 8, 2, 2),
+        (1, 1, 10, 2, 2),
+        (1, 1, 8, 4, 2),
+    ),
+    32: (
+        (4, 1, 8, 2, 1),
+        (4, 2, 4, 3, 1),
+        (4, 2, 2, 3, 2),
+        (2, 2, 6, 2, 1),
+        (2, 4, 4, 3, 1),
+        (2, 4, 2, 3, 2),
+        (2, 2, 3, 2, 2),
+    ),
+    64: (
+        (2, 4, 2, 3, 1),
+        (2, 2, 4, 2, 1),
+        (2, 4, 1, 3, 2),
+        (1, 4, 2, 2, 2),
+    ),
+}
+_SPLITS = (1, 2, 3, 4)
+_SPLITS = (1, 2, 3, 4)
+_SMALL = (NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1) for tile_m in TILE_MS)  # little shared memory
+
+TACTICS = (
+    *(NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS),
+    *_SMALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowSpec(KernelSpec):
+    """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
+
+    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
+    """
+
+    dtype: DType
+    out_dtype: DType
+    format: BlockFormat
+    tile_m: int
+    warp_blocks: int
+    row_warps: int
+    groups: int
+    stages: int
+    ctas: int
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("tile_m", TILE_MS),
+            ("warp_blocks", (1, 2, 3, 4, 5)),
+            ("row_warps", (1, 2, 4)),
+            ("stages", (2, 3, 4, 5, 6)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        if not 0 < self.threads <= _MAX_THREADS:
+            raise ArgumentError("groups", self.groups, f"groups * row_warps from 1 to {_MAX_THREADS // 32}")
+        if self.row_warps > 1 and self.groups > 15:
+            raise ArgumentError("groups", self.groups, "at most 15 that need a barrier each")
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.groups * self.row_warps
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that a CTA takes."""
+        return _BLOCK_ROWS * self.warp_blocks * self.row_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
+        stages = self.groups * self.stages
+        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
+        barriers = 8 * stages * self.row_warps
+        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
+        ring = round_up(weights, 128) + chunks + barriers
+        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
+        return round_up(max(ring, sums), 128)
+
+
+def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
+    """The spec of a tactic for a problem."""
+    cut = asdict(tactic)
+    del cut["split"]
+    return NarrowSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
+
+
+def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    spec = specialise(problem, tactic)
+    if spec.shared_bytes > arch.shared_of(tactic.ctas):
+        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    if tactic.split > 1 and not arch.has_tma:
+        return "it needs clusters"
+    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
+        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
+        return "half of its rows of x would be empty"
+    if tactic.tile_m < TILE_MS[-1] and problem.m > 2 * tactic.tile_m:
+        return "tiles of more rows of x read the weight less often"
+    return None
+
+
+def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
+    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over rows of x.
+
+    A grid that is smaller than the GPU is filled up. CTAs of the next kernel start beside those of this one, and on an
+    SM that this one left free there would be two of them: the others would wait for them.
+    """
+    spec = specialise(problem, tactic)
+    grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
+    if arch.has_pdl and grid[2] == 1:
+        grid = (tactic.split, max(grid[1], arch.num_sms // tactic.split), 1)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    return {
+        "x": arguments.a,
+        "weight": arguments.data,
+        "row_scale": arguments.row_scale,
+        "alpha": arguments.alpha,
+        "bias": arguments.bias,
+        "out": arguments.out,
+        "m": plan.problem.m,
+        "n": plan.problem.n,
+        "k": plan.problem.k,
+        "x_stride": arguments.a.stride(0),
+        "out_stride": arguments.out.stride(0),
+    }
+
+
+KERNEL = Kernel(
+    name="gemm/narrow",
+    spec=NarrowSpec,
+    params=(
+        Ptr("x", "const In", "[m, k]"),
+        Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
+        Ptr("alpha", "const float", "[1]; null: 1"),
+        Ptr("bias", "const Out", "[n]; null: none"),
+        Ptr("out", "Out", "[m, n]"),
+        I64("m"),
+        I64("n", "a multiple of 8"),
+        I64("k", "a multiple of 32"),
+        I64("x_stride", "elements, as all strides"),
+        I64("out_stride"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

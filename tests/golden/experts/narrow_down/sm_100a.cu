@@ -1,0 +1,1150 @@
+// experts_narrow_down, generated from templates/experts/narrow_down.cu.j2
+// spec: {"ctas":3,"dtype":"bf16","format":"nvfp4","groups":4,"listed":false,"product":"down","row_warps":1,"stages":3,"tile_m":8,"warp_blocks":4}
+//
+// A product of a layer of experts, for few rows of each: the time is that of reading the weights of those experts that
+// have rows once from memory. On the tensor cores the weight is the left operand, so that rows of activations, up to
+// kTileM of one expert, are columns of the product.
+//
+// A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
+// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
+// chunk of activations, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a
+// piece of the weight while the warp multiplies others. Sums are float32: over a warp's chunks in order, then over
+// groups, then over the cluster, always in the same order.
+//
+// Up: rows are gathered from x; the results go through the activation to h. Down: rows are those of h; results are
+// weighted and added up over the slots of a token by the CTA that finishes the last of them. What this kernel reads
+// before it waits was complete before the kernel ahead of it began: that one waits first and then lets this one begin.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_100a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  st.shared::cluster.f32 [a], %2;\n"
+               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// Returns true in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %4, %5;\n"
+               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
+               "}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/weight -----------------------------------------------------------
+// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
+// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
+// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
+enum class Format { kNvfp4, kMxfp4 };
+
+constexpr int   kTileRows = 64, kTileCols = 128;
+constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
+constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
+constexpr float kWeightUnit = 0x1p8f;
+
+// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
+// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
+template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
+template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
+  pairs[0] = w & kPairCodes;
+  pairs[1] = w << 6 & kPairCodes;
+  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
+  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
+}
+template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
+  decode_codes<bf16>(pairs, w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
+}
+
+// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
+// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
+// word, those of the second after its bytes have changed places.
+template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
+template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  return d;  // v & mask | constant
+}
+template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
+  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
+}
+
+// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
+// need no copies of a half.
+template <typename T>
+__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
+template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  mul.rn.f16x2 %0, %0, a;\n"
+      "  mul.rn.f16x2 %1, %1, a;\n"
+      "  mul.rn.f16x2 %2, %2, b;\n"
+      "  mul.rn.f16x2 %3, %3, b;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
+}
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
+      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
+      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
+      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
+}
+
+// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
+template <typename T>
+__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
+  decode_codes<T>(pairs, codes);
+  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
+  mul_pairs<T>(upper, lower, scales);
+  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+enum class Product { kGated, kPlain, kDown };
+constexpr Product kProduct = Product::kDown;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr bool kListed    = false;
+constexpr int kTileM      = 8;
+constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 4;
+constexpr int kStages     = 3;
+constexpr int kCtas       = 3;  // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+constexpr bool kDown        = kProduct == Product::kDown;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
+
+// ---- gemm/multiply ---------------------------------------------------------
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+constexpr int kColumns     = kTileM / 8;  // of the product, in eights
+constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+constexpr int kXBytes      = kTileM * kRowBytes;
+constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
+
+using Accumulators = float[kWarpBlocks][kColumns][4];
+
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
+
+// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+__device__ __forceinline__ void multiply(
+    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    uint4 w[kWarpBlocks];
+    uint2 s[kWarpBlocks];
+#pragma unroll
+    for (int b = 0; b < kWarpBlocks; ++b) {
+      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+      if constexpr (kFormat == Format::kNvfp4) {
+        s[b] = ptx::ld_shared_8(from);
+      } else {
+        s[b].x = ptx::ld_shared_4(from);
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {  // of steps
+      uint4 x[kColumns];
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int b = 0; b < kWarpBlocks; ++b) {
+          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+          uint32 a[4];
+          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- experts/pieces --------------------------------------------------------
+// A warp's pieces of the weight on their way into its ring, and the way of its sums out.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
+struct Weights {
+  int   block;  // the first one, of a tile
+  int64 below;  // to the tile below; none is below the last
+
+  __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
+    if (!kHasTma || ptx::elect_one()) {
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
+        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+      } else {
+        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
+        copy_blocks(to, 0, tile, block, here, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
+                                                     Barrier* full, int lane) {
+    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
+    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+         lane);
+  }
+  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
+    if constexpr (kHasTma) {
+      ptx::bulk_load_once(to, from, bytes, full);
+    } else {
+      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
+    }
+  }
+};
+
+constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
+};
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// `first` is the warp's first row in the CTA.
+__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+      }
+    }
+  }
+}
+
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
+__device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
+}
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
+  int32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
+  int64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
+__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+struct Routing {
+  const uint8* ids;
+  const int32* map;  // null: the identity
+  int64 id_bytes, end, experts;
+
+  __device__ __forceinline__ int64 id(int64 assignment) const {
+    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
+    return ptx::ld_fresh_4(ids + 4 * assignment);
+  }
+  // -1 where the slot is skipped: never an expert that is not there.
+  __device__ __forceinline__ int32 expert(int64 id) const {
+    if (id < 0 || id >= end) return -1;
+    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
+    return local < 0 || local >= experts ? -1 : int32(local);
+  }
+  // A bit for each slot of a token that is not skipped; there are up to 32.
+  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
+    uint32 mask = 0;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
+    return mask;
+  }
+};
+
+// ---- experts/rows ----------------------------------------------------------
+// The rows of activations that a CTA multiplies by the weight of one expert: up to kTileM.
+constexpr int kFound = 128;  // assignments among which a CTA finds its rows by itself
+
+struct Item {
+  int32 expert, first, rows;  // `first` in the order of the list
+};
+
+// Part `part` of an item of the list of experts/route.
+__device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
+  const int4 v = ptx::ld_fresh_16(items + at);
+  return {v.x, v.y + part * kTileM, min(v.z - part * kTileM, kTileM)};
+}
+
+// Without a list, assignment `at` stands for the rows of its expert from its own on, if it is every kTileM-th of them.
+// Each warp finds them by itself; warp 0 writes which they are.
+__device__ __forceinline__ Item found_item(const Routing& routing, int at, int count, int32 (&rows)[kTileM], int warp,
+                                           int lane) {
+  const int64 own = routing.id(at);
+  int64 ids[kFound / kWarp];
+#pragma unroll
+  for (int w = 0; w < kFound / kWarp; ++w) {
+    const int i = w * kWarp + lane;
+    ids[w] = i < count ? routing.id(i) : -1;
+  }
+  const int32 expert = routing.expert(own);
+  if (expert < 0) return {0, 0, 0};
+  uint32 same[kFound / kWarp];
+  int rank = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < kFound / kWarp; ++w) {
+    same[w] = __ballot_sync(0xFFFFFFFFu, ids[w] == own);
+    const int below = at - w * kWarp;
+    rank += __popc(below >= kWarp ? same[w] : below > 0 ? same[w] & ((1u << below) - 1) : 0);
+    total += __popc(same[w]);
+  }
+  if (rank % kTileM != 0) return {0, 0, 0};
+  if (warp == 0) {
+    int ahead = -rank;
+#pragma unroll
+    for (int w = 0; w < kFound / kWarp; ++w) {
+      const int row = ahead + __popc(same[w] & ((1u << lane) - 1));
+      if (ids[w] == own && row >= 0 && row < kTileM) rows[row] = w * kWarp + lane;
+      ahead += __popc(same[w]);
+    }
+  }
+  return {expert, 0, min(total - rank, kTileM)};
+}
+
+// ---- shared memory ---------------------------------------------------------
+struct Ring {
+  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
+  alignas(128) uint8 x[kGroups][2][kXBytes];
+  Barrier full[kWarps][kStages];  // the weight is copied
+};
+struct Rows {
+  int32  assignment[kTileM];
+  int32  source[kTileM];    // row of x
+  uint32 taken[kTileM];     // slots of its token; down only
+  union {
+    float factor[kTileM];   // of x; up only
+    int32 finished[kTileM]; // the token, or -1; down only
+  };
+  alignas(16) float scale[kRows];  // of the rows of the weight
+  float bias[kRows];
+};
+struct Shared {
+  union {
+    Ring ring;
+    Sums sums;  // once every warp is through
+  };
+  Rows rows;
+};
+
+static_assert(sizeof(Shared) <= 72448, "the launch counts on it");
+
+// ---- loads -----------------------------------------------------------------
+// The chunks of activations for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half
+// of a row.
+struct Chunks {
+  const In* x;        // its first column in row 0
+  int64 stride;       // of x
+  int   rows, columns;  // left from there on; columns past the last become zero
+  int   first;        // its first row in the chunk
+
+  __device__ __forceinline__ void load(uint32 to, const Rows& of) {
+#pragma unroll
+    for (int row = 0; row < kTileM; row += kTurnRows) {
+      if (first + row >= rows) continue;  // nobody stores their sums
+      const In* from = x + of.source[first + row] * stride;
+#pragma unroll
+      for (int i = 0; i < kTileCols; i += kHalf) {
+        ptx::copy_async_or_zero(place(to, row, i), from + i, i < columns ? 16 : 0);
+      }
+    }
+    x += kGroups * kTileCols, columns -= kGroups * kTileCols;
+  }
+  // Multiplies what this thread has copied by the factors of its rows.
+  __device__ __forceinline__ void scale(uint32 at, const Rows& of) const {
+#pragma unroll 1
+    for (int row = 0; first + row < rows; row += kTurnRows) {
+      const float factor = of.factor[first + row];
+#pragma unroll
+      for (int i = 0; i < kTileCols; i += kHalf) {
+        uint4 v = ptx::ld_shared(place(at, row, i));
+        v.x = scaled(v.x, factor), v.y = scaled(v.y, factor), v.z = scaled(v.z, factor), v.w = scaled(v.w, factor);
+        ptx::st_shared(place(at, row, i), v);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32 place(uint32 first, int row, int column) {
+    return (row % 8 == 4 ? first ^ 64 : first) + row * kRowBytes + column * int(sizeof(In));
+  }
+  __device__ __forceinline__ static uint32 scaled(uint32 pair, float factor) {
+    return to_pair<In>(low<In>(pair) * factor, high<In>(pair) * factor);
+  }
+};
+
+__device__ __forceinline__ void group_sync(int group) {
+  if constexpr (kRowWarps == 1) {
+    __syncwarp();
+  } else {
+    ptx::barrier_sync(1 + group, kGroupThreads);
+  }
+}
+
+// ---- results ---------------------------------------------------------------
+struct Results {
+  const Rows& of;
+  bool has_bias;
+  int  shares;
+
+  // Four sums of neighbouring rows of the weight, scaled, and with their bias.
+  __device__ __forceinline__ float4 of_sums(const float* sums, int row) const {
+    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
+    const float4 by = *reinterpret_cast<const float4*>(&of.scale[row]);
+    const float4 y  = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z,
+                       v.w * kWeightUnit * by.w};
+    return has_bias ? add(y, *reinterpret_cast<const float4*>(&of.bias[row])) : y;
+  }
+};
+
+__device__ __forceinline__ void store(In* to, float4 v) {
+  st_halves<4>(to, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
+}
+
+// ---- experts/finish --------------------------------------------------------
+// The end of the product "down": a token's results are added up, in the order of its slots, by the CTA that finishes
+// the last of them.
+//
+//   every CTA of a token     store y -> barrier -> fence -> add 1 to the token's counter for these rows of the weight
+//   the one that counts all  -> fence -> barrier -> load y of every slot -> store out
+struct Finish {
+  const In*    y;
+  const float* weights;  // null: 1
+  In*   out;
+  int64 n, out_stride;
+  int   slots;
+
+  __device__ __forceinline__ void count(Rows& of, int32* done, int rows, int thread, int share, int shares) const {
+    __syncthreads();
+    if (thread < rows) {
+      const int64 token = of.assignment[thread] / slots;
+      __threadfence();
+      const int32 before = atomicAdd(&done[(token * gridDim.y + blockIdx.y) * shares + share], 1);
+      __threadfence();
+      of.finished[thread] = before + 1 == __popc(of.taken[thread]) ? int32(token) : -1;
+    }
+    __syncthreads();
+  }
+  // `quads` is the number of quads of rows that each of the CTAs of a cluster has.
+  __device__ __forceinline__ void add_up(const Rows& of, int rows, int first_row, int thread, int quads, int share,
+                                         int shares) const {
+    constexpr int kAtOnce = 8;
+    for (int i = thread; i < rows * quads; i += kThreads) {
+      const int64  token = of.finished[i / quads];
+      const uint32 taken = of.taken[i / quads];
+      const int    inside = (i % quads * shares + share) * 4, at = first_row + inside;
+      if (token < 0 || inside >= kRows || at >= n) continue;
+      float4 sum = {};
+      for (int slot = 0; slot < slots; slot += kAtOnce) {
+        uint2 v[kAtOnce];
+        float w[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if ((taken >> (slot + j) & 1) == 0) continue;
+          const int64 assignment = token * slots + slot + j;
+          v[j] = ptx::ld<uint2>(y + assignment * n + at);
+          w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if ((taken >> (slot + j) & 1) == 0) continue;
+          sum = {fmaf(w[j], low<In>(v[j].x), sum.x), fmaf(w[j], high<In>(v[j].x), sum.y),
+                 fmaf(w[j], low<In>(v[j].y), sum.z), fmaf(w[j], high<In>(v[j].y), sum.w)};
+        }
+      }
+      store(out + token * out_stride + at, sum);
+    }
+  }
+};
+
+// Zeros for tokens of which every slot is skipped; the CTAs with the same rows of the weight divide the tokens.
+__device__ __forceinline__ void zero_tokens(const Routing& routing, In* out, int tokens, int slots, int n,
+                                            int64 out_stride, int first_row, int warp, int lane) {
+  if (blockIdx.x != 0) return;
+  for (int token = blockIdx.z + warp * gridDim.z; token < tokens; token += kWarps * gridDim.z) {
+    const bool is_taken = lane < slots && routing.expert(routing.id(int64(token) * slots + lane)) >= 0;
+    if (__any_sync(0xFFFFFFFFu, is_taken)) continue;
+    for (int at = first_row + lane * 4; at < min(first_row + kRows, n); at += kWarp * 4) {
+      store(out + token * out_stride + at, {});
+    }
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_down(
+    const In* __restrict__ x,              // h [tokens * slots, k]
+    const uint8* __restrict__ weight,      // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ scale,       // [experts, round_up(n, 64)]
+    const float* __restrict__ bias,        // as scale; null: none
+    const float* __restrict__ weights,     // [tokens, slots], factors of y; null: 1
+    const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
+    const int32* __restrict__ expert_map,  // [ids_end]; null: the identity
+    const int4* __restrict__ items,        // [gridDim.z / parts]; null without a list
+    const int32* __restrict__ order,       // [tokens * slots]; null without a list
+    In* __restrict__ y,                    // [tokens * slots, n]
+    int32* __restrict__ done,              // [tokens, gridDim.y, gridDim.x], zero
+    In* __restrict__ out,                  // [tokens, n]
+    int64 id_bytes,                        // 4 or 8
+    int64 ids_end,                         // ids are below it, or skipped
+    int64 experts,
+    int64 tokens,
+    int64 slots,
+    int64 parts,                           // CTAs that share the rows of an item
+    int64 n,                               // rows of the weight
+    int64 k,                               // columns, a multiple of 32
+    int64 x_stride,                        // elements, as all strides
+    int64 out_stride
+) {
+  extern __shared__ __align__(128) uint8 dynamic[];
+  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
+  Ring&   ring = s.ring;
+  const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  const int group = warp / kRowWarps, place = thread % kGroupThreads;
+  const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
+  const int first_row = blockIdx.y * kRows, warp_row = warp % kRowWarps * kWarpRows;
+  const Routing routing = {ids, expert_map, id_bytes, ids_end, experts};
+
+  if constexpr (kHasTma) {
+    if (lane == 0) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+  }
+  if constexpr (kHasPdl) {
+    if constexpr (!kDown) ptx::griddep_wait();
+    ptx::griddep_launch();
+  }
+  Item item;
+  if constexpr (kListed) {
+    item = listed_item(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
+  } else {
+    item = found_item(routing, blockIdx.z, int(tokens * slots), s.rows.assignment, warp, lane);
+  }
+  const bool is_idle = item.rows <= 0;
+
+  const int chunks = int(ceil_div(k, kTileCols));
+  const int first  = int(int64(chunks) * share / shares), last = int(int64(chunks) * (share + 1) / shares);
+  const int turns = is_idle ? 0 : int(ceil_div(last - first - group, kGroups));
+  const int row = first_row + warp_row, rows = item.rows;
+  const bool has_rows = row < n;  // the last CTA may have warps to spare
+  const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
+  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes;
+  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  Barrier* const full = ring.full[warp];
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (has_rows && i < turns) weights_of.load(stages[i], tile + i * (kGroups * kTileBytes), &full[i], lane);
+  }
+  tile += (kStages - 1) * (kGroups * kTileBytes);
+  zero_tokens(routing, out, int(tokens), int(slots), int(n), out_stride, first_row, warp, lane);
+  if (is_idle) {
+    if constexpr (kHasPdl && kDown) ptx::griddep_wait();
+    return;
+  }
+  const int64 of_expert = item.expert * tiles * kTileRows + first_row;
+  for (int i = thread * 4; i < kRows && first_row + i < n; i += kThreads * 4) {
+    ptx::copy_async(ptx::shared_address(&s.rows.scale[i]), scale + of_expert + i);
+    if (bias != nullptr) ptx::copy_async(ptx::shared_address(&s.rows.bias[i]), bias + of_expert + i);
+  }
+  if constexpr (!kListed) __syncthreads();  // warp 0 has written which rows they are
+  if (thread < rows) {
+    if constexpr (kListed) s.rows.assignment[thread] = ptx::ld_fresh_4(order + item.first + thread);
+    const int assignment = s.rows.assignment[thread], token = assignment / int(slots);
+    s.rows.source[thread] = !kDown ? token : kListed ? item.first + thread : assignment;
+    s.rows.taken[thread] = routing.taken(token, int(slots));
+  }
+  __syncthreads();
+  if constexpr (kHasPdl && kDown) ptx::griddep_wait();
+
+  const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
+  Chunks chunk = {x + column, x_stride, rows, int(k) - column, x_row};
+  const uint32 x_stages = ptx::shared_address(ring.x[group]);
+  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  if (turns > 0) chunk.load(x_to, s.rows);
+  ptx::copy_async_commit();
+
+  Accumulators sums = {};
+  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int x_lane = min(8 * n + lane % 8, rows - 1);
+    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+  }
+  int    stage  = 0;
+  uint32 parity = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    ptx::copy_async_wait_for<0>();
+    group_sync(group);
+    const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
+    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], tile, &full[read], lane);
+    tile += kGroups * kTileBytes;
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes, s.rows);
+    ptx::copy_async_commit();
+    if (has_rows) {
+      if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+    }
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  ptx::copy_async_wait();  // for scales, in warps without a turn
+  __syncthreads();         // the sums take the place of the ring
+
+  store_sums(s.sums, sums, group, warp_row, lane);
+  __syncthreads();
+  if (kHasClusters && shares > 1) {
+    constexpr int kQuads = kRows / 4;
+    for (int i = thread; i < rows * kQuads; i += kThreads) {
+      float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
+      *reinterpret_cast<float4*>(at) = sum_groups(at);
+    }
+    ptx::cluster_sync();
+  }
+  const Results results = {s.rows, bias != nullptr, shares};
+  const int quads = (kRows / 4 + shares - 1) / shares;  // of a CTA: the same for every row, so that counters are right
+  for (int i = thread; i < rows * quads; i += kThreads) {
+    const int column = i / quads, at = (i % quads * shares + share) * 4;
+    if (at >= kRows || first_row + at >= n) continue;
+    store(y + s.rows.assignment[column] * n + first_row + at, results.of_sums(&s.sums.rows[0][column][at], at));
+  }
+  const Finish finish = {y, weights, out, n, out_stride, int(slots)};
+  finish.count(s.rows, done, rows, thread, share, shares);
+  finish.add_up(s.rows, rows, first_row, thread, quads, share, shares);
+  if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
+}
