@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what each module lists in its own __all__
     from jitfp4.engine import *
     from jitfp4.errors import *
     from jitfp4.families.attention import *
+    from jitfp4.families.experts import *
     from jitfp4.families.gdn import *
     from jitfp4.families.gemm import *
     from jitfp4.families.kv import *

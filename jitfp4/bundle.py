@@ -10,11 +10,9 @@ plan with the same NVRTC write the same bundle, byte for byte.
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -26,6 +24,7 @@ from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
 from jitfp4.cache.layer import entry_path
 from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError
+from jitfp4.files import check_out, replacing
 
 INDEX = "bundle.json"
 TACTICS = "tactics.json"
@@ -103,27 +102,6 @@ def export_bundle(entries: Iterable[EntryFiles], out: Path, tactics: bytes | Non
                 written += _write(packed, f"{entry_path(entry.recipe, entry.toolchain)}/{name}", contents[name])
         packed.write(_end(written))
     return index.digest
-
-
-def check_out(out: Path) -> None:
-    """A bundle may be written there. Raises ArgumentError for a link, a folder or a device, such as /dev/stdout."""
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(out.lstat().st_mode):
-            raise ArgumentError("out", f"{out}, which is no regular file", "a regular file, or a name that is free")
-
-
-@contextmanager
-def replacing(out: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the name ``out`` when it is complete and on disk, and leaves nothing when it is not."""
-    partial = out.with_name(f".{out.name}.{os.urandom(8).hex()}.partial")
-    try:
-        with partial.open("xb") as raw:
-            yield raw
-            raw.flush()
-            os.fsync(raw.fileno())
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def verify_bundle(path: Path, digest: str | None = None, *, check: Callable[[Index], None] = lambda _: None) -> Index:

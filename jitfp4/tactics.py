@@ -20,6 +20,7 @@ from typing import Any
 from jitfp4 import nvrtc
 from jitfp4.config import read_config
 from jitfp4.errors import TacticsError
+from jitfp4.files import check_out, replacing
 
 SCHEMA = 1
 MAX_BYTES = 16 << 20
@@ -136,8 +137,6 @@ def read(path: Path) -> TacticsFile:
 
 def write(file: TacticsFile, path: Path) -> None:
     """Write a file; it appears complete or not at all. Raises ArgumentError if ``path`` cannot be a regular file."""
-    from jitfp4.bundle import check_out, replacing
-
     check_out(path)
     with replacing(path) as raw:
         raw.write(file.encode())

@@ -15,21 +15,14 @@ import torch
 from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
+from jitfp4.dtypes import FLOATS
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout
 
+Pair = torch.Tensor | Sequence[torch.Tensor]
+"""K and V of a cache: one tensor with both in its second dimension, or a pair of tensors."""
+
 _LAYOUTS = {int(layout): layout for layout in SfLayout}
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
-"""The dtypes of tensors with two codes in a byte, as far as this version of torch has them."""
-
-SF_DTYPES = {
-    NVFP4: (torch.uint8, torch.float8_e4m3fn),
-    MXFP4: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
-}
-"""The dtypes of block scales, by format."""
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]) -> None:
@@ -85,6 +78,22 @@ def as_rows(name: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
     return rows
 
 
+def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a pair, or of one tensor with both."""
+    if isinstance(tensors, torch.Tensor):
+        if tensors.dim() != 5 or tensors.shape[1] != 2:
+            raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...], five dimensions, or a pair")
+        check_strided(name, tensors)
+        return tensors[:, 0], tensors[:, 1]
+    allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
+    if not isinstance(tensors, (tuple, list)):
+        raise ArgumentTypeError(name, type(tensors).__name__, allowed)
+    if len(tensors) != 2 or not all(isinstance(side, torch.Tensor) for side in tensors):
+        raise ArgumentTypeError(name, f"({', '.join(type(side).__name__ for side in tensors)})", allowed)
+    check_strided(name, *tensors)
+    return tensors[0], tensors[1]
+
+
 def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """``scales`` as contiguous float32 on ``like``'s device, of one of ``sizes`` elements (1 also for a Python number).
 
@@ -95,7 +104,7 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
             raise ArgumentError(name, scales, "a finite number above 0")
         value, device = float(scales), like.device
         return replay.temporary(lambda: torch.full((1,), value, dtype=torch.float32, device=device))
-    check_dtype(name, scales, _FLOATS)
+    check_dtype(name, scales, FLOATS)
     if not is_among(scales.numel(), sizes):
         raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
     check_same_device(name, scales, like)

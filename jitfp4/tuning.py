@@ -24,8 +24,8 @@ import torch
 import jitfp4.families  # noqa: F401 - registers every operation
 from jitfp4 import engine, nvrtc, sim, tactics
 from jitfp4.addresses import extent
-from jitfp4.bundle import check_out
 from jitfp4.errors import ArgumentError, CompileError, LaunchError, TacticsError, ToolchainError
+from jitfp4.files import check_out
 from jitfp4.operation import Observed, observed, operations
 from jitfp4.spec import fields_of
 from jitfp4.tactics import Choice, TacticsFile

@@ -14,10 +14,11 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jitfp4.bundle import check_out, indexed, replacing
+from jitfp4.bundle import indexed
 from jitfp4.cache import EntryFiles, Manifest
 from jitfp4.cache.installed import DIGEST, PACKAGE
 from jitfp4.cache.layer import INDEXES, entry_path
+from jitfp4.files import check_out, replacing
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that a zip file can name
 

@@ -45,7 +45,8 @@ def export(
 
     Exit status: 0, 1 when a kernel of the plan is not in the cache, 2 an error, such as a cache without kernels.
     """
-    from jitfp4.bundle import check_out, export_bundle
+    from jitfp4.bundle import export_bundle
+    from jitfp4.files import check_out
 
     check_out(out)
     entries = _entries(configure(cache_dir), plan, arch)

@@ -11,9 +11,9 @@ import torch
 import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import Arch
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import Tactic
-from jitfp4.tensors import CODE_DTYPES
 from tests.support.attention import Case, relative_error
 
 
@@ -29,6 +29,9 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "bmm1_scale_log2": torch.ones(1),
         "enable_block_sparse_attention": True,
         "bf16q_fp8kv_transform_mode": "x",
+        "cp_world": 2,
+        "cp_rank": 1,
+        "causal_seqlens_kv_global": torch.ones(2, dtype=torch.int32),
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             case.run(**{name: value})
@@ -46,6 +49,33 @@ def test_counters_of_flashinfer_are_taken_and_not_touched() -> None:
             run(multi_ctas_kv_counter_buffer=1024)
         with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
             run(multi_ctas_kv_counter_buffer=torch.empty(1024, device="meta"))
+
+
+def test_the_order_of_requests_changes_nothing() -> None:
+    case = Case()
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    got = case.run(request_order=order, request_order_plan=object(), backend="cake")
+    assert all(torch.equal(a, b) for a, b in zip(got, case.run(), strict=True))
+    for name, changes in (
+        ("request_order", {"request_order": order[:1]}),
+        ("request_order", {"request_order": order.long()}),
+        ("request_order_plan", {"request_order_plan": object()}),
+    ):
+        with pytest.raises((jitfp4.ArgumentError, jitfp4.ArgumentTypeError), match=name):
+            case.run(**changes)
+
+
+def test_the_wrapper_need_not_be_causal() -> None:
+    case = Case(lengths=(40, 20), q_lens=3, kv_heads=1, group=2, causal=False)
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "HND")
+    columns = [-(-length // case.page) for length in case.lengths]
+    ends = torch.tensor([0, *columns]).cumsum(0).to(torch.int32)
+    pages = torch.cat([table[:n] for table, n in zip(case.block_tables, columns, strict=True)])
+    last = torch.tensor([(length - 1) % case.page + 1 for length in case.lengths], dtype=torch.int32)
+    kinds = {"q_data_type": "bfloat16", "kv_data_type": "nvfp4", "q_len_per_req": 3, "sm_scale": case.bmm1}
+    wrapper.plan(ends, pages, last, 2, 1, 128, 16, is_causal=False, **kinds)
+    got = wrapper.run_return_lse(case.query, case.kv_cache, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf)
+    assert all(torch.equal(a, b) for a, b in zip(got, case.run_context(), strict=True))
 
 
 def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -12,6 +12,7 @@ import torch
 
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import ARCHS, Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.families.gdn import (
     gated_delta_rule_decode,
     gated_delta_rule_decode_pretranspose,
@@ -19,7 +20,6 @@ from jitfp4.families.gdn import (
 )
 from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE, GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import (
-    DTYPES,
     HEAD_DIMS,
     STATE_DTYPES,
     VALUE_DIMS,
@@ -81,8 +81,8 @@ def test_selection_and_warm_up_agree(arch: Arch) -> None:
             store_steps=steps,
             step_slots=slots,
         )
-        for dtype in DTYPES
-        for state_dtype in STATE_DTYPES
+        for dtype in HALVES.values()
+        for state_dtype in STATE_DTYPES.values()
         for head_dim in HEAD_DIMS
         for value_dim in VALUE_DIMS[head_dim][: None if state_dtype is DType.F32 else 1]
         for general in ((False, True) if value_dim == head_dim else (True,))

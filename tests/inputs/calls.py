@@ -70,7 +70,37 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
                 dense = tensor if tensor.is_contiguous() else tensor.T
                 memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
+        if parameter.name in _UPDATED.get(name, ()):
+            yield from _aliases(name, parameter.name, make)
 
+
+def _aliases(name: str, written: str, make: Callable[[], Arguments]) -> Iterator[Bad]:
+    """Every other tensor inside the memory of a cache or of states that the function updates, and K in that of V."""
+    for other in make():
+        arguments = make()
+        pair = arguments[written] if isinstance(arguments[written], tuple) else (arguments[written],)
+        if other == written:
+            if len(pair) == 2:
+                yield Bad(name, written, "K as V", arguments | {written: (pair[0], pair[0][:])})
+            continue
+        given = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
+        is_read = other != "kv_last_page_len"
+        if is_read and isinstance(given, torch.Tensor) and given.nbytes <= pair[0].nbytes:
+            inside = pair[0].view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
+            inside.copy_(given)
+            whole = (inside, arguments[other][1]) if isinstance(arguments[other], tuple) else inside
+            yield Bad(name, written, f"memory of {other}", arguments | {other: whole})
+
+
+_APPENDED = ("paged_kv_cache", "kv_cache_sf")
+_UPDATED = {
+    "nvfp4_quantize_append_paged_kv_cache": _APPENDED,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _APPENDED,
+    "gated_delta_rule_mtp": ("initial_state", "intermediate_states_buffer"),
+    "gated_delta_rule_decode_pretranspose": ("state", "intermediate_states_buffer"),
+    "gated_delta_rule_decode": ("state",),
+}
+"""What functions write in place that is no output."""
 
 _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
@@ -163,7 +193,8 @@ _LEGAL = {
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
     ("multi_ctas_kv_counter_buffer", "complex"),  # likewise
     *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
-    *itertools.product(("max_token_per_sequence",), ("7",)),
+    *itertools.product(("max_token_per_sequence", "uniform_q_len"), ("7",)),
+    *(("cp_rank", "0"), ("request_order_plan", "None")),  # the defaults
     ("token_pos_in_items_len", "0"),
     *itertools.product(("kv_indices", "indices", "paged_kv_indptr_buffer"), ("one element too many",)),  # room
     *itertools.product(("paged_kv_indices_buffer",), ("one element too many", "one element too few")),

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from jitfp4 import SfLayout
-from jitfp4.families.gdn.operation import DELTA_RULE, DTYPES, GATED_DELTA_RULE, STATE_DTYPES
-from jitfp4.families.gdn.problem import Problem, StateLayout
+from jitfp4.dtypes import FLOATS
+from jitfp4.families.gdn.operation import DELTA_RULE, GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import STATE_DTYPES, Problem, StateLayout
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import TmaTactic
 from jitfp4.families.quantize.tables import TMA_TACTICS
@@ -173,7 +174,7 @@ def gdn_cases(kernel: AnyKernel) -> Iterator[Case]:
             continue
         general = value_dim != dim or gate is not None
         problem = Problem(
-            dtype=DTYPES[dtype],
+            dtype=FLOATS[dtype],
             state_dtype=STATE_DTYPES[state],
             state_layout=StateLayout.VK,
             head_dim=dim,

@@ -22,7 +22,9 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("module", [*jitfp4._HOMES, *(f"jitfp4.families.{path.parent.name}" for path in FAMILIES)])
+@pytest.mark.parametrize(
+    "module", sorted({*jitfp4._HOMES, *(f"jitfp4.families.{path.parent.name}" for path in FAMILIES)})
+)
 def test_what_a_module_makes_public_is_public(module: str) -> None:
     listed = set(importlib.import_module(module).__all__)
     assert listed == set(jitfp4._HOMES.get(module, ())), f"_HOMES of jitfp4/__init__.py beside __all__ of {module}"

@@ -221,11 +221,13 @@ def test_every_tactic_of_every_operation_can_be_tuned_for(operation: Operation[A
         assert operation.selection(problem, SM_90A, read).by.startswith("tuned")
 
 
+@pytest.mark.complete
 def test_the_documented_buckets_are_those_of_the_operations() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     documented = {name: re.findall(r"`(\w+)`", fields) for name, fields in table.items()}
     for operation in operations():
+        assert operation.name in documented, "the table of docs/tuning.md"
         problem, fields = operation.problems(SM_90A)[0], documented.pop(operation.name)
         sizes = [name for name, value in problem._asdict().items() if type(value) is int]
         assert set(fields) <= set(sizes)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.attention.operation import by_token
 from jitfp4.families.attention.problem import (
@@ -23,10 +24,9 @@ from jitfp4.families.attention.problem import (
 )
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import ceil_div
-from jitfp4.tensors import CODE_DTYPES, check_contiguous, check_device, check_dtype, check_same_device, check_strided
-
-Pair = torch.Tensor | Sequence[torch.Tensor]
-"""K and V: two tensors, or one with K and V along dimension 1."""
+from jitfp4.tensors import Pair as Pair
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
+from jitfp4.tensors import pair as pair
 
 _MAX_WORK = 1 << 31
 _GROUP = 4  # tokens whose V scales are interleaved
@@ -43,22 +43,6 @@ class Cache:
     heads: int
     page: int
     interleaved: bool
-
-
-def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a pair, or of one tensor [pages, 2, ...]."""
-    if isinstance(tensors, torch.Tensor):
-        if tensors.dim() != 5 or tensors.shape[1] != 2:
-            raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...] of five dimensions, or a pair")
-        check_strided(name, tensors)
-        return tensors[:, 0], tensors[:, 1]
-    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2:
-        raise ArgumentTypeError(name, type(tensors).__name__, "a tensor, or a pair of tensors")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(name, type(tensor).__name__, "tensors")
-    check_strided(name, *tensors)
-    return tensors[0], tensors[1]
 
 
 def check_layout(kv_layout: str) -> bool:

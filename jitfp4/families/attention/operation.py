@@ -70,6 +70,9 @@ class Arguments(NamedTuple):
     hnd: bool
     interleaved: bool
     enable_pdl: bool | None
+    names: str = (
+        "key_cache=kv_cache,value_cache=kv_cache,key_scales=kv_cache_sf,value_scales=kv_cache_sf,page_ends=indptr"
+    )
 
 
 def by_token(tensor: torch.Tensor, hnd: bool) -> torch.Tensor:
@@ -196,20 +199,23 @@ def _reference(a: Arguments) -> None:
         v = reference.Side(v.data, by_token(a.value_scales, a.hnd), a.interleaved)
     batch = a.seq_lens.shape[0]
     tables = a.block_tables
+    lengths = a.seq_lens
     if a.page_ends is not None:
-        tables = reference.pad_lists(tables, a.page_ends)
+        ends = a.page_ends.clamp(0, tables.shape[0])
+        lengths = torch.minimum(lengths, (ends[1:] - ends[:-1]).clamp(min=0) * _heads_and_page(a)[1])
+        tables = reference.pad_lists(tables, ends)
     if tables.dim() == 2:
         tables = tables.unsqueeze(1).expand(-1, 2, -1)
-    ends = a.cum_seq_lens_q
-    if ends is None:
-        ends = torch.arange(batch + 1, device=a.query.device) * a.q_len_per_req
+    q_ends = a.cum_seq_lens_q
+    if q_ends is None:
+        q_ends = torch.arange(batch + 1, device=a.query.device) * a.q_len_per_req
     out, lse = reference.paged_attention(
         a.query,
         k,
         v,
         tables,
-        a.seq_lens,
-        ends,
+        lengths,
+        q_ends,
         bmm1_scale=a.bmm1 * (1.0 if a.bmm1_scale is None else a.bmm1_scale.double()),
         bmm2_scale=a.bmm2 * (1.0 if a.bmm2_scale is None else a.bmm2_scale.double()),
         causal=a.causal,

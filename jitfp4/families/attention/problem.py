@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES
 from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
-from jitfp4.tensors import CODE_DTYPES
 
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float8_e4m3fn: DType.E4M3}
+DTYPES = ACTIVATIONS
 """The dtypes of queries and outputs."""
 
 HEAD_DIMS = (64, 128, 256)

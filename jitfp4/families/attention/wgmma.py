@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from jitfp4.arch import Arch
+from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
@@ -39,7 +39,7 @@ _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
-_SHARED_BYTES = 232448  # of a CTA
+_SHARED_BYTES = shared_bytes_with("has_wgmma")  # of a CTA
 _BARRIER_BYTES = 8
 _PLACES = 16  # of items in shared memory
 _ITEM_BYTES = 64
@@ -165,8 +165,8 @@ def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
 
 def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem."""
-    if arch.name != "sm_90a":
-        return "its products are instructions of sm_90a"
+    if not arch.has_wgmma:
+        return f"its products are instructions of {names_with('has_wgmma')}"
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic)

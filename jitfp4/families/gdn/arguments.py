@@ -7,13 +7,11 @@ from collections.abc import Collection
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import FLOATS, HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.operation import BIAS_TYPES, DTYPES, GATED_DELTA_RULE, STATE_DTYPES, Arguments
-from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS, VALUE_DIMS
+from jitfp4.families.gdn.operation import BIAS_TYPES, GATED_DELTA_RULE, Arguments
+from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_TOKENS, STATE_DTYPES, VALUE_DIMS
 from jitfp4.tensors import check_device, check_dtype, check_same_device, output
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
-OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Call:
@@ -33,7 +31,7 @@ class Call:
         *,
         k_major: bool,
     ) -> None:
-        check_dtype("q", q, DTYPES)
+        check_dtype("q", q, HALVES)
         check_device("q", q)
         if q.dim() != 4 or not 1 <= q.shape[1] <= MAX_TOKENS[-1] or q.shape[2] == 0 or q.shape[3] not in HEAD_DIMS:
             raise ArgumentError("q", f"shape {tuple(q.shape)}", f"[B, T from 1 to {MAX_TOKENS[-1]}, H, 64 or 128]")
@@ -98,7 +96,7 @@ class Call:
             raise ArgumentError(self.state_name, f"{self.state.shape[0]} states", f"{self.batch}, one for each request")
 
     def indices(self, name: str, indices: torch.Tensor, *shape: int) -> None:
-        self._check(name, indices, shape, _INDEX_DTYPES, dense=len(shape))
+        self._check(name, indices, shape, INDEX_DTYPES, dense=len(shape))
 
     def steps(self, name: str, steps: torch.Tensor) -> None:
         check_dtype(name, steps, (self.state.dtype,))
@@ -122,8 +120,8 @@ class Call:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the operation. Returns the output and the state."""
         given, shape = out, tuple(self.v.shape)
-        if given is not None and given.dtype in OUTPUT_DTYPES and given.dtype != self.q.dtype:
-            output("output", given, shape, OUTPUT_DTYPES, like=self.q)
+        if given is not None and given.dtype in FLOATS and given.dtype != self.q.dtype:
+            output("output", given, shape, tuple(FLOATS), like=self.q)
             out = None
         out = output("output", out, shape, (self.q.dtype,), like=self.q)
         A_log, a, dt_bias, b = self.gates  # noqa: N806

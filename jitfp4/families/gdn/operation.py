@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4.dtypes import HALVES
 from jitfp4.families.gdn import problem as p
 from jitfp4.families.gdn.tables import CHUNK_TACTICS, TABLE, WALK_TACTICS, problems
-from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.operation import Operation, Written
 from jitfp4.reference import gdn as reference
 from jitfp4.spec import F32, I64, Param, Ptr
 
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
-STATE_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16}
 BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -49,8 +47,8 @@ def _problem(arguments: Arguments) -> p.Problem:
     head_dim, dtype = arguments.q.shape[3], arguments.q.dtype
     apart = _head_gap(arguments.state) != 0 or (steps is not None and _head_gap(steps) != 0)
     return p.Problem(
-        dtype=DTYPES[dtype],
-        state_dtype=STATE_DTYPES[arguments.state.dtype],
+        dtype=HALVES[dtype],
+        state_dtype=p.STATE_DTYPES[arguments.state.dtype],
         state_layout=p.StateLayout.KV if arguments.k_major else p.StateLayout.VK,
         head_dim=head_dim,
         value_dim=value_dim,
@@ -198,6 +196,6 @@ GATED_DELTA_RULE = Operation(
     reference=lambda arguments: reference.gated_delta_rule(*arguments[:-2]),
     output="output",
     aligned=("q", "k", "v", "state", "output", "intermediate_states_buffer"),
-    exclusive=("output",),
+    exclusive=("output", "state", "intermediate_states_buffer"),
     growing=("batch",),
 )

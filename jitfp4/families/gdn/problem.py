@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import torch
+
 from jitfp4.arch import Arch
+from jitfp4.dtypes import FLOATS
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-DTYPES = (DType.BF16, DType.F16)
-STATE_DTYPES = (DType.F32, DType.BF16)
+STATE_DTYPES = {dtype: FLOATS[dtype] for dtype in (torch.float32, torch.bfloat16)}
 HEAD_DIMS = (128, 64)
 VALUE_DIMS = {128: (128, 256), 64: (64,)}  # by head_dim; those that differ from head_dim only for float32 states
 MAX_TOKENS = (4, 16)

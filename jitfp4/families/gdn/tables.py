@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.families.gdn.problem import (
-    DTYPES,
     HEAD_DIMS,
     MAX_CHUNK,
     MAX_TOKENS,
@@ -143,7 +143,7 @@ def problems(_arch: Arch) -> Iterator[Problem]:
     heads = sorted({row.when.get("heads", 4096) for row in TABLE.rows})
     steps = ((True, False), (True, True), (False, False))
     for dtype, state_dtype, head_dim, count, (store_steps, step_slots), size in product(
-        DTYPES, STATE_DTYPES, HEAD_DIMS, tokens, steps, heads
+        HALVES.values(), STATE_DTYPES.values(), HEAD_DIMS, tokens, steps, heads
     ):
         problem = Problem(
             dtype=dtype,

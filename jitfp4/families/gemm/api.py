@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.arguments import Arguments
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -17,11 +18,7 @@ from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
 from jitfp4.weight import COLS, ROWS, Fp4Weight, prepare
 
-CODE_DTYPES = tuple(getattr(torch, name) for name in ("uint8", "float4_e2m1fn_x2") if hasattr(torch, name))
-SCALE_DTYPES = {
-    16: (torch.uint8, torch.float8_e4m3fn),
-    32: tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name)),
-}
+SCALE_DTYPES = {form.block: dtypes for form, dtypes in SF_DTYPES.items()}
 
 
 @checked

@@ -8,8 +8,9 @@ import torch
 
 from jitfp4.arch import Arch
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, UnsupportedArchError
-from jitfp4.families.gemm.api import CODE_DTYPES, SCALE_DTYPES
+from jitfp4.families.gemm.api import SCALE_DTYPES
 from jitfp4.families.gemm.arguments import Fp4Arguments
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.problem import DTYPES

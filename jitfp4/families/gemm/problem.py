@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.weight import TILE_ROWS
 
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+DTYPES = HALVES
 TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 

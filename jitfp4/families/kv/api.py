@@ -6,11 +6,9 @@ import math
 
 import torch
 
+from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
-    CODE_DTYPES,
-    SF_DTYPES,
-    Cache,
     Side,
     check_rows,
     check_side,
@@ -19,7 +17,6 @@ from jitfp4.families.kv.arguments import (
     decode_scales,
     is_interleaved,
     nhd,
-    pair,
     written_pair,
 )
 from jitfp4.families.kv.calls import (
@@ -31,11 +28,10 @@ from jitfp4.families.kv.calls import (
     quantize_side,
     quantize_sides,
 )
-from jitfp4.families.kv.problem import DTYPES
 from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.public import checked, public
 from jitfp4.reference.formats import divide
-from jitfp4.tensors import check_dtype, check_same_device, scalar_f32
+from jitfp4.tensors import Pair, check_dtype, check_same_device, pair, scalar_f32
 
 _MIN_AMAX = 1e-12
 
@@ -68,7 +64,7 @@ def nvfp4_kv_quantize(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_rows("input", input, 2, DTYPES)
+    check_rows("input", input, 2, HALVES)
     m, k = input.shape
     scale = scalar_f32("global_scale", global_scale, like=input)
     check_work("input", m, k // NVFP4.block)
@@ -117,7 +113,7 @@ def nvfp4_quantize_paged_kv_cache(
         Inf in it. What torch.compile traces does not check the values of scales.
     """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_rows(name, cache, 4, DTYPES)
+        check_rows(name, cache, 4, HALVES)
     k, v = nhd(k_cache, kv_layout), nhd(v_cache, kv_layout)
     if v.shape[:-1] != k.shape[:-1]:
         raise ArgumentError("v_cache", f"shape {tuple(v_cache.shape)}", "k_cache's pages, tokens and heads")
@@ -143,8 +139,8 @@ def nvfp4_quantize_append_paged_kv_cache(
     append_value: torch.Tensor,
     batch_indices: torch.Tensor,
     positions: torch.Tensor,
-    paged_kv_cache: Cache,
-    kv_cache_sf: Cache,
+    paged_kv_cache: Pair,
+    kv_cache_sf: Pair,
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
@@ -177,7 +173,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
-    check_rows("append_key", append_key, 3, DTYPES)
+    check_rows("append_key", append_key, 3, HALVES)
     scales = decode_scales(k_scale, v_scale, append_key)
     lists = (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     append_by_position(append_key, append_value, *lists, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
@@ -188,8 +184,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
     slot_mapping: torch.Tensor,
-    paged_kv_cache: Cache,
-    kv_cache_sf: Cache,
+    paged_kv_cache: Pair,
+    kv_cache_sf: Pair,
     k_scale: torch.Tensor | float,
     v_scale: torch.Tensor | float,
     kv_layout: str = "NHD",
@@ -224,7 +220,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     codes, sf = written_pair("paged_kv_cache", paged_kv_cache), written_pair("kv_cache_sf", kv_cache_sf)
-    check_rows("append_key", append_key, 3, DTYPES)
+    check_rows("append_key", append_key, 3, HALVES)
     scales = decode_scales(k_scale, v_scale, append_key)
     append_by_slot(append_key, append_value, slot_mapping, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
@@ -255,9 +251,9 @@ def nvfp4_kv_dequantize(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     check_dtype("fp4_data", fp4_data, CODE_DTYPES)
-    check_dtype("block_scales", block_scales, SF_DTYPES)
-    if output_dtype not in DTYPES:
-        raise ArgumentError("output_dtype", output_dtype, " or ".join(map(str, DTYPES)))
+    check_dtype("block_scales", block_scales, SF_DTYPES[NVFP4])
+    if output_dtype not in HALVES:
+        raise ArgumentError("output_dtype", output_dtype, " or ".join(map(str, HALVES)))
     for name, x in (("fp4_data", fp4_data), ("block_scales", block_scales)):
         if x.dim() != 2:
             raise ArgumentError(name, f"shape {tuple(x.shape)}", "[m, ...]")
@@ -273,8 +269,8 @@ def nvfp4_kv_dequantize(
 
 @checked
 def nvfp4_kv_dequantize_paged(
-    paged_kv_cache: Cache,
-    kv_cache_sf: Cache,
+    paged_kv_cache: Pair,
+    kv_cache_sf: Pair,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     k_scale: torch.Tensor | float,
@@ -308,7 +304,7 @@ def nvfp4_kv_dequantize_paged(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     codes, sf = pair("paged_kv_cache", paged_kv_cache), pair("kv_cache_sf", kv_cache_sf)
-    check_dtype("output_k", output_k, DTYPES)
+    check_dtype("output_k", output_k, HALVES)
     k, v = (scalar_f32(name, x, like=output_k) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)))
     lists = (block_tables, seq_lens)
     dequantize_paged(output_k, output_v, *lists, *codes, *sf, k, v, kv_layout, v_sf_layout, enable_pdl)
@@ -318,7 +314,8 @@ def _decode_scale_of(side: str, cache: torch.Tensor, given: torch.Tensor | float
     """1 / the encode scale that was given or, without one, that of the largest magnitude: float32 [1], on the CPU."""
     name, checks = f"{side}_global_sf", not torch.compiler.is_dynamo_compiling()  # a trace cannot branch on values
     if given is None:
-        amax = torch.stack(torch.aminmax(cache)).abs().amax().float().cpu() if cache.numel() else torch.zeros(())
+        amax = torch.stack(torch.aminmax(cache)).abs().amax() if cache.numel() else torch.zeros(())
+        amax = amax.float().cpu()
         if checks and not math.isfinite(amax):
             raise ArgumentError(f"{side}_cache", f"a largest magnitude of {amax}", f"finite values, or {name}")
         encode = divide(E4M3_MAX, amax.clamp(min=_MIN_AMAX).reshape(1))

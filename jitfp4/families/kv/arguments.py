@@ -10,19 +10,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, check_strided
+from jitfp4.tensors import Pair, check_contiguous, check_device, check_dtype, check_same_device, pair
 
-Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""K and V: one tensor with both in its second dimension, or a pair of tensors."""
-
-CODE_DTYPES = (torch.uint8, *([torch.float4_e2m1fn_x2] if hasattr(torch, "float4_e2m1fn_x2") else []))
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
-SF_DTYPES = (*APPEND_SF_DTYPES, torch.uint8)
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 _LAYOUTS = ("NHD", "HND")
 _V_SF_LAYOUTS = {"linear": False, "interleaved4": True}
@@ -50,22 +45,7 @@ class Side:
         return all(a.shape == b.shape and steps(a) == steps(b) for a, b in pairs)
 
 
-def pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a cache."""
-    if isinstance(cache, torch.Tensor):
-        if cache.dim() != 5 or cache.shape[1] != 2:
-            raise ArgumentError(name, f"shape {tuple(cache.shape)}", "[pages, 2, ...], five dimensions, or a pair")
-        return cache[:, 0], cache[:, 1]
-    allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
-    if not isinstance(cache, (tuple, list)):
-        raise ArgumentTypeError(name, type(cache).__name__, allowed)
-    if len(cache) != 2 or not all(isinstance(side, torch.Tensor) for side in cache):
-        raise ArgumentTypeError(name, f"({', '.join(type(side).__name__ for side in cache)})", allowed)
-    check_strided(name, *cache)
-    return cache[0], cache[1]
-
-
-def written_pair(name: str, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+def written_pair(name: str, cache: Pair) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a cache that is written."""
     k, v = pair(name, cache)
     if k is v:
@@ -77,7 +57,7 @@ def sides(
     codes: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor, torch.Tensor],
     kv_layout: str,
-    sf_dtypes: Collection[torch.dtype] = SF_DTYPES,
+    sf_dtypes: Collection[torch.dtype] = SF_DTYPES[NVFP4],
 ) -> tuple[Side, Side]:
     """K and V of a paged cache, with scales in the same layout as the codes."""
     k, v = (

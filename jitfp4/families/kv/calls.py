@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.addresses import Places
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
     APPEND_SF_DTYPES,
-    INDEX_DTYPES,
     Side,
     check_list,
     check_rows,
@@ -24,7 +25,7 @@ from jitfp4.families.kv.arguments import (
     sides,
 )
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
-from jitfp4.families.kv.problem import DTYPES, MAX_GRID_YZ
+from jitfp4.families.kv.problem import MAX_GRID_YZ
 from jitfp4.formats import NVFP4
 from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
@@ -53,7 +54,7 @@ def append_by_slot(
     check_list("slot_mapping", slot_mapping, append_key)
     n = slot_mapping.shape[0]
     for name, x in (("append_key", append_key), ("append_value", append_value)):
-        check_rows(name, x, 3, DTYPES)
+        check_rows(name, x, 3, HALVES)
         if reaches(n, x.shape[0] + 1):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"at least {n}, as slot_mapping")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
@@ -90,7 +91,7 @@ def append_by_position(
         raise ArgumentError("kv_indptr", "no entries", "one more than requests")
     check_list("kv_last_page_len", kv_last_page_len, append_key, kv_indptr.shape[0] - 1)
     for name, x in (("append_key", append_key), ("append_value", append_value)):
-        check_rows(name, x, 3, DTYPES)
+        check_rows(name, x, 3, HALVES)
         if differ(x.shape[:1], (n,)):
             raise ArgumentError(name, f"{x.shape[0]} tokens", f"{n}, as batch_indices")
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
@@ -235,6 +236,12 @@ def _append(
     quantize_sides(x, scales, lists, written, interleaved, enable_pdl, ("append_key", "append_value"))
 
 
+def _cache_names(lists: Lists) -> str:
+    """The public names of a cache that is written, and of the lists that say where."""
+    slots = "slot_mapping" if lists[3] is None else "positions"
+    return f"k_codes=paged_kv_cache,k_sf=kv_cache_sf,slots={slots},indices=kv_indices,indptr=kv_indptr"
+
+
 def quantize_sides(
     x: tuple[torch.Tensor, torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -247,6 +254,7 @@ def quantize_sides(
     """Quantize K and V: one launch where they have the same shapes and strides, else one for each."""
     k, v = written
     if not k.like(v) or steps(x[0]) != steps(x[1]):
+        _check_apart(k, v)
         quantize_side(x[0], scales[0], lists, k, interleaved=False, enable_pdl=enable_pdl, name=names[0])
         quantize_side(x[1], scales[1], lists, v, interleaved=interleaved, enable_pdl=enable_pdl, name=names[1])
         return
@@ -267,9 +275,18 @@ def quantize_sides(
             v_sf=v.sf,
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={names[0]},v={names[1]}",
+            names=f"k={names[0]},v={names[1]},{_cache_names(lists)},v_codes=paged_kv_cache,v_sf=kv_cache_sf",
         )
     )
+
+
+def _check_apart(k: Side, v: Side) -> None:
+    """Check that K and V, which two launches write, share no memory."""
+    if torch.compiler.is_dynamo_compiling() or k.codes.is_meta:
+        return
+    for name, one, other in (("paged_kv_cache", k.codes, v.codes), ("kv_cache_sf", k.sf, v.sf)):
+        if one.numel() and Places.of(one, other).meet(one.data_ptr(), other.data_ptr()):
+            raise ArgumentError(name, "K and V in the same memory", "memory of its own for each")
 
 
 def quantize_side(
@@ -300,6 +317,6 @@ def quantize_side(
             v_sf=None,
             interleaved=0 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={name}",
+            names=f"k={name},{_cache_names(lists)}",
         )
     )

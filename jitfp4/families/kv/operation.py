@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.dispatch import known
+from jitfp4.dtypes import HALVES
 from jitfp4.families.kv import tables
 from jitfp4.families.kv.problem import (
-    DTYPES,
     Addressing,
     DequantizeProblem,
     DequantizeSpec,
@@ -106,7 +106,7 @@ _CACHE = (
 
 def _quantize_problem(a: Quantize) -> QuantizeProblem:
     blocks = a.k_sf.shape[2] * a.k_sf.shape[3]
-    return QuantizeProblem(DTYPES[a.k.dtype], a.addressing, a.tokens, blocks, sides=1 if a.v is None else 2)
+    return QuantizeProblem(HALVES[a.k.dtype], a.addressing, a.tokens, blocks, sides=1 if a.v is None else 2)
 
 
 def _bind_quantize(a: Quantize, _: Plan) -> Mapping[str, Any]:
@@ -191,6 +191,7 @@ quantize = Operation(
     reference=_quantize_reference,
     output="k",
     aligned=("k", "v"),
+    exclusive=("k_codes", "v_codes", "k_sf", "v_sf"),
     growing=("tokens",),
 )
 
@@ -198,7 +199,7 @@ quantize = Operation(
 def _dequantize_problem(a: Dequantize) -> DequantizeProblem:
     sequences, tokens, heads, d = a.k_out.shape
     return DequantizeProblem(
-        out_dtype=DTYPES[a.k_out.dtype],
+        out_dtype=HALVES[a.k_out.dtype],
         page_size=0 if a.block_tables is None else a.k_codes.shape[1],
         sequences=sequences,
         tokens=tokens,

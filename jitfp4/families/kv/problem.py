@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import Arch
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div
 from jitfp4.spec import Geometry, KernelSpec
-
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 
 MAX_GRID_YZ = 65535
 MAX_THREADS = 256

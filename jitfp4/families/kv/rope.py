@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from jitfp4.dispatch import differ, reaches
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.arguments import (
     APPEND_SF_DTYPES,
-    Cache,
     Side,
     check_list,
     check_rows,
@@ -20,12 +20,11 @@ from jitfp4.families.kv.arguments import (
 )
 from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, TABLE, Arguments, problem, problems
 from jitfp4.families.kv.operation import NEITHER, steps
-from jitfp4.families.kv.problem import DTYPES
 from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
-from jitfp4.tensors import check_contiguous, check_dtype, check_same_device, output
+from jitfp4.tensors import Pair, check_contiguous, check_dtype, check_same_device, output
 
 _ROTARY = 32  # rotated elements come in multiples of it
 _MOST_ROWS = 1 << 31
@@ -91,8 +90,8 @@ def rope_append_paged_kv_cache(
     cos_sin_cache: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    paged_kv_cache: Cache,
-    kv_cache_sf: Cache | None = None,
+    paged_kv_cache: Pair,
+    kv_cache_sf: Pair | None = None,
     k_scale: torch.Tensor | float = 1.0,
     v_scale: torch.Tensor | float = 1.0,
     *,
@@ -241,7 +240,7 @@ def _rope_append(
 
 def _check_inputs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
     """The number of tokens and the size of a head, after checks of queries, keys and values."""
-    check_rows("query", query, 3, DTYPES)
+    check_rows("query", query, 3, HALVES)
     tokens, heads, d = query.shape
     if d not in HEAD_DIMS:
         raise ArgumentError("query", f"d = {d}", " or ".join(map(str, HEAD_DIMS)))

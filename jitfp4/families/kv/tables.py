@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.families.kv.problem import (
-    DTYPES,
     Addressing,
     DequantizeProblem,
     DequantizeTactic,
@@ -50,11 +50,11 @@ _MANY = 1 << 20  # tokens
 
 def quantize_problems(_: Arch) -> Iterator[QuantizeProblem]:
     """Few, some and many tokens."""
-    for in_dtype, addressing, tokens in product(DTYPES.values(), Addressing, (1, 4096, _MANY)):
+    for in_dtype, addressing, tokens in product(HALVES.values(), Addressing, (1, 4096, _MANY)):
         yield QuantizeProblem(in_dtype, addressing, tokens, blocks=64, sides=2)
 
 
 def dequantize_problems(_: Arch) -> Iterator[DequantizeProblem]:
     """Few and many tokens, without pages and with every page size that the tactics distinguish."""
-    for out_dtype, page_size, tokens in product(DTYPES.values(), (0, 1, 2, 4), (1, _MANY)):
+    for out_dtype, page_size, tokens in product(HALVES.values(), (0, 1, 2, 4), (1, _MANY)):
         yield DequantizeProblem(out_dtype, page_size, 1, tokens, chunks=128, sides=2)

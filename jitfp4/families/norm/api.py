@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.operation import RMSNORM, Arguments
-from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN, Scale
+from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.formats import MXFP4
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
-from jitfp4.tensors import SF_DTYPES, as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
+from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
-_FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8) if hasattr(torch, "float4_e2m1fn_x2") else (torch.uint8,)
+_FP4_DTYPES = tuple(reversed(CODE_DTYPES))  # FlashInfer returns torch's own where there is one
 
 
 @public
@@ -169,54 +170,27 @@ def _fused(
     outputs: _Outputs,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    check_dtype("input", input, tuple(IN_DTYPES))
-    if input.dim() not in (2, 3):
-        raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h] or [b, s, h]")
-    *lead, h = input.shape
-    if h % recipe.block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
-        raise ArgumentError("input", f"h = {h}", f"a multiple of {recipe.block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
-    as_rows("input", input, recipe.block)
-    input, given = input.contiguous(), residual  # noqa: A001 - FlashInfer's name
-    if residual is not None:
-        check_dtype("residual", residual, (input.dtype,))
-        check_same_device("residual", residual, input)
-        if differ(residual.shape, input.shape):
-            raise ArgumentError("residual", f"shape {tuple(residual.shape)}", f"{tuple(input.shape)}, as the input")
-        as_rows("residual", residual, recipe.block)
-        residual = residual.contiguous()
-    check_dtype("weight", weight, (input.dtype,))
-    check_same_device("weight", weight, input)
-    if tuple(weight.shape) != (h,):
-        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"({h},)")
-    check_contiguous("weight", weight)
+    _check_rows(input, residual, weight, recipe.block)
     if not eps >= 0:
         raise ArgumentError("eps", eps, "a finite number that is not negative")
-    if global_scale is not None:
-        if recipe.scale is Scale.UE8M0:
-            raise ArgumentError("global_scale", "a scale", "None with scale_format 'ue8m0'")
-        global_scale = scalar_f32("global_scale", global_scale, like=input)
+    if global_scale is not None and recipe.scale is Scale.UE8M0:
+        raise ArgumentError("global_scale", "a scale", "None with scale_format 'ue8m0'")
+    scale = None if global_scale is None else scalar_f32("global_scale", global_scale, like=input)
     if outputs.y_out is not None:
         _check_like("y_out", outputs.y_out, input)
-    m, cols = math.prod(lead), h // recipe.block
-    sf_dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else SF_DTYPES[MXFP4]
-    codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
-    flat, linear_shape = (padded_numel(SfLayout.layout_128x4, m, cols),), (*lead, cols)
-    swizzled = linear = None
-    if recipe.swizzled:
-        shape, out = padded_shape(SfLayout.layout_128x4, m, cols), outputs.block_scale
-        swizzled = output("block_scale", out, flat if out is None or out.dim() != 2 else shape, sf_dtypes, like=input)
-    if recipe.linear:
-        name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
-        linear = output(name, getattr(outputs, name), linear_shape, sf_dtypes, like=input)
+    codes, swizzled, linear = _results(input, recipe, outputs)
+    added = None if residual is None else residual.contiguous()
+    *lead, h = input.shape
+    m = math.prod(lead)
     RMSNORM(
         Arguments(
-            input=input.view(m, h),
-            residual=None if residual is None else residual.view(m, h),
+            input=input.contiguous().view(m, h),
+            residual=None if added is None else added.view(m, h),
             weight=weight,
-            global_scale=global_scale,
+            global_scale=scale,
             y_fp4=codes.view(torch.uint8).view(m, h // 2),
             block_scale=None if swizzled is None else swizzled.view(torch.uint8).flatten(),
-            block_scale_unswizzled=None if linear is None else linear.view(torch.uint8).view(m, cols),
+            block_scale_unswizzled=None if linear is None else linear.view(torch.uint8).view(m, h // recipe.block),
             y_out=None if outputs.y_out is None else outputs.y_out.view(m, h),
             eps=eps,
             block_size=recipe.block,
@@ -225,15 +199,61 @@ def _fused(
             names="" if recipe.swizzled else "block_scale_unswizzled=block_scale",
         )
     )
-    if given is not None and residual is not None and given is not residual:
-        given.copy_(residual)
+    if residual is not None and added is not None and added is not residual:
+        residual.copy_(added)
     return tuple(out for out in (codes, swizzled, linear) if out is not None)
 
 
-def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
-    """Check that ``tensor`` has input's shape, dtype and device, and is contiguous."""
+def _check_rows(
+    input: torch.Tensor,  # noqa: A002
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    block: int,
+) -> None:
+    """Check the rows that are normalised, what is added to them, and their weights."""
+    check_dtype("input", input, HALVES)
+    if input.dim() not in (2, 3):
+        raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, h] or [b, s, h]")
+    h = input.shape[-1]
+    if h % block or not MIN_HIDDEN <= h <= MAX_HIDDEN:
+        raise ArgumentError("input", f"h = {h}", f"a multiple of {block} from {MIN_HIDDEN} to {MAX_HIDDEN}")
+    as_rows("input", input, block)
+    if residual is not None:
+        _check_like("residual", residual, input, dense=False)
+        as_rows("residual", residual, block)
+    check_dtype("weight", weight, (input.dtype,))
+    check_same_device("weight", weight, input)
+    if tuple(weight.shape) != (h,):
+        raise ArgumentError("weight", f"shape {tuple(weight.shape)}", f"({h},)")
+    check_contiguous("weight", weight)
+
+
+def _results(
+    input: torch.Tensor,  # noqa: A002
+    recipe: _Recipe,
+    outputs: _Outputs,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, scales in the 128x4 layout, and linear scales: the caller's tensors, checked, or new ones."""
+    *lead, h = input.shape
+    m, cols = math.prod(lead), h // recipe.block
+    dtypes = (torch.float8_e4m3fn, torch.uint8) if recipe.scale is Scale.E4M3 else SF_DTYPES[MXFP4]
+    codes = output("y_fp4", outputs.y_fp4, (*lead, h // 2), _FP4_DTYPES, like=input)
+    swizzled = linear = None
+    if recipe.swizzled:
+        out, shape = outputs.block_scale, padded_shape(SfLayout.layout_128x4, m, cols)
+        flat = (padded_numel(SfLayout.layout_128x4, m, cols),)
+        swizzled = output("block_scale", out, flat if out is None or out.dim() != 2 else shape, dtypes, like=input)
+    if recipe.linear:
+        name = "block_scale_unswizzled" if recipe.swizzled else "block_scale"
+        linear = output(name, getattr(outputs, name), (*lead, cols), dtypes, like=input)
+    return codes, swizzled, linear
+
+
+def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor, *, dense: bool = True) -> None:  # noqa: A002
+    """Check that ``tensor`` has input's shape, dtype and device, and is contiguous if it has to be ``dense``."""
     check_dtype(name, tensor, (input.dtype,))
     check_same_device(name, tensor, input)
     if differ(tensor.shape, input.shape):
         raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{tuple(input.shape)}, as the input")
-    check_contiguous(name, tensor)
+    if dense:
+        check_contiguous(name, tensor)

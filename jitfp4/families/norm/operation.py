@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4.dtypes import HALVES
 from jitfp4.families.norm.problem import (
-    IN_DTYPES,
     Problem,
     Scale,
     Spec,
@@ -63,7 +63,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 def _problem(arguments: Arguments) -> Problem:
     m, h = arguments.input.shape
     return Problem(
-        in_dtype=IN_DTYPES[arguments.input.dtype],
+        in_dtype=HALVES[arguments.input.dtype],
         block=arguments.block_size,
         scale=Scale(arguments.scale_format),
         add=arguments.residual is not None,

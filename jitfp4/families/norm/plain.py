@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.kernels.rmsnorm import KERNEL, TABLE, Arguments, problem, problems
-from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, MIN_HIDDEN
+from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN
 from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import norm as reference
@@ -161,7 +162,7 @@ def gemma_fused_add_rmsnorm(
 
 def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: A002
     """The input as rows, after checks of what all functions take."""
-    check_dtype("input", input, tuple(IN_DTYPES))
+    check_dtype("input", input, HALVES)
     rows = as_rows("input", input, _MULTIPLE)
     h = rows.shape[1]
     if not MIN_HIDDEN <= h <= MAX_HIDDEN:

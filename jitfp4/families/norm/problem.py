@@ -6,14 +6,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import CTA_RESERVE, Arch
 from jitfp4.formats import DType
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.spec import Geometry, KernelSpec
 
-IN_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 MIN_HIDDEN, MAX_HIDDEN = 64, 65536
 
 _UNIT = 16  # elements of a unit, which one thread takes

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from jitfp4.arch import Arch
-from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, TURN, Problem, Scale, Tactic
+from jitfp4.dtypes import HALVES
+from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, Problem, Scale, Tactic
 from jitfp4.selection import Row, Table, rows
 
 _MANY_ELEMENTS = 76000  # of each SM
@@ -57,6 +58,6 @@ def problems(arch: Arch) -> Iterator[Problem]:
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
     loads = (0, _MANY_ELEMENTS // 2, 2 * _MANY_ELEMENTS)
-    for in_dtype, (block, scale), add, h, load in product(IN_DTYPES.values(), formats, (False, True), hidden, loads):
+    for in_dtype, (block, scale), add, h, load in product(HALVES.values(), formats, (False, True), hidden, loads):
         m = max(load * arch.num_sms // h, 1)
         yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)

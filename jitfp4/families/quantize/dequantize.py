@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import CODE_DTYPES, FLOATS, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
-from jitfp4.families.quantize.problem import OUT_DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import (
-    CODE_DTYPES,
-    SF_DTYPES,
     check_contiguous,
     check_device,
     check_dtype,
@@ -107,8 +105,8 @@ def _to_float(
     codes_name, scales_name = names
     check_dtype(scales_name, sf, SF_DTYPES[block_format])
     layout = check_layout("sfLayout", sf_layout)
-    if out_dtype not in OUT_DTYPES:
-        raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, OUT_DTYPES)))
+    if out_dtype not in FLOATS:
+        raise ArgumentTypeError("out_dtype", out_dtype, " or ".join(map(str, FLOATS)))
     check_dtype(codes_name, q, CODE_DTYPES)
     check_device(codes_name, q)
     check_contiguous(codes_name, q)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from jitfp4.dispatch import differ
+from jitfp4.dtypes import ACTIVATIONS, HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.four_over_six import check_recipe, quantize
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
@@ -15,7 +18,6 @@ from jitfp4.reference.formats import swizzle
 from jitfp4.reference.quantize import silu_and_mul, widen_e4m3
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
-_HALVES = (torch.bfloat16, torch.float16)
 _LAYOUT = SfLayout.layout_128x4
 _TILE = 512  # bytes of 128 rows by 4 scales
 
@@ -43,7 +45,7 @@ def nvfp4_batched_quantize(
     """
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
-    batch, m, k = _check_batch(a, NVFP4.block, (*_HALVES, torch.float8_e4m3fn))
+    batch, m, k = _check_batch(a, NVFP4.block, ACTIVATIONS)
     scale = scales_f32("a_global_sf", a_global_sf, (1, m), like=a)
     recipe = check_recipe("nvfp4_4over6", nvfp4_4over6, a.dtype)
     if a.dtype == torch.float8_e4m3fn:
@@ -150,7 +152,7 @@ def _run(
     )
 
 
-def _check_batch(a: torch.Tensor, block: int, dtypes: tuple[torch.dtype, ...] = _HALVES) -> tuple[int, int, int]:
+def _check_batch(a: torch.Tensor, block: int, dtypes: Collection[torch.dtype] = tuple(HALVES)) -> tuple[int, int, int]:
     check_dtype("a", a, dtypes)
     check_device("a", a)
     if a.dim() != 3:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitfp4.dtypes import ACTIVATIONS, FLOATS
 from jitfp4.families.quantize import problem as p
 from jitfp4.families.quantize import tables
 from jitfp4.formats import NVFP4, BlockFormat
@@ -48,7 +49,7 @@ def _matrix_problem(arguments: Arguments) -> p.Problem:
     plain = layout is SfLayout.layout_linear and arguments.a.stride(0) == k and not (by_row or arguments.silu)
     if plain and m * k < _MAX_ROW:
         m, k = 1, m * k  # as one long row, which has the same bytes: a short row would leave lanes of a warp idle
-    dtype = p.DTYPES[arguments.a.dtype]
+    dtype = ACTIVATIONS[arguments.a.dtype]
     return p.Problem(BlockFormat(arguments.format), dtype, layout, arguments.silu, by_row, m, k)
 
 
@@ -178,7 +179,7 @@ class BatchArguments(NamedTuple):
 
 def _batch_problem(arguments: BatchArguments) -> p.BatchProblem:
     batch, m, half = arguments.out.shape
-    dtype = p.DTYPES[arguments.a.dtype]
+    dtype = ACTIVATIONS[arguments.a.dtype]
     return p.BatchProblem(dtype, arguments.mask is not None, arguments.silu, batch, m, 2 * half)
 
 
@@ -304,7 +305,7 @@ ROW_SCALE = Operation(
     RowScaleArguments,
     name="row_scale",
     kernels=(ROW_SCALE_KERNEL,),
-    problem=lambda arguments: p.RowScaleProblem(p.DTYPES[arguments.a.dtype], arguments.a.shape[0]),
+    problem=lambda arguments: p.RowScaleProblem(ACTIVATIONS[arguments.a.dtype], arguments.a.shape[0]),
     problems=tables.row_scale_problems,
     tables=tables.ROW_SCALE_TABLES,
     reference=_row_scale_reference,
@@ -331,7 +332,7 @@ class DequantizeArguments(NamedTuple):
 
 
 def _dequantize_problem(arguments: DequantizeArguments) -> p.DequantizeProblem:
-    out_dtype = p.OUT_DTYPES[arguments.out.dtype]
+    out_dtype = FLOATS[arguments.out.dtype]
     layout = SfLayout(arguments.layout)
     return p.DequantizeProblem(BlockFormat(arguments.format), out_dtype, layout, *arguments.out.shape)
 

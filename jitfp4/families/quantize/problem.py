@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.spec import Geometry, KernelSpec
-
-DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float8_e4m3fn: DType.E4M3}
-HALVES = (DType.BF16, DType.F16)
-OUT_DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 
 _WARP = 32
 _MAX_GRID_YZ = 65535
@@ -75,9 +70,9 @@ class VectorSpec(KernelSpec):
     max_threads = 256  # of a CTA
 
     def __post_init__(self) -> None:
-        if self.block_format is MXFP4 and (self.silu or self.in_dtype not in HALVES):
+        if self.block_format is MXFP4 and (self.silu or self.in_dtype not in HALVES.values()):
             raise ArgumentError("spec", str(self), "mxfp4 of bf16 or f16, without silu")
-        if self.silu and self.in_dtype not in HALVES:
+        if self.silu and self.in_dtype not in HALVES.values():
             raise ArgumentError("spec", str(self), "silu of bf16 or f16")
 
 
@@ -159,7 +154,7 @@ def tma_spec(problem: Problem, tactic: TmaTactic) -> TmaSpec:
 def tma_rejects(problem: Problem, tactic: TmaTactic, arch: Arch) -> str | None:
     if not arch.has_tma:
         return "it copies by TMA"
-    if problem.block_format is not NVFP4 or problem.in_dtype not in HALVES or problem.silu or problem.by_row:
+    if problem.block_format is not NVFP4 or problem.in_dtype not in HALVES.values() or problem.silu or problem.by_row:
         return "it takes bf16 or f16 to NVFP4, without silu, with one global scale"
     if max(problem.m, problem.k) > _MAX_MAP_SIZE:
         return f"a tensor map has at most {_MAX_MAP_SIZE} elements along a dimension"

@@ -6,10 +6,10 @@ import torch
 
 from jitfp4 import replay
 from jitfp4.addresses import extent, meet
+from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize import four_over_six
 from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
-from jitfp4.families.quantize.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
@@ -17,8 +17,6 @@ from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import block_amax, divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.tensors import (
-    CODE_DTYPES,
-    SF_DTYPES,
     as_rows,
     check_device,
     check_dtype,
@@ -30,7 +28,6 @@ from jitfp4.tensors import (
 )
 
 _BACKENDS = ("cuda", "cute-dsl", "cake", "auto")
-_HALVES = (torch.bfloat16, torch.float16)
 _SHUFFLE_TILE = 128  # rows of the epilogue tile for which do_shuffle permutes
 
 
@@ -99,7 +96,7 @@ def nvfp4_quantize(
     if expanded_idx_to_permuted_idx is not None:
         raise ArgumentError("expanded_idx_to_permuted_idx", "a tensor", "None: index maps are not supported")
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, _HALVES if per_token_activation else DTYPES)
+    check_dtype("a", a, HALVES if per_token_activation else ACTIVATIONS)
     check_device("a", a)
     rows = as_rows("a", a, NVFP4.block)
     m = rows.shape[0]
@@ -158,7 +155,7 @@ def mxfp4_quantize(
     """
     _check_backend(backend)
     layout = check_layout("sfLayout", sfLayout)
-    check_dtype("a", a, DTYPES)
+    check_dtype("a", a, ACTIVATIONS)
     check_device("a", a)
     rows = _halves(as_rows("a", a, MXFP4.block))
     q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
@@ -202,7 +199,7 @@ def fp4_quantize(
     if (sf_vec_size, sf_use_ue8m0) not in ((NVFP4.block, False), (MXFP4.block, True)):
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
-    check_dtype("input", input, DTYPES)
+    check_dtype("input", input, ACTIVATIONS)
     recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6, input.dtype)
     if recipe is not None and form is MXFP4:
         raise ArgumentError("nvfp4_4over6", "a recipe", "None with MXFP4")
@@ -247,7 +244,7 @@ def silu_and_mul_nvfp4_quantize(
     if sf_vec_size != NVFP4.block:
         raise ArgumentError("sf_vec_size", sf_vec_size, "16")
     layout = layout_of_flags(is_sf_swizzled_layout, is_sf_8x4_layout)
-    check_dtype("input", input, _HALVES)
+    check_dtype("input", input, HALVES)
     check_device("input", input)
     rows = as_rows("input", input, 2 * NVFP4.block)
     scale = scalar_f32("global_scale", global_scale, like=input)
@@ -277,7 +274,7 @@ def silu_and_mul(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     del enable_pdl
-    check_dtype("input", input, _HALVES)
+    check_dtype("input", input, HALVES)
     check_device("input", input)
     if input.dim() == 0 or input.shape[-1] % 2:
         raise ArgumentError("input", f"shape {tuple(input.shape)}", "[..., 2k]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from jitfp4.addresses import extent, meet
+from jitfp4.dtypes import SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.quantize.four_over_six import check_recipe
 from jitfp4.formats import E2M1_MAX, E4M3_MAX, MXFP4, NVFP4, NVFP44Over6Config
@@ -12,7 +13,7 @@ from jitfp4.layouts import SfLayout, padded_numel
 from jitfp4.public import public
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.tensors import SF_DTYPES, check_device, check_dtype, output
+from jitfp4.tensors import check_device, check_dtype, output
 
 _ELEMENTS_PER_SF = (16, 32)
 _MAX_TILE = 1024

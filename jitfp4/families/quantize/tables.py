@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
 from jitfp4.families.quantize.problem import (
-    HALVES,
-    OUT_DTYPES,
     BatchProblem,
     DequantizeProblem,
     DequantizeTactic,
@@ -20,7 +19,7 @@ from jitfp4.families.quantize.problem import (
     TmaTactic,
     VectorTactic,
 )
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.selection import Row, Table, rows
 
@@ -64,8 +63,9 @@ DEQUANTIZE_TABLES = (Table((Row(DEQUANTIZE_TACTICS[0]),), "h200/quantize_others.
 
 def matrix_problems(_arch: Arch) -> Iterator[Problem]:
     """Each kind of input in each layout, in several sizes."""
-    kinds = [(NVFP4, in_dtype, False) for in_dtype in (*HALVES, DType.E4M3)]
-    kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES] + [(MXFP4, in_dtype, False) for in_dtype in HALVES]
+    kinds = [(NVFP4, in_dtype, False) for in_dtype in ACTIVATIONS.values()]
+    kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES.values()]
+    kinds += [(MXFP4, in_dtype, False) for in_dtype in HALVES.values()]
     sizes = (1 << 10, 1 << 13, 1 << 14, 1 << 16)
     for (block_format, in_dtype, silu), layout, by_row, m in product(kinds, SfLayout, (False, True), sizes):
         yield Problem(block_format, in_dtype, layout, silu, by_row, m, 2048)
@@ -73,14 +73,14 @@ def matrix_problems(_arch: Arch) -> Iterator[Problem]:
 
 def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
     """Masked batches with and without silu, and plain batches without silu."""
-    for in_dtype, (masked, silu) in product(HALVES, ((False, False), (True, False), (True, True))):
+    for in_dtype, (masked, silu) in product(HALVES.values(), ((False, False), (True, False), (True, True))):
         yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
 
 
 def row_scale_problems(_arch: Arch) -> Iterator[RowScaleProblem]:
-    yield from (RowScaleProblem(in_dtype, 128) for in_dtype in HALVES)
+    yield from (RowScaleProblem(in_dtype, 128) for in_dtype in HALVES.values())
 
 
 def dequantize_problems(_arch: Arch) -> Iterator[DequantizeProblem]:
-    for block_format, out_dtype, layout in product(BlockFormat, OUT_DTYPES.values(), SfLayout):
+    for block_format, out_dtype, layout in product(BlockFormat, FLOATS.values(), SfLayout):
         yield DequantizeProblem(block_format, out_dtype, layout, 128, 2048)

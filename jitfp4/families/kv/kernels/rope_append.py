@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.kv.operation import steps
-from jitfp4.families.kv.problem import DTYPES, Spec
+from jitfp4.families.kv.problem import Spec
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
@@ -105,12 +106,12 @@ def problem(arguments: Arguments) -> Problem:
     size = arguments.k_cache.shape[-1]
     cache = CacheType.HALF if size == 2 * d else CacheType.E4M3 if size == d else CacheType.NVFP4
     rows = tokens * (heads + 2 * arguments.key.shape[1])
-    return Problem(DTYPES[arguments.query.dtype], cache, d, rows)
+    return Problem(HALVES[arguments.query.dtype], cache, d, rows)
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
     """Few and many rows of every kind."""
-    for dtype, cache, d, rows in product(DTYPES.values(), CacheType, HEAD_DIMS, (64, 1 << 16)):
+    for dtype, cache, d, rows in product(HALVES.values(), CacheType, HEAD_DIMS, (64, 1 << 16)):
         yield Problem(dtype, cache, d, rows)
 
 

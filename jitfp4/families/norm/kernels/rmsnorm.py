@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.norm.problem import IN_DTYPES, MAX_HIDDEN, TURN
+from jitfp4.families.norm.problem import MAX_HIDDEN, TURN
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
@@ -86,14 +87,14 @@ TABLE = Table(tuple(Row(tactic, {"h": TURN * tactic.units * tactic.warps}) for t
 def problem(arguments: Arguments) -> Problem:
     """The problem of a call."""
     m, h = arguments.out.shape
-    return Problem(IN_DTYPES[arguments.out.dtype], arguments.residual is not None, arguments.gate is not None, m, h)
+    return Problem(HALVES[arguments.out.dtype], arguments.residual is not None, arguments.gate is not None, m, h)
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
     """A row of each tactic's length, for each type and each use."""
     lengths = [min(MAX_HIDDEN, TURN * tactic.units * tactic.warps) for tactic in TACTICS]
     uses = ((False, False), (True, False), (False, True))
-    for in_dtype, (add, gate), h in product(IN_DTYPES.values(), uses, lengths):
+    for in_dtype, (add, gate), h in product(HALVES.values(), uses, lengths):
         yield Problem(in_dtype, add, gate, m=1, h=h)
 
 

@@ -1,0 +1,33 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from jitfp4.errors import ArgumentError
+
+
+def check_out(out: Path) -> None:
+    """A file may be written there. Raises ArgumentError for a link, a folder or a device, such as /dev/stdout."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(out.lstat().st_mode):
+            raise ArgumentError("out", f"{out}, which is no regular file", "a regular file, or a name that is free")
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the name ``out`` when it is complete and on disk, and leaves nothing when it is not."""
+    partial = out.with_name(f".{out.name}.{os.urandom(8).hex()}.partial")
+    try:
+        with partial.open("xb") as raw:
+            yield raw
+            raw.flush()
+            os.fsync(raw.fileno())
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
