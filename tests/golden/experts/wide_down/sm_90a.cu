@@ -874,8 +874,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other
-  // is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
@@ -1225,7 +1225,8 @@ struct Finish {
     ptx::barrier_sync(kTeamBarrier + team, 128);
     const uint32 thread = ptx::thread_index() % 128;
     Token* const tokens = shared.tokens[team];
-    for (uint32 row = thread; row < work.rows; row += 128) tokens[row] = count(assignment(work, row) / total.slots, col);
+    for (uint32 row = thread; row < work.rows; row += 128)
+      tokens[row] = count(assignment(work, row) / total.slots, col);
     ptx::barrier_sync(kTeamBarrier + team, 128);
     for (uint32 i = thread; i < work.rows * (kTileRows / 4); i += 128) {
       const Token  of = tokens[i / (kTileRows / 4)];

@@ -931,8 +931,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other
-  // is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
