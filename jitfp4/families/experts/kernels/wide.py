@@ -105,7 +105,7 @@ class WideSpec(KernelSpec):
         weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
         tokens = 8 * self.groups * self.tile_m if self.product is Product.DOWN else 0
-        return round_up(x + weights + staged + 4 * self.tile_m + tokens, 1024)
+        return round_up(x + weights + staged + tokens, 1024)
 
 
 def _weight_slots(slots: int) -> int:

@@ -710,13 +710,12 @@ constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
 // ---- shared memory ---------------------------------------------------------
-constexpr int kTileN = kGroups * kTileRows;
-constexpr int kHalf  = kTileCols / 2;
-constexpr int kSums  = kTileM / 2;  // of a thread
-constexpr int kCopiers = 64;  // threads that copy x
-constexpr int kStagedRows = 32;  // of results, which a warpgroup writes at a time
-constexpr int kStagedCols = 64;
-constexpr int kStagedBytes = kStagedCols * 2;  // of a row
+constexpr int kTileN       = kGroups * kTileRows;
+constexpr int kHalf        = kTileCols / 2;
+constexpr int kSums        = kTileM / 2;  // of a thread
+constexpr int kCopiers     = 64;  // threads that copy x
+constexpr int kStagedRows  = 32;  // of results, which a warpgroup writes at a time
+constexpr int kStagedBytes = 64 * 2;  // of a row
 
 struct Token { int32 number; uint32 taken; };  // -1 where it is not complete; a bit for each of its slots
 
@@ -852,8 +851,8 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. In one branch, the
-  // compiler knows which registers are in flight.
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
   template <int kRows = kStepM>
   __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
     if constexpr (kRows < kTileM)
@@ -881,7 +880,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
@@ -913,6 +913,14 @@ struct Consumer {
 };
 
 // ---- experts/wide ----------------------------------------------------------
+// A persistent CTA takes tiles of up to kTileM rows of an item by kTileN rows of its expert's weight, in steps of 128
+// columns, as gemm/wide does. Each slot of a ring goes round:
+//
+//   x, half a step      copiers, warps 0 and 1    wait for empty -> copy rows -> arrive at written: 64 threads
+//                       publisher, warp 3         wait for written -> fence.proxy.async -> arrive at full
+//                       consumer warpgroups       wait for full -> products -> arrive at empty: 4 warps of each
+//   weight, a step      warp 2                    wait for weight_empty -> bulk copies -> weight_full, by bytes
+//                       consumer warpgroups       wait for weight_full -> decode -> arrive at weight_empty, as above
 namespace ptx {
 // Arrives at b when the copies that this thread has started are complete.
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
@@ -954,8 +962,8 @@ struct Work {
 };
 
 // Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
-// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because the
-// thread has not waited for the kernel ahead.
+// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because
+// the thread has not waited for the kernel ahead.
 template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
@@ -988,8 +996,8 @@ __device__ __forceinline__ uint4 scaled(uint4 v, float factor) {
   return {both(v.x), both(v.y), both(v.z), both(v.w)};
 }
 
-// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row. kGathered: the rows of x belong to tokens, else
-// they are in the order of the list.
+// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row. kGathered: the rows of x belong to tokens,
+// else they are in the order of the list.
 template <bool kGathered>
 __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint32 thread) {
   const uint32 chunk = thread % 8, lane = thread % kWarp, warp = thread / kWarp;
@@ -1109,8 +1117,8 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 }
 
 // ---- CTA -------------------------------------------------------------------
-// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the weight
-// begin at col. A producer warp that has nothing else to do calls last(lane).
+// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the
+// weight begin at col. The producer warp that is idle at the end calls last(lane).
 template <bool kGathered, class Finish, class Last>
 __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
@@ -1151,6 +1159,7 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows, row = col + warp * 16 + lane / 4;
+    const Affine upper = layer.affine(work.expert, row), lower = layer.affine(work.expert, row + 8);
     // Warpgroups begin at different times, so that some multiply while another finishes its tile.
     const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
     if (behind < layer.halves())
@@ -1158,7 +1167,6 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     Sums sums;
     consumer.rows = work.rows;
     consumer.accumulate(sums, layer.halves());
-    const Affine upper = layer.affine(work.expert, row), lower = layer.affine(work.expert, row + 8);
     finish(work, team, col, sums, upper, lower);
   }
 }
@@ -1223,7 +1231,8 @@ struct Finish {
     ptx::barrier_sync(kTeamBarrier + team, 128);
     const uint32 thread = ptx::thread_index() % 128;
     Token* const tokens = shared.tokens[team];
-    for (uint32 row = thread; row < work.rows; row += 128) tokens[row] = count(assignment(work, row) / total.slots, col);
+    for (uint32 row = thread; row < work.rows; row += 128)
+      tokens[row] = count(assignment(work, row) / total.slots, col);
     ptx::barrier_sync(kTeamBarrier + team, 128);
     for (uint32 i = thread; i < work.rows * (kTileRows / 4); i += 128) {
       const Token  of = tokens[i / (kTileRows / 4)];

@@ -908,8 +908,8 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. In one branch, the
-  // compiler knows which registers are in flight.
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
   template <int kRows = kStepM>
   __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
     if constexpr (kRows < kTileM)
@@ -937,7 +937,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
