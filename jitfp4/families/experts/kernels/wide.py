@@ -105,7 +105,8 @@ class WideSpec(KernelSpec):
         weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
         tokens = 8 * self.groups * self.tile_m if self.product is Product.DOWN else 0
-        return round_up(x + weights + staged + 4 * self.tile_m + tokens, 1024)
+        affine = 2 * 4 * self.groups * TILE_ROWS
+        return round_up(x + weights + staged + affine + 4 * self.tile_m + tokens, 1024)
 
 
 def _weight_slots(slots: int) -> int:
@@ -249,7 +250,7 @@ WIDE_DOWN = Kernel(
         Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
         Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
         Ptr("y", "In", "[tokens * slots, n]"),
-        Ptr("done", "int32", "[tokens, ceil(n / 64)], zero"),
+        Ptr("done", "uint32", "[tokens, ceil(n / 64)], zero"),
         Ptr("out", "In", "[tokens, n]"),
         I64("id_bytes", "4 or 8"),
         I64("ids_end", "ids are below it, or skipped"),

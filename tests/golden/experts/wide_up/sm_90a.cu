@@ -714,10 +714,11 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   uint8   staged[kTeams][kStagedRows * kStagedBytes];
+  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
   int32   sources[kTileM];  // of the producers' item: rows of x, with input weights assignments, or -1
   Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 218112, "the launch counts on it");
+static_assert(sizeof(Shared) == 220160, "the launch counts on it");
 static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
@@ -916,6 +917,11 @@ namespace ptx {
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
+// Starts a copy of a float, or writes zero.
+__device__ __forceinline__ void copy_async_float_or_zero(float* to, const float* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0) : "memory");
+}
 }  // namespace ptx
 
 // A product of a layer: rows of x by the weight [n, k] of each expert.
@@ -934,13 +940,6 @@ struct Layer {
   __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
   // Half steps. At least two: some warpgroups wait for a second one.
   __device__ __forceinline__ uint32 halves() const { return max(2u, uint32(ceil_div(k, kHalf))); }
-  // Of an expert's row of the weight. Past the last tile of 64 rows, of nothing.
-  __device__ __forceinline__ Affine affine(uint32 expert, uint32 row) const {
-    const uint32 rows = tiles() * kTileRows;
-    if (row >= rows) return {0.0f, 0.0f};
-    const uint64 at = uint64(expert) * rows + row;
-    return {ptx::ld_f32(scale + at) * kWeightUnit, bias == nullptr ? 0.0f : ptx::ld_f32(bias + at)};
-  }
 };
 
 // The same value, which all lanes of the warp have: now the compiler knows that, too.
@@ -1074,7 +1073,20 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
   return swizzle_128(row, chunk);
 }
 
-// Writes the first `rows` rows of a warpgroup's results. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
+// Starts copies of the scales and biases of a warpgroup's rows of the weight, from col on. No register holds them while
+// the warpgroup multiplies.
+__device__ __forceinline__ void copy_affine(Shared& shared, const Layer& layer, uint32 team, uint64 col) {
+  const uint32 thread = ptx::thread_index() % 128, row = thread % kTileRows;
+  const bool   is_bias = thread >= kTileRows;
+  const float* const from = is_bias ? layer.bias : layer.scale;
+  ptx::copy_async_float_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
+                                from == nullptr ? layer.scale : from + col + row, from != nullptr);
+}
+__device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
+  return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
+}
+
+// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
 // and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
 template <class Pair, class Store>
 __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
@@ -1085,7 +1097,7 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 #pragma unroll
   for (int from = 0; from < kTileM; from += kStagedRows) {
     if (from >= rows) break;
-    ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
+    if (from > 0) ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
 #pragma unroll
     for (int row = from; row < from + kStagedRows && row < kTileM; row += 16) {
       if (row >= rows) break;
@@ -1112,7 +1124,7 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 template <bool kGathered, class Finish, class Last>
 __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
-  const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
+  const uint32 team = number / 4, warp = number % 4;
   if (number == kTeams * 4 && ptx::elect_one()) {
     for (int s = 0; s < kSlots; ++s) {
       ptx::mbarrier_init(&shared.written[s], kCopiers);
@@ -1130,7 +1142,7 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     ptx::registers_fewer<kProducerRegisters>();
     if (warp < kCopiers / kWarp) {
       ptx::griddep_wait();
-      copy_x<kGathered>(shared, layer, warp * kWarp + lane);
+      copy_x<kGathered>(shared, layer, ptx::thread_index() % kCopiers);
     } else if (warp == 2) {
       // The list and the weight are not what the previous kernel writes, unless that made the list.
       if constexpr (kGathered) ptx::griddep_wait();
@@ -1139,17 +1151,18 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
       ptx::griddep_wait();
       ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
       publish_x(shared, layer);
-      last(lane);
+      last(ptx::thread_index() % kWarp);
     }
     return;
   }
   ptx::registers_more<kConsumerRegisters>();
   ptx::griddep_wait();
+  const uint32 lane = ptx::thread_index() % kWarp;
   Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
-    const uint32 col = work.row + team * kTileRows, row = col + warp * 16 + lane / 4;
-    const Affine upper = layer.affine(work.expert, row), lower = layer.affine(work.expert, row + 8);
+    const uint32 col = work.row + team * kTileRows;
+    if (col < layer.n) copy_affine(shared, layer, team, uint64(work.expert) * layer.tiles() * kTileRows + col);
     // Warpgroups begin at different times, so that some multiply while another finishes its tile.
     const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
     if (behind < layer.halves())
@@ -1157,7 +1170,11 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     Sums sums;
     consumer.rows = work.rows;
     consumer.accumulate(sums, layer.halves());
-    finish(work, team, col, sums, upper, lower);
+    if (col >= layer.n) continue;
+    ptx::copy_async_wait();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
+    finish(work, team, col, sums, affine(shared, team, row), affine(shared, team, row + 8));
   }
 }
 
