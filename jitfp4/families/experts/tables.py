@@ -11,6 +11,7 @@ from typing import Any
 
 from jitfp4 import replay
 from jitfp4.arch import Arch
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
@@ -80,7 +81,11 @@ _WIDE: tuple[Row[Any], ...] = (
     Row(WideTactic(256, 64, 2)),
 )
 HOPPER_UP: Table[Any] = Table(_WIDE, measured=None, needs="has_wgmma")
-HOPPER_DOWN: Table[Any] = Table((_ONE_TOKEN, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_DOWN: Table[Any] = Table(
+    (_ONE_TOKEN, *_FEW_ROWS, Row(CombineTactic(128), {"n": 1024}), Row(CombineTactic(256))),
+    measured=None,
+    needs="has_wgmma",
+)
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:

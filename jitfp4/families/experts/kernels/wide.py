@@ -7,7 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.arguments import DownArguments, UpArguments
+from jitfp4.families.experts.arguments import ResultArguments, UpArguments
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -104,8 +104,8 @@ class WideSpec(KernelSpec):
         x = slots * (self.tile_m * _HALF_ROW_BYTES + 3 * _BARRIER_BYTES)
         weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
-        tokens = 8 * self.groups * self.tile_m if self.product is Product.DOWN else 0
-        return round_up(x + weights + staged + tokens, 1024)
+        affine = 2 * 4 * self.groups * TILE_ROWS
+        return round_up(x + weights + staged + affine, 1024)
 
 
 def _weight_slots(slots: int) -> int:
@@ -159,31 +159,20 @@ def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
-    expert_map, experts = arguments.expert_map, arguments.w2.shape[0]
+def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
     return {
         "x": arguments.h,
         "weight": arguments.w2,
         "scale": arguments.scale2,
         "bias": arguments.bias2,
-        "weights": arguments.weights,
         "items": arguments.items,
         "order": arguments.order,
-        "ids": arguments.ids,
-        "expert_map": expert_map,
         "y": arguments.y,
-        "done": arguments.done,
-        "out": arguments.out,
-        "id_bytes": arguments.ids.element_size(),
-        "ids_end": experts if expert_map is None else expert_map.shape[0],
-        "experts": experts,
-        "tokens": plan.problem.tokens,
         "items_end": plan.problem.items,
         "slots": plan.problem.slots,
         "n": plan.problem.n,
         "k": plan.problem.k,
         "x_stride": arguments.h.stride(0),
-        "out_stride": arguments.out.stride(0),
     }
 
 
@@ -244,19 +233,9 @@ WIDE_DOWN = Kernel(
     params=(
         Ptr("x", "const In", "h [tokens * slots, k], in the order of the list"),
         *_WEIGHT,
-        Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
         *_LIST,
-        Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
-        Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
-        Ptr("y", "In", "[tokens * slots, n]"),
-        Ptr("done", "int32", "[tokens, ceil(n / 64)], zero"),
-        Ptr("out", "In", "[tokens, n]"),
-        I64("id_bytes", "4 or 8"),
-        I64("ids_end", "ids are below it, or skipped"),
-        I64("experts"),
-        I64("tokens"),
+        Ptr("y", "In", "[tokens * slots, n], by assignment"),
         *_SIZES,
-        I64("out_stride"),
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,

@@ -701,8 +701,9 @@ constexpr int kDepth = 1, kCluster = 1;
 constexpr int kTeams     = kGroups;  // consumer warpgroups
 constexpr int kConsumers = kTeams * 128;  // threads
 constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
-constexpr int kProducerRegisters = 40;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
+// others.
+constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
@@ -714,16 +715,14 @@ constexpr int kCopiers     = 64;  // threads that copy x
 constexpr int kStagedRows  = 32;  // of results, which a warpgroup writes at a time
 constexpr int kStagedBytes = 32 * 2;  // of a row
 
-struct Token { int32 number; uint32 taken; };  // -1 where it is not complete; a bit for each of its slots
-
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   uint8   staged[kTeams][kStagedRows * kStagedBytes];
-  int32   sources[kTileM];  // of the producers' item: rows of x, with input weights assignments, or -1
+  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
   Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 218112, "the launch counts on it");
+static_assert(sizeof(Shared) == 220160, "the launch counts on it");
 static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
@@ -922,6 +921,11 @@ namespace ptx {
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
+// Starts a copy of a float, or writes zero.
+__device__ __forceinline__ void copy_async_float_or_zero(float* to, const float* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0) : "memory");
+}
 }  // namespace ptx
 
 // A product of a layer: rows of x by the weight [n, k] of each expert.
@@ -940,13 +944,6 @@ struct Layer {
   __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
   // Half steps. At least two: some warpgroups wait for a second one.
   __device__ __forceinline__ uint32 halves() const { return max(2u, uint32(ceil_div(k, kHalf))); }
-  // Of an expert's row of the weight. Past the last tile of 64 rows, of nothing.
-  __device__ __forceinline__ Affine affine(uint32 expert, uint32 row) const {
-    const uint32 rows = tiles() * kTileRows;
-    if (row >= rows) return {0.0f, 0.0f};
-    const uint64 at = uint64(expert) * rows + row;
-    return {ptx::ld_f32(scale + at) * kWeightUnit, bias == nullptr ? 0.0f : ptx::ld_f32(bias + at)};
-  }
 };
 
 // The same value, which all lanes of the warp have: now the compiler knows that, too.
@@ -992,50 +989,73 @@ __device__ __forceinline__ uint4 scaled(uint4 v, float factor) {
   return {both(v.x), both(v.y), both(v.z), both(v.w)};
 }
 
-// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row. kGathered: the rows of x belong to tokens,
-// else they are in the order of the list.
+// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row, and keeps where those begin in registers.
+// kGathered: the rows of x belong to tokens, else they are in the order of the list.
+template <bool kGathered> struct Copier {
+  static constexpr int kRows = kTileM / 8;
+
+  Shared&      shared;
+  const Layer& layer;
+  uint32 place, chunk, to;  // of the first row in the tile; of 16 bytes of its half step; shared address of those
+  uint32 from[kRows];       // in 16 bytes, from the first row of x
+  uint32 rows = 0;          // of the item
+
+  __device__ __forceinline__ Copier(Shared& shared, const Layer& layer, uint32 thread)
+      : shared(shared), layer(layer), place(thread / 8), chunk(thread % 8),
+        to(ptx::shared_address(shared.x) + swizzle_128(thread / 8, thread % 8)) {}
+
+  __device__ __forceinline__ void begin(const Work& work) {
+    const uint32 stride = layer.x_stride / 8;
+    rows = work.rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32 at = work.first + min(place + 8 * i, rows - 1);
+      from[i] = kGathered ? ptx::ld<uint32>(layer.order + at) : at;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) from[i] = (kGathered ? from[i] / layer.slots : from[i]) * stride;
+  }
+  __device__ __forceinline__ void copy(uint32 slot, uint32 half) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+    const bool   has = col < layer.k;
+    const In* const x = layer.x + (has ? col : 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (i * 8 >= ceil_div(rows, kStepM) * kStepM) break;
+      ptx::copy_async_or_zero(at + i * 1024, x + uint64(from[i]) * 8, has && place + 8 * i < rows ? 16 : 0);
+    }
+    ptx::copy_async_arrive(&shared.written[slot]);
+  }
+  // The same for rows that are multiplied by the weight of their assignment first.
+  __device__ __forceinline__ void scale(uint32 slot, uint32 half, uint32 first) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+#pragma unroll 1
+    for (uint32 row = place; row < ceil_div(rows, kStepM) * kStepM; row += 8) {
+      uint4 v{};
+      if (row < rows && col < layer.k) {
+        const uint32 assignment = ptx::ld<uint32>(layer.order + first + row);
+        v = scaled(ptx::ld<uint4>(layer.x + assignment / layer.slots * layer.x_stride + col),
+                   ptx::ld_f32(layer.input_weights + assignment));
+      }
+      ptx::st_shared(at + (row - place) * 128, v);
+    }
+    ptx::mbarrier_arrive(&shared.written[slot]);
+  }
+};
+
 template <bool kGathered>
 __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint32 thread) {
-  const uint32 chunk = thread % 8, lane = thread % kWarp, warp = thread / kWarp;
-  const uint32 to    = ptx::shared_address(shared.x) + swizzle_128(thread / 8, chunk);
-  const int32* const sources = shared.sources + thread / 8;
   Schedule<false> schedule(layer);
+  Copier<kGathered> copier(shared, layer, thread);
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
-    const uint32 rows = ceil_div(work.rows, kStepM) * kStepM;
-    __syncwarp();
-    for (uint32 i = lane; i < rows / 2; i += kWarp) {  // those that this warp copies
-      const uint32 row = i / 4 * 8 + warp * 4 + i % 4;
-      int32 source = -1;
-      if (row < work.rows) source = work.first + row;
-      if (kGathered && source >= 0) source = ptx::ld<uint32>(layer.order + source);
-      if (kGathered && source >= 0 && layer.input_weights == nullptr) source /= int32(layer.slots);
-      shared.sources[row] = source;
-    }
-    __syncwarp();
+    copier.begin(work);
     for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
-      const uint32 col = half * kHalf + chunk * 8;
-      const In* const from = layer.x + col;
-      uint32 at = to + ring.slot * sizeof(shared.x[0]);
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (kGathered && layer.input_weights != nullptr) {
-        for (uint32 row = 0; row < rows; row += 8, at += 1024) {
-          const int32 source = sources[row];
-          uint4 v{};
-          if (source >= 0 && col < layer.k)
-            v = scaled(ptx::ld<uint4>(from + source / layer.slots * layer.x_stride),
-                       ptx::ld_f32(layer.input_weights + source));
-          ptx::st_shared(at, v);
-        }
-        ptx::mbarrier_arrive(&shared.written[ring.slot]);
+        copier.scale(ring.slot, half, work.first);
       } else {
-#pragma unroll 4
-        for (uint32 row = 0; row < rows; row += 8, at += 1024) {
-          const int32 source = sources[row];
-          const bool present = source >= 0 && col < layer.k;
-          ptx::copy_async_or_zero(at, present ? from + source * layer.x_stride : layer.x, present ? 16 : 0);
-        }
-        ptx::copy_async_arrive(&shared.written[ring.slot]);
+        copier.copy(ring.slot, half);
       }
     }
   }
@@ -1080,7 +1100,20 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
   return swizzle_128(row, chunk);
 }
 
-// Writes the first `rows` rows of a warpgroup's results. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
+// Starts copies of the scales and biases of a warpgroup's rows of the weight, from col on. No register holds them while
+// the warpgroup multiplies.
+__device__ __forceinline__ void copy_affine(Shared& shared, const Layer& layer, uint32 team, uint64 col) {
+  const uint32 thread = ptx::thread_index() % 128, row = thread % kTileRows;
+  const bool   is_bias = thread >= kTileRows;
+  const float* const from = is_bias ? layer.bias : layer.scale;
+  ptx::copy_async_float_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
+                                from == nullptr ? layer.scale : from + col + row, from != nullptr);
+}
+__device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
+  return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
+}
+
+// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
 // and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
 template <class Pair, class Store>
 __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
@@ -1091,7 +1124,7 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 #pragma unroll
   for (int from = 0; from < kTileM; from += kStagedRows) {
     if (from >= rows) break;
-    ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
+    if (from > 0) ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
 #pragma unroll
     for (int row = from; row < from + kStagedRows && row < kTileM; row += 16) {
       if (row >= rows) break;
@@ -1118,7 +1151,7 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 template <bool kGathered, class Finish, class Last>
 __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
-  const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
+  const uint32 team = number / 4, warp = number % 4;
   if (number == kTeams * 4 && ptx::elect_one()) {
     for (int s = 0; s < kSlots; ++s) {
       ptx::mbarrier_init(&shared.written[s], kCopiers);
@@ -1136,7 +1169,7 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     ptx::registers_fewer<kProducerRegisters>();
     if (warp < kCopiers / kWarp) {
       ptx::griddep_wait();
-      copy_x<kGathered>(shared, layer, warp * kWarp + lane);
+      copy_x<kGathered>(shared, layer, ptx::thread_index() % kCopiers);
     } else if (warp == 2) {
       // The list and the weight are not what the previous kernel writes, unless that made the list.
       if constexpr (kGathered) ptx::griddep_wait();
@@ -1145,17 +1178,18 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
       ptx::griddep_wait();
       ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
       publish_x(shared, layer);
-      last(lane);
+      last(ptx::thread_index() % kWarp);
     }
     return;
   }
   ptx::registers_more<kConsumerRegisters>();
   ptx::griddep_wait();
+  const uint32 lane = ptx::thread_index() % kWarp;
   Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
-    const uint32 col = work.row + team * kTileRows, row = col + warp * 16 + lane / 4;
-    const Affine upper = layer.affine(work.expert, row), lower = layer.affine(work.expert, row + 8);
+    const uint32 col = work.row + team * kTileRows;
+    if (col < layer.n) copy_affine(shared, layer, team, uint64(work.expert) * layer.tiles() * kTileRows + col);
     // Warpgroups begin at different times, so that some multiply while another finishes its tile.
     const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
     if (behind < layer.halves())
@@ -1163,7 +1197,11 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     Sums sums;
     consumer.rows = work.rows;
     consumer.accumulate(sums, layer.halves());
-    finish(work, team, col, sums, upper, lower);
+    if (col >= layer.n) continue;
+    ptx::copy_async_wait();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
+    finish(work, team, col, sums, affine(shared, team, row), affine(shared, team, row + 8));
   }
 }
 
