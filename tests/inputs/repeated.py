@@ -16,6 +16,7 @@ NO_LAUNCH = (
     *("block_scale_interleave", "nvfp4_block_scale_interleave", "make_nvfp4_global_scale"),
     *("silu_and_mul", "shuffle_matrix_a", "shuffle_matrix_sf_a", "prepare_fp4_weight", "Fp4Weight"),
     "Fp4Weight.from_tensors",
+    *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     "NVFP44Over6Config",
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
