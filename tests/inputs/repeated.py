@@ -74,6 +74,10 @@ def _more() -> Calls:
         key = "append_value" if "append" in name else "output_v"
         return arguments | {key: _half(*arguments[key].shape[:-1], 128)}
 
+    def layer(tokens: int) -> Arguments:
+        ids = torch.stack([torch.randperm(2) for _ in range(tokens)])
+        return {"x": _half(tokens, 64), "experts": good["fp4_experts"]()["experts"], "topk_ids": ids, "topk_weights": None}
+
     append, dequantize = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_kv_dequantize_paged"
     return {
         "nvfp4_quantize many": lambda: {"a": torch.zeros(8192, 4096).bfloat16(), "a_global_sf": torch.ones(1)},
@@ -95,6 +99,8 @@ def _more() -> Calls:
             **good["single_prefill_with_kv_cache"](),
             "q": _half(80, 2, 64),
         },
+        "fp4_experts listed": lambda: layer(9),
+        "fp4_experts wide": lambda: layer(40),
         f"{append} sides": lambda: sides(append),
         f"{dequantize} sides": lambda: sides(dequantize),
     }
