@@ -127,7 +127,13 @@ def verdict(bad: Bad) -> str:
 
 def _fits_no_other(bad: Bad) -> bool:
     """The function would take the value if another argument fitted it: the error may name that one."""
-    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q", "x", "topk_ids")
+    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (
+        *_LISTS,
+        "k",
+        "q",
+        "x",
+        "topk_ids",
+    )
     return (
         sized
         or bad.what.removeprefix("K ").removeprefix("V ") in ("on meta", "of another rank", "one row too many")

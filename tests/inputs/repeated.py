@@ -76,7 +76,12 @@ def _more() -> Calls:
 
     def layer(tokens: int) -> Arguments:
         ids = torch.stack([torch.randperm(2) for _ in range(tokens)])
-        return {"x": _half(tokens, 64), "experts": good["fp4_experts"]()["experts"], "topk_ids": ids, "topk_weights": None}
+        return {
+            "x": _half(tokens, 64),
+            "experts": good["fp4_experts"]()["experts"],
+            "topk_ids": ids,
+            "topk_weights": None,
+        }
 
     append, dequantize = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_kv_dequantize_paged"
     return {
