@@ -127,7 +127,13 @@ def verdict(bad: Bad) -> str:
 
 def _fits_no_other(bad: Bad) -> bool:
     """The function would take the value if another argument fitted it: the error may name that one."""
-    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q", "x")
+    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (
+        *_LISTS,
+        "k",
+        "q",
+        "x",
+        "topk_ids",
+    )
     return (
         sized
         or bad.what.removeprefix("K ").removeprefix("V ") in ("on meta", "of another rank", "one row too many")
@@ -189,6 +195,11 @@ _LEGAL = {
     ("window_right", "0"),
     ("num_qo_heads", "7"),
     ("named", "data on meta"),  # a weight without memory, as torch's modules may have
+    ("named", "without bias13"),  # biases are optional
+    ("named", "without bias2"),
+    *itertools.product(("expert_map",), ("one element too many", "one element too few")),  # any number of experts
+    ("w13_alpha", "one element too few"),  # one for both halves
+    *itertools.product(("expert",), ("0",)),
     ("q", "one row too many"),  # another head
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it

@@ -85,7 +85,8 @@ class DownArguments(NamedTuple):
     """out [tokens, hidden] = for each token the sum over its slots of weight times (h times w2).
 
     ``y`` [tokens * slots, hidden] is for results of slots, by assignment. ``weights`` float32 [tokens, slots]; None
-    means 1. ``done`` must be zero.
+    means 1. ``done`` must be zero. ``x`` and ``input_weights`` are what the product up
+    may still read while zeros are written to ``out``.
     """
 
     h: torch.Tensor
@@ -95,6 +96,8 @@ class DownArguments(NamedTuple):
     ids: torch.Tensor
     expert_map: torch.Tensor | None
     weights: torch.Tensor | None
+    x: torch.Tensor
+    input_weights: torch.Tensor | None
     items: torch.Tensor | None
     order: torch.Tensor | None
     y: Written

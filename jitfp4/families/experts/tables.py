@@ -20,7 +20,7 @@ from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProbl
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
-_FOUND = 64  # assignments up to which each CTA finds its rows by itself, without a list
+_FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
 _ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (96, 72), (160, 128), (256, math.inf))
@@ -51,40 +51,46 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
 
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 
-# a model: as many bytes in flight as an SM needs, in tiles that all SMs have about as many of
-_FEW_ROWS: tuple[Row[Any], ...] = (
-    *rows(
-        (NarrowTactic(8, 2, 1, 6, 3, 3), {"tiles_per_sm": 1.0}),
-        (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
-        item_rows=8,
-    ),
-    Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16}),
+# bench.bench_experts --part search: as many bytes in flight as an SM needs, in many small CTAs
+_SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
+_UP: tuple[Row[Any], ...] = (
+    Row(NarrowTactic(8, 2, 1, 8, 2, 3, split=2), {"item_rows": 0, "tiles_per_sm": 0.5}),
+    Row(_SMALL_CTAS, {"item_rows": 8}),
 )
+_DOWN: tuple[Row[Any], ...] = (
+    *rows(
+        (FewTactic(1, 16, 3, 2), {"k": 1024}),
+        (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
+        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
+        (FewTactic(4, 16, 2, 1), {}),
+        item_rows=0,
+    ),
+    Row(NarrowTactic(8, 4, 1, 2, 3, 5), {"item_rows": 8, "k": 1024}),
+    Row(_SMALL_CTAS, {"item_rows": 8}),
+)
+_SIXTEEN: Row[Any] = Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16})
 _NARROW: tuple[Row[Any], ...] = (
-    *_FEW_ROWS,
+    _SIXTEEN,
     Row(NarrowTactic(32, 4, 2, 2, 3, 2), {"item_rows": 32}),
     Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
     # less shared memory
     *(Row(NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1), {"item_rows": tile_m}) for tile_m in (8, 16, 32)),
     Row(NarrowTactic(32, 1, 4, 2, 2, 1)),
 )
-_ONE_TOKEN: Row[Any] = Row(FewTactic(1, 16, 3, 2))
-UP_TABLE: Table[Any] = Table(_NARROW, measured=None)
-DOWN_TABLE: Table[Any] = Table((_ONE_TOKEN, *_NARROW), measured=None)
+UP_TABLE: Table[Any] = Table((*_UP, *_NARROW), measured=None)
+DOWN_TABLE: Table[Any] = Table((*_DOWN, *_NARROW), measured=None)
 
 _WIDE: tuple[Row[Any], ...] = (
-    *_FEW_ROWS,
+    _SIXTEEN,
     Row(WideTactic(32, 8, 4), {"item_rows": 32}),
     Row(WideTactic(64, 16, 4), {"item_rows": 64}),
     Row(WideTactic(96, 16, 3), {"item_rows": 96}),
     Row(WideTactic(160, 32, 3), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2)),
 )
-HOPPER_UP: Table[Any] = Table(_WIDE, measured=None, needs="has_wgmma")
+HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
 HOPPER_DOWN: Table[Any] = Table(
-    (_ONE_TOKEN, *_FEW_ROWS, Row(CombineTactic(128), {"n": 1024}), Row(CombineTactic(256))),
-    measured=None,
-    needs="has_wgmma",
+    (*_DOWN, Row(CombineTactic(128), {"n": 1024}), Row(CombineTactic(256))), measured=None, needs="has_wgmma"
 )
 
 
@@ -98,13 +104,14 @@ def up_problems(_arch: Arch) -> Iterator[Problem]:
 
 def down_problems(_arch: Arch) -> Iterator[Problem]:
     yield from _problems((Product.DOWN,), 2048, 768)
+    yield from _problems((Product.DOWN,), 2880, 2880)
 
 
 def _problems(products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
-    """One, few and many rows of each expert, of a layer and of a small one."""
-    experts, slots = 128, 8
-    for kind, dtype, block_format, tokens, size in product(
-        products, DTYPES.values(), BlockFormat, _TOKENS, (n, n // 64)
+    """One, few and many rows of each expert, of a layer, of the same with one slot, and of a small one."""
+    experts = 128
+    for kind, dtype, block_format, tokens, (size, slots) in product(
+        products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
         item_rows = item_rows_of(tokens * slots, experts)
         yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows)
