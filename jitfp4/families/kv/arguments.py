@@ -170,7 +170,7 @@ def decode_scales(
     given = {"k_scale": k_scale, "v_scale": v_scale}
     for scale in given.values():
         if isinstance(scale, torch.Tensor):
-            if scale.is_inference():
+            if not torch.compiler.is_dynamo_compiling() and scale.is_inference():
                 replay.note(None)  # no version says whether its value changed
             replay.require(_is_known, scale)
     k, v = (_decode_scale(name, scale, like, capturing) for name, scale in given.items())
