@@ -469,6 +469,12 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.
@@ -508,9 +514,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/store_matrices -----------------------------------------------
@@ -598,12 +601,15 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -800,6 +806,33 @@ struct Place {
   int32  columns;
 };
 
+// ---- partials/bf16x2 -------------------------------------------------------
+namespace ptx {
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(kPairSigns));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/e2m1_decode --------------------------------------------------
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
+__device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
+  }
+}
+
 // ---- partials/e4m3 ---------------------------------------------------------
 // Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -839,12 +872,11 @@ template <> __device__ __forceinline__ void unpack_codes<f16>(uint32 (&pairs)[4]
   const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1), odd = ptx::select_bits(kSigns, word, word >> 3);
   pairs[0] = even << 8 & kBits, pairs[1] = odd << 8 & kBits, pairs[2] = even & kBits, pairs[3] = odd & kBits;
 }
-// Scales may be any power of two, so a product of its own makes up for 2^-126: a fused multiply-add of -0.
+// Scales may be any power of two, so a product of its own makes up for 2^-126.
 template <> __device__ __forceinline__ void unpack_codes<bf16>(uint32 (&pairs)[4], uint32 word) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32 top = word << (12 - 4 * i), pair = (top & kPairSigns) | (top & 0x70007000u) >> 6;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(pair), "r"(0x7E807E80u), "r"(kPairSigns));
+    pairs[i] = ptx::mul_bf16x2(e2m1_pair_of<bf16>(word, i), 0x7E807E80u);
   }
 }
 
