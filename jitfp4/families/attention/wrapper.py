@@ -48,6 +48,7 @@ class Plan:
     cache_dtype: torch.dtype
     out_dtype: torch.dtype
     sm_scale: float
+    soft_cap: float
     q_len: int | None
     causal: bool
 
@@ -150,6 +151,10 @@ class PagedWrapper(EngineNames):
         return self._planned().sm_scale
 
     @property
+    def _logits_soft_cap(self) -> float:
+        return self._planned().soft_cap
+
+    @property
     def _causal(self) -> bool:
         return self._planned().causal
 
@@ -158,11 +163,12 @@ class PagedWrapper(EngineNames):
             raise ArgumentError("run", "a call before plan()", "plan() first")
         return self._plan
 
-    def _replan(self, window_left: int, sm_scale: float | None, causal: bool) -> None:
+    def _replan(self, window_left: int, sm_scale: float | None, soft_cap: float | None, causal: bool) -> None:
         """What forward() says anew, for this and for later calls."""
         plan = self._planned()
         scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
-        self._plan = replace(plan, window_left=window_left, sm_scale=scale, causal=causal)
+        cap = checks.soft_cap(soft_cap)
+        self._plan = replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal)
 
     @checked
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -217,6 +223,7 @@ class PagedWrapper(EngineNames):
                     kv_layout=self._kv_layout,
                     v_scale_layout=self._v_scale_layout,
                     q_len=run.q_len,
+                    soft_cap=plan.soft_cap,
                     causal=plan.causal,
                     with_lse=run.return_lse or run.lse is not None,
                     enable_pdl=run.enable_pdl,
