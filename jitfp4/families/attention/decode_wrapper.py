@@ -157,7 +157,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [batch * q_len_per_req, heads, d].
-            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
+            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache(). Where pages have one token, their
+                dimension may be left out, here and in kv_cache_sf.
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().

@@ -208,7 +208,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [tokens, heads, d]; qo_indptr of plan() says which tokens each request has.
-            paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
+            paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache(). Where pages have one token, their
+                dimension may be left out, here and in kv_cache_sf.
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
