@@ -6,10 +6,10 @@
 A step is what ``generate()`` does for a token of each request: the model, the greedy choice, the next positions; on a
 GPU, one CUDA graph that is replayed. Configurations are those of the published models, weights are random and made on
 the device. Lines of ``model.csv`` differ in what is in FP4, and in nothing else: ``bf16`` nothing, ``w4`` the linear
-layers in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` the head too. All four read keys and values by
-jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile for
-rotations and SwiGLU; with ``plain``, transformers' own code. ``transformers`` is its own cache and attention with
-``plain`` glue, in bf16, and is not among the variants by default.
+layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` the head too. All four read keys and
+values by jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile
+for rotations, SwiGLU and the writing of bf16 pages; with ``plain``, transformers' own code. ``transformers`` is its own
+cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
 
 ``bound_ms`` is the time to read the step's bytes once (weights, keys and values) at the read bandwidth of the same run.
 Parts are microseconds of kernels by their names; ``gaps`` is what no kernel of the step accounts for.
@@ -25,73 +25,27 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from torch.nn import functional
-from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
 from bench.harness import write_results
+from bench.models import MODELS, build, glued, patched
 from bench.stamp import stamp
-from jitfp4.formats import NVFP4
-from jitfp4.integrations.layers import Fp4Linear, prepared, quantized
 from jitfp4.integrations.transformers import Nvfp4Cache, register
 from jitfp4.integrations.transformers.cache import PAGE, Nvfp4Layer
-from jitfp4.integrations.transformers.quantizer import fuse_siblings
-from jitfp4.weight import CODE_BYTES, Fp4Weight
 
-MODELS: dict[str, tuple[ModuleType, Callable[[], Any]]] = {
-    "llama-3.1-8b": (
-        modeling_llama,
-        lambda: transformers.LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
-    ),
-    "qwen3-8b": (
-        modeling_qwen3,
-        lambda: transformers.Qwen3Config(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40960,
-        ),
-    ),
-    "tiny": (
-        modeling_qwen3,
-        lambda: transformers.Qwen3Config(
-            vocab_size=128,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=64,
-        ),
-    ),
-}
 VARIANTS = ("bf16", "w4", "w4-kv4", "w4-kv4-head4", "transformers")
 PARTS = {
+    "experts": ("experts_", "grouped", "Grouped"),
     "linear": ("gemm", "gemv", "cutlass", "nvjet", "splitK", "cublas"),
     "attention": ("attention_", "flash", "fmha", "sdpa"),
     "append": ("kv_quantize", "index_put", "index_copy"),
 }
 WARM_UP, REPLAYS, PROFILED = 3, 20, 4
 READ_BYTES = 4 << 30
+LEAST_BYTES = 1 << 12  # of tensors that count
 
 
 class Bf16Layer(Nvfp4Layer):
@@ -123,92 +77,11 @@ class Bf16Layer(Nvfp4Layer):
         values[page, :, token] = value
 
 
-def build(config: Any, variant: str, device: str) -> Any:
-    """The model with random weights, made on the device."""
-    own = variant == "transformers"
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa" if own else "jitfp4"
-        )
-        for name, linear in list(model.named_modules()):
-            fp4 = variant.startswith("w4") and (name != "lm_head" or variant.endswith("head4"))
-            if fp4 and type(linear) is nn.Linear:
-                parent, _, child = name.rpartition(".")
-                layer = Fp4Linear(linear.in_features, linear.out_features, linear.bias is not None, torch.bfloat16)
-                setattr(model.get_submodule(parent), child, layer)
-    model = model.to_empty(device=device).eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-    for module in model.modules():
-        if isinstance(module, Fp4Linear):
-            fill(module)
-    fuse_siblings(model)
-    return model.requires_grad_(False)
-
-
-def fill(layer: Fp4Linear) -> None:
-    """Random codes, and scales that keep the size of what is multiplied."""
-    device = layer.weight.device
-    one = prepared(quantized(torch.ones(64, layer.in_features, device=device)))
-    data = torch.randint(0, 256, layer.weight.shape, dtype=torch.uint8, device=device)
-    data[..., CODE_BYTES:] = one.data[..., CODE_BYTES:]
-    ones = float(one.dequantize()[0, 0]) / 6  # what a code of 1 stands for
-    alpha = 2.0 ** round(torch.log2(torch.tensor(layer.in_features**-0.5 / (3 * ones))).item())
-    size = -(-layer.out_features // 8) * 8
-    layer.assign(Fp4Weight(data, None, size, one.k, NVFP4), torch.tensor([alpha], device=device))
-
-
-def glued(modeling: ModuleType, plain: bool) -> Any:
-    """A context in which the models of a module have fewer and larger kernels between their products."""
+def written(plain: bool) -> Any:
+    """A context in which pages in bf16 are written by one kernel."""
     if plain:
         return nullcontext()
-    functions = (rotated, swiglu_of, Bf16Layer.write)
-    turn, swiglu, write = (torch.compile(function, dynamic=True, fullgraph=True) for function in functions)
-    name = modeling.__name__.rpartition("_")[2].capitalize()
-    norm, mlp = getattr(modeling, f"{name}RMSNorm"), getattr(modeling, f"{name}MLP")
-    return patched(
-        (modeling, "apply_rotary_pos_emb", turn),
-        (Bf16Layer, "write", staticmethod(write)),
-        (norm, "forward", lambda m, x: functional.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon)),
-        (mlp, "forward", lambda m, x: m.down_proj(swiglu(m.gate_proj(x), m.up_proj(x)))),
-    )
-
-
-def swiglu_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """What the last product of an MLP gets."""
-    return functional.silu(gate) * up
-
-
-def rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned by positions."""
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        one, two = x.chunk(2, -1)
-        return x * cos.unsqueeze(1) + torch.cat((-two, one), -1) * sin.unsqueeze(1)
-
-    return turn(q), turn(k)
-
-
-class patched:  # noqa: N801 - reads as a context
-    """Attributes that have other values inside."""
-
-    def __init__(self, *values: tuple[Any, str, Any]) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.before = [(owner, name, owner.__dict__[name]) for owner, name, _ in self.values]
-        for owner, name, value in self.values:
-            setattr(owner, name, value)
-
-    def __exit__(self, *_: object) -> None:
-        for owner, name, value in self.before:
-            setattr(owner, name, value)
+    return patched((Bf16Layer, "write", staticmethod(torch.compile(Bf16Layer.write, dynamic=True, fullgraph=True))))
 
 
 def cache_of(model: Any, variant: str, batch: int, context: int, device: str) -> Any:
@@ -293,19 +166,21 @@ def parts_us(call: Callable[[], None]) -> dict[str, float]:
     return spent
 
 
-def bytes_read(model: Any, cache: Any, context: int) -> int:
-    """Of a step: all weights but the embedding, which is looked up, and keys and values so far."""
-    seen: dict[int, int] = {}
-    embedding = model.get_input_embeddings().weight
-    for tensor in (
-        *model.parameters(),
-        *(module.weight for module in model.modules() if isinstance(module, Fp4Linear)),
-    ):
-        if tensor is not embedding:
-            seen[tensor.data_ptr()] = tensor.nbytes
-    layers = [(layer.keys, layer.values, *(getattr(layer, "scales", None) or ())) for layer in cache.layers]
-    held = sum(part.nbytes for layer in layers for part in layer)
-    return sum(seen.values()) + held * context // cache.layers[0].max_cache_len
+def bytes_read(model: Any, cache: Any, context: int, batch: int) -> float:
+    """Of a step: weights but the embedding, which is looked up; experts as often as random choices take one; tokens."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    chosen = getattr(config, "num_experts_per_tok", 0) * batch
+    total = 0.0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own = tensor is embedding or tensor.nbytes < LEAST_BYTES
+        share = 1 - (1 - 1 / tensor.shape[0]) ** chosen if ".experts." in name and tensor.dim() > 2 else 1.0
+        total += 0 if own else share * tensor.nbytes
+    for number, layer in enumerate(cache.layers):
+        sliding = (getattr(config, "layer_types", None) or {number: ""})[number] == "sliding_attention"
+        tokens = min(context, config.sliding_window) if sliding else context
+        held = sum(part.nbytes for part in (layer.keys, layer.values, *(getattr(layer, "scales", None) or ())))
+        total += held * tokens / layer.max_cache_len
+    return total
 
 
 def read_bandwidth(device: str) -> float:
@@ -326,7 +201,7 @@ def measure(model: Any, variant: str, batch: int, context: int, bandwidth: float
     else:
         call = step.graph()
         ms, parts = time_ms(call, device), parts_us(call)
-    bound = 1e3 * bytes_read(model, cache, context) / bandwidth
+    bound = 1e3 * bytes_read(model, cache, context, batch) / bandwidth
     row = {"ms": round(ms, 3), "tokens_per_s": round(1e3 * batch / ms, 1), "bound_ms": round(bound, 3)}
     row |= {f"{part}_us": round(us, 1) for part, us in parts.items()}
     row["gaps_us"] = round(max(0.0, 1e3 * ms - sum(parts.values())), 1)
@@ -351,10 +226,10 @@ def main() -> None:
     bandwidth = read_bandwidth(options.device)
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in options.model:
-        modeling, config = MODELS[name]
         for variant in options.variant:
-            with glued(modeling, options.glue == "plain" or variant == "transformers"):
-                model = build(config(), variant, options.device)
+            plain = options.glue == "plain" or variant == "transformers"
+            with glued(MODELS[name], plain), written(plain):
+                model = build(MODELS[name].config(), variant, options.device)
                 for batch in options.batch:
                     for context in options.context:
                         if time.perf_counter() - start > options.seconds:

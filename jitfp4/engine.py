@@ -19,13 +19,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitfp4 import nvrtc, replay, sim, tactics
+from jitfp4 import nvrtc, sim, tactics
 from jitfp4.arch import Arch
 from jitfp4.cache import Built, Cache, CacheInfo, Loaded
 from jitfp4.config import read_config
 from jitfp4.errors import ArgumentTypeError, OfflineError
 from jitfp4.kernel import AnyKernel, Plan
 from jitfp4.keys import Recipe
+from jitfp4.remembered import Launch
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch, device_name, on_device
 from jitfp4.version import version
@@ -77,7 +78,7 @@ _kernels: dict[tuple[AnyKernel, KernelSpec, int], LoadedKernel] = {}
 
 def launch(
     plan: Plan, args: Sequence[Any], target: Target, *, pdl: bool | None = None
-) -> tuple[replay.Launch, list[Any]] | None:
+) -> tuple[Launch, list[Any]] | None:
     """Run a kernel on ``target``. At its first use in this process it is built or read from the cache, and loaded.
 
     Args:

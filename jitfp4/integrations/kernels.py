@@ -19,6 +19,11 @@ from jitfp4.families.attention.arguments import Arguments as AttentionArguments
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE
 from jitfp4.families.attention.problem import Problem as AttentionProblem
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
+from jitfp4.families.experts.problem import Problem as ExpertsProblem
+from jitfp4.families.experts.problem import Product, RouteProblem
+from jitfp4.families.experts.tables import item_rows_of
+from jitfp4.families.experts.weights import Fp4Experts
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
@@ -59,6 +64,51 @@ def products(dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens
     few, most = min(_EVERY_ROW, max_tokens), round_up(max_tokens, _ROWS)
     for m in (*range(1, few + 1), *range(_EVERY_ROW + _ROWS, most + 1, _ROWS)):
         yield ProductProblem(dtype, dtype, block_format, m, n, k)
+
+
+def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens: int) -> None:
+    """Load the kernels for 1 to ``max_tokens`` tokens of ``slots`` experts each; nothing on a CPU."""
+    if experts.w13.is_cuda:
+        target = engine.target_of(experts.w13)
+        product = Product.GATED if experts.gated else Product.PLAIN
+        n = 2 * experts.inter if experts.gated else experts.inter
+        shape = (HALVES[dtype], experts.format, experts.w13.shape[0], slots, max_tokens)
+        _load_experts(target, EXPERTS_UP, (product, n, experts.hidden), *shape)
+        _load_experts(target, EXPERTS_DOWN, (Product.DOWN, experts.hidden, experts.inter), *shape)
+        _load(EXPERTS_ROUTE, (RouteProblem(t, slots, shape[2]) for t in _tokens(max_tokens)), target)
+
+
+@functools.cache
+def _load_experts(
+    target: engine.Target,
+    operation: Operation[Any, Any],
+    matrix: tuple[Product, int, int],
+    dtype: DType,
+    block_format: BlockFormat,
+    experts: int,
+    slots: int,
+    max_tokens: int,
+) -> None:
+    _load(operation, expert_products(matrix, dtype, block_format, experts, slots, max_tokens), target)
+
+
+def expert_products(
+    matrix: tuple[Product, int, int], dtype: DType, block_format: BlockFormat, experts: int, slots: int, max_tokens: int
+) -> Iterator[ExpertsProblem]:
+    """Problems that select every kernel of a product by weights ``[n, k]`` for up to ``max_tokens`` tokens."""
+    product, n, k = matrix
+    for tokens in _tokens(max_tokens):
+        item_rows = item_rows_of(tokens * slots, experts)
+        yield ExpertsProblem(product, dtype, block_format, tokens, slots, experts, n, k, item_rows)
+
+
+def _tokens(most: int) -> Iterator[int]:
+    """Numbers of tokens: every one up to 1024, then steps of a 64th, which no table tells apart."""
+    tokens = 1
+    while tokens < most:
+        yield tokens
+        tokens += 1 + tokens // 1024 * 16
+    yield most
 
 
 def load_attention(arguments: AttentionArguments, traffic: Traffic) -> None:

@@ -231,12 +231,18 @@ def product(
     rows = x.to(dtype)
     if weight.k != in_features:
         rows = pad(rows, (0, weight.k - in_features))
-    starts_right = torch.compiler.is_dynamo_compiling() or rows.storage_offset() % 8 == 0  # a trace has no offsets
-    if rows.stride(-1) != 1 or not starts_right or any(stride % 8 for stride in rows.stride()[:-1]):
-        rows = rows.clone(memory_format=torch.contiguous_format)
+    rows = regular(rows)
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)
     return mm_bf16_fp4(rows, weight, alpha, bias).to(x.dtype)
+
+
+def regular(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a 16-bit dtype as kernels take them, elements adjacent and rows 16-byte aligned: a copy where need be."""
+    aligned_start = torch.compiler.is_dynamo_compiling() or rows.storage_offset() % 8 == 0
+    if rows.stride(-1) == 1 and aligned_start and not any(stride % 8 for stride in rows.stride()[:-1]):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class Siblings:

@@ -9,7 +9,8 @@ import torch
 
 from jitfp4 import fp4_experts, sim
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.families.experts.kernels.narrow import FOUND, NARROW_TACTICS, NarrowTactic, geometry, rejects
+from jitfp4.families.experts.kernels.few_down import FewTactic
+from jitfp4.families.experts.kernels.narrow import FOUND, NarrowTactic, geometry, rejects
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product, most_items
 from jitfp4.families.experts.tables import DOWN_TABLE, UP_TABLE, forced_item_rows, item_rows_of
@@ -201,6 +202,27 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
             assert_layer(layer, x[:few], ids[:few], weights[:few])
 
 
+FEW = (FewTactic(1, 4, 2, 1), FewTactic(3, 2, 3, 1, split=2), FewTactic(2, 3, 2, 1, split=3))
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tactic", FEW, ids=str)
+@pytest.mark.parametrize(("tokens", "slots", "block_format"), [(1, 8, NVFP4), (2, 3, MXFP4)])
+@pytest.mark.parametrize("arch", SIM_ARCHS)
+def test_all_slots_in_a_cta_without_a_race(
+    tactic: FewTactic, tokens: int, slots: int, block_format: BlockFormat, arch: str
+) -> None:
+    layer = make_layer(9, 160, 288, block_format)
+    x, (ids, weights) = make_x(tokens, 160), make_routing(tokens, slots, 9, skipped=True)
+    ids[-1, 0] = -1
+    with sim.device(arch, races=True), EXPERTS_DOWN.forced(tactic):
+        out = assert_layer(layer, x, ids, weights)
+        assert torch.equal(out, assert_layer(layer, x, ids, weights))
+        ids[-1] = -1
+        assert not assert_layer(layer, x, ids, weights)[-1].any()
+
+
 @pytest.mark.sim
 @pytest.mark.compile
 def test_items_that_several_ctas_share() -> None:
@@ -273,7 +295,6 @@ def test_the_grid_has_room_for_any_routing() -> None:
     assert geometry(problem(64, 8), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 176)
     assert geometry(problem(64, 32), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 140 * 4)
     assert [item_rows_of(a, 128) for a in (8, 64)] == [0, 0]
-    assert item_rows_of(1 << 16, 128) == max(tactic.tile_m for tactic in NARROW_TACTICS)
 
 
 # ---- on the GPU ------------------------------------------------------------------------------------------------------

@@ -7,11 +7,23 @@ import random
 import pytest
 import torch
 
-from jitfp4 import engine, mm_bf16_fp4, nvfp4_quantize, prepare_fp4_weight, trtllm_batch_decode_with_kv_cache, warmup
+from jitfp4 import (
+    SfLayout,
+    engine,
+    mm_bf16_fp4,
+    nvfp4_quantize,
+    prepare_fp4_weight,
+    trtllm_batch_decode_with_kv_cache,
+    warmup,
+)
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentTypeError
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
+from jitfp4.families.experts.problem import Problem as ExpertsProblem
+from jitfp4.families.experts.problem import Product
+from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
@@ -21,6 +33,7 @@ from jitfp4.integrations.kernels import (
     Traffic,
     appends,
     attentions,
+    expert_products,
     load_appends,
     load_attention,
     load_products,
@@ -55,9 +68,7 @@ def call(*, head_dim: int, heads: int, kv_heads: int, page: int, batch: int, q_l
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads", "page"), [(64, 64, 8, 64), (128, 32, 8, 64), (256, 16, 2, 16)]
-)
+@pytest.mark.parametrize("shape", [(64, 64, 8, 64), (128, 32, 8, 64), (256, 16, 2, 16)])
 def test_attention_of_every_step(arch: str, shape: tuple[int, int, int, int]) -> None:
     head_dim, heads, kv_heads, page = shape
     sizes = {"head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "page": page}
@@ -80,6 +91,21 @@ def test_appends_of_every_number_of_tokens() -> None:
     assert set(warmup.needed(quantize, several, Arch.of("sm_90a"))) <= set(listed)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("shape", [(128, 8, 2048, 768), (32, 4, 2880, 2880)])
+def test_experts_of_every_number_of_tokens(arch: str, shape: tuple[int, int, int, int]) -> None:
+    experts, slots, hidden, inter = shape
+    matrices = ((EXPERTS_UP, (Product.GATED, 2 * inter, hidden)), (EXPERTS_DOWN, (Product.DOWN, hidden, inter)))
+    for operation, (product, n, k) in matrices:
+        problems = expert_products((product, n, k), DType.BF16, NVFP4, experts, slots, 2500)
+        listed = warmup.needed(operation, problems, Arch.of(arch))
+        every = (
+            ExpertsProblem(product, DType.BF16, NVFP4, t, slots, experts, n, k, item_rows_of(t * slots, experts))
+            for t in range(1, 2501)
+        )
+        assert set(warmup.needed(operation, every, Arch.of(arch))) <= set(listed)
+
+
 def test_the_simulator_loads_nothing() -> None:
     (task, *_) = warmup.needed(MM_BF16_FP4, products(DType.BF16, NVFP4, 64, 128, 1), Arch.of("sm_90a"))
     with pytest.raises(ArgumentTypeError, match="target: got the simulator"):
@@ -89,7 +115,7 @@ def test_the_simulator_loads_nothing() -> None:
 @pytest.mark.gpu
 def test_products_load_nothing_after_the_start() -> None:
     codes, scales = nvfp4_quantize(torch.randn(512, 1024, device="cuda").bfloat16(), torch.ones(1, device="cuda"))
-    weight = prepare_fp4_weight(codes, scales)
+    weight = prepare_fp4_weight(codes, scales, sf_layout=SfLayout.layout_128x4)
     load_products(weight, torch.bfloat16, 700)
     before = engine.loaded(), engine.cache_info().builds
     assert before[0] > 0

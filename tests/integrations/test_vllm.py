@@ -15,12 +15,14 @@ pytest.importorskip("vllm")
 from vllm import platforms
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.model_executor.layers import linear, quantization
+from vllm.model_executor.layers import fused_moe, linear, quantization
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import jitfp4.integrations.vllm as plugin
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
 
@@ -270,3 +272,64 @@ def test_the_entry_point_names_the_function() -> None:
     module, _, name = project["entry-points"]["vllm.general_plugins"]["jitfp4"].partition(":")
     assert (module, getattr(plugin, name)) == (plugin.__name__, plugin.register)
     assert os.environ.get("VLLM_PLUGINS") is None
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+EXPERTS, HIDDEN, INTER = 4, 64, 32
+
+
+def experts_of(case: str, **changes: Any) -> Any:
+    """A layer of experts as vLLM makes it."""
+    arguments: dict[str, Any] = {"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": INTER}
+    document = CASES[case][0]
+    arguments |= {"quant_config": config_of(document), "prefix": f"model.layers.{len(_made)}.mlp.experts"} | changes
+    _made.append(_new_experts(params_dtype=torch.bfloat16, **arguments))
+    return _made[-1].routed_experts
+
+
+_new_experts = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # its name until vLLM 0.26
+_made: list[Any] = []  # vLLM keeps layers by name: each test has its own
+
+
+@pytest.mark.parametrize("case", ["nvfp4-w4a16", "nvfp4-w4a4", "mxfp4", "modelopt"])
+def test_experts_equal_the_checkpoint(case: str) -> None:
+    layer = experts_of(case)
+    method = layer.quant_method
+    assert isinstance(method, Fp4ExpertsMethod)
+    _, codes, global_scale, is_encode = CASES[case]
+    weights = {}
+    for expert in range(EXPERTS):
+        for place, (shard, n, k) in enumerate((("w1", INTER, HIDDEN), ("w3", INTER, HIDDEN), ("w2", HIDDEN, INTER))):
+            part = Part(n, k, block_format_of(case), 0.02 * (1 + expert + place), seed=3 * expert + place)
+            weights[expert, shard] = part.weight
+            tensors = {codes: part.codes, "weight_scale": part.scales}
+            if global_scale is not None:
+                tensors[global_scale] = torch.tensor(1 / part.scale if is_encode else part.scale, dtype=torch.float32)
+            for name, tensor in tensors.items():
+                full = f"{'w2' if shard == 'w2' else 'w13'}_{name}"
+                parameter = getattr(layer, full)
+                parameter.weight_loader(parameter, tensor, f"experts.{full}", shard_id=shard, expert_id=expert)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, HIDDEN) / 4
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 3], [2, 0]], dtype=torch.int32)
+    router = torch.rand(5, 2, dtype=torch.float32)
+    out = method.apply(layer, x, router, ids, None, None)
+    exact = torch.zeros(5, HIDDEN, dtype=torch.float64)
+    for token in range(5):
+        for slot in range(2):
+            own = {shard: weights[int(ids[token, slot]), shard] for shard in ("w1", "w2", "w3")}
+            gate, up = own["w1"] @ x[token].double(), own["w3"] @ x[token].double()
+            h = (torch.nn.functional.silu(gate) * up).bfloat16().double()
+            exact[token] += router[token, slot].double() * (own["w2"] @ h)
+    assert torch.nn.functional.cosine_similarity(out.double(), exact).min() > 0.9999
+    assert ((out.double() - exact).abs() <= 2**-6 * exact.abs().amax(1, keepdim=True)).all()
+
+
+def test_experts_that_jitfp4_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = experts_of("nvfp4-w4a16")
+    for name, value in (("has_bias", True), ("hidden_dim", 72), ("activation", MoEActivation.GELU)):
+        with monkeypatch.context() as patch:
+            assert Fp4ExpertsMethod.serves(layer.moe_config)
+            patch.setattr(layer.moe_config, name, value)
+            assert not Fp4ExpertsMethod.serves(layer.moe_config)

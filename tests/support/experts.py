@@ -9,6 +9,7 @@ import torch
 
 from jitfp4 import Fp4Experts, SfLayout, fp4_experts, prepare_fp4_experts
 from jitfp4.families.experts.arguments import DownArguments, UpArguments
+from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.operation import down_matrix, up_matrix
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.operation import observed
@@ -134,12 +135,12 @@ def assert_layer(
     out = poisoned((len(x), layer.hidden), x.dtype, x.device)
     with observed(seen.append):
         assert fp4_experts(x, layer, ids, weights, out=out, **options) is out
-    steps = [call.arguments for call in seen]
-    for step in steps:
+    for call in seen:
+        step = call.arguments
         if isinstance(step, UpArguments):
             _assert_up(step)
         elif isinstance(step, DownArguments):
-            _assert_down(step)
+            _assert_down(step, isinstance(call.operation.select(call.problem, call.target.arch), FewTactic))
     return out
 
 
@@ -177,22 +178,28 @@ def _assert_up(step: UpArguments) -> None:
         _assert_within(step.h[rows[found]].double() - want, bound)
 
 
-def _assert_down(step: DownArguments) -> None:
+def _assert_down(step: DownArguments, in_one: bool) -> None:
+    """With ``in_one`` the results of slots are not in memory."""
     tokens, slots = step.ids.shape
     local = experts_of(step.ids, step.expert_map, len(step.w2))
     rows, flat = _rows_of_h(step, local), local.flatten()
+    y, errors = (torch.zeros(step.y.shape, dtype=torch.float64, device=step.y.device) for _ in range(2))
     for expert in flat[flat >= 0].unique().tolist():
         found = (flat == expert).nonzero().flatten()
         weight, scale, bias = down_matrix(step, expert)
         h = step.h[rows[found]]
-        want = linear(h, weight, scale, bias)
-        bound = error_bound(h, weight.double() * scale.double().unsqueeze(-1), None, bias, step.y.dtype)
-        _assert_within(step.y[found].double() - want, bound)
-    y = step.y.view(tokens, slots, -1)
-    want = combine(y, step.weights, local)
-    magnitude = combine(y.abs(), None if step.weights is None else step.weights.abs(), local)
+        y[found] = linear(h, weight, scale, bias)
+        errors[found] = error_bound(h, weight.double() * scale.double().unsqueeze(-1), None, bias, step.y.dtype)
+        if not in_one:
+            _assert_within(step.y[found].double() - y[found], errors[found])
+    if not in_one:
+        y, errors = step.y.double(), torch.zeros_like(errors)
+    of_weights = None if step.weights is None else step.weights.abs()
+    want = combine(y.view(tokens, slots, -1), step.weights, local)
+    magnitude = combine((y.abs() + errors).view(tokens, slots, -1), of_weights, local)
+    absolute = magnitude * slots * 2.0**-23 + combine(errors.view(tokens, slots, -1), of_weights, local)
     units = torch.finfo(step.out.dtype)
-    bound = magnitude * slots * 2.0**-23 + want.abs() * units.eps / 2 + units.smallest_normal * units.eps
+    bound = absolute + (want.abs() + absolute) * units.eps / 2 + units.smallest_normal * units.eps
     _assert_within(step.out.double() - want, bound)
 
 

@@ -25,6 +25,7 @@ ROOMS = {
         "weight",
         "dispatch",
         "dtypes",
+        "remembered",
         "replay",
         "operation",
         "public",

@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 
 from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.integrations.layers import regular
 from jitfp4.integrations.transformers.cache import Appended, Capacity
 
 NAME = "jitfp4"
@@ -93,10 +94,7 @@ def _over_nvfp4(
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     """[batch, heads, tokens, d] to [batch * tokens, heads, d], rows 16-byte aligned; a copy where it must be one."""
-    rows = states.transpose(1, 2).flatten(0, 1)
-    if rows.stride(-1) != 1 or rows.storage_offset() % 8 or any(stride % 8 for stride in rows.stride()[:-1]):
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows
+    return regular(states.transpose(1, 2).flatten(0, 1))
 
 
 def _with_sinks(

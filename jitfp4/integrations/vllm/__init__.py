@@ -1,4 +1,4 @@
-"""The plugin for vLLM: FP4 linear layers and attention over an NVFP4 KV cache.
+"""The plugin for vLLM: FP4 linear layers and experts, and attention over an NVFP4 KV cache.
 
 vLLM calls register() in each of its processes, through the entry point ``jitfp4`` of the group
 ``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries.

@@ -1,4 +1,4 @@
-"""Quantization configs that give FP4 linear layers to jitfp4 and leave everything else to vLLM's own."""
+"""Quantization configs that give FP4 linear layers and experts to jitfp4, and leave the rest to vLLM's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from vllm import platforms
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -15,6 +16,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.integrations.checkpoints import Source
+from jitfp4.integrations.vllm.experts import (
+    CompressedTensorsFp4ExpertsMethod,
+    Fp4ExpertsMethod,
+    ModelOptFp4ExpertsMethod,
+)
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 
 _FP4_CAPABILITY = 100  # from sm_100 on, tensor cores multiply FP4 by FP4
@@ -45,6 +51,13 @@ class Jitfp4CompressedTensorsConfig(CompressedTensorsConfig):
             block_format = fp4_format(None if weights is None else weights.model_dump())
             if block_format is not None:
                 return Fp4LinearMethod(Source.COMPRESSED_TENSORS, block_format, prefix)
+        if isinstance(layer, RoutedExperts) and Fp4ExpertsMethod.serves(layer.moe_config):
+            self._add_fused_moe_to_target_scheme_map()  # as vLLM does first: "Linear" means experts, too
+            names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+            schemes = [self.get_scheme_dict(layer, layer_name=f"{prefix}.0.{name}") for name in names]
+            formats = {fp4_format(scheme["weights"].model_dump() if scheme else None) for scheme in schemes}
+            if len(formats) == 1 and (block_format := formats.pop()) is not None:
+                return CompressedTensorsFp4ExpertsMethod(layer.moe_config, block_format)
         return super().get_quant_method(layer, prefix)
 
 
@@ -66,6 +79,12 @@ class Jitfp4ModelOptConfig(ModelOptNvFp4Config):
         is_linear = isinstance(layer, (LinearBase, ParallelLMHead))
         if is_linear and not self.is_layer_excluded(prefix) and not _is_vision(prefix):
             return Fp4LinearMethod(Source.MODELOPT, NVFP4, prefix)
+        if (
+            isinstance(layer, RoutedExperts)
+            and not self.is_layer_excluded(prefix)
+            and Fp4ExpertsMethod.serves(layer.moe_config)
+        ):
+            return ModelOptFp4ExpertsMethod(layer.moe_config, NVFP4)
         return super().get_quant_method(layer, prefix)
 
 
