@@ -325,21 +325,12 @@ OTHERS = (
     (_passes("dcp_world_size"), "vLLM's own wrapper of context parallelism"),
     (_at(2393, "flashinfer.py"), "run() of vLLM's own wrapper of context parallelism"),
     (_at(2435, "flashinfer.py"), "FlashInfer's wrapper with sinks: a class of its own"),
+    (_passes("global_override_indptr_cpu"), "FlashInfer's fast_decode_plan, which plans by the wrapper's _plan_impl()"),
 )
 """Calls of something else that looks the same."""
 
-PENDING = (
-    (_at(1416, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-    (_at(1491, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-    (_at(1566, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-)
+PENDING = ((_at(195, "sparse_prefill_pages.py"), "disable_split_kv=True"),)
 """Calls that are refused, and what is missing: to be emptied."""
 
-REFUSED = (
-    (_passes("enable_block_sparse_attention"), "attention to chosen blocks, in SGLang's MiniMax models"),
-    (
-        _at(195, "sparse_prefill_pages.py"),
-        "vLLM's Step5 sets disable_split_kv, and changes the planned lists after plan()",
-    ),
-)
+REFUSED = ((_passes("enable_block_sparse_attention"), "attention to chosen blocks, in SGLang's MiniMax models"),)
 """Calls that stay the engine's."""
