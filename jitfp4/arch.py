@@ -43,6 +43,16 @@ class Arch:
         """NVRTC's name for PTX output, such as ``compute_90a``."""
         return self.name.replace("sm_", "compute_")
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability that the target is made for."""
+        return divmod(int(self.name.removeprefix("sm_").rstrip("a")), 10)
+
+    def _runs_on(self, major: int, minor: int) -> bool:
+        """Arch-specific code runs on its own capability only, sm_80 code also on 8.6 and 8.7."""
+        at_major, at_minor = self.capability
+        return major == at_major and (minor == at_minor if self.name.endswith("a") else minor >= at_minor)
+
     def shared_of(self, ctas: int) -> int:
         """Bytes of shared memory that each of ``ctas`` CTAs on an SM can have."""
         return (self.shared_bytes + CTA_RESERVE) // ctas - CTA_RESERVE
@@ -68,10 +78,9 @@ class Arch:
     @staticmethod
     def of_capability(major: int, minor: int) -> Arch:
         """The target whose cubins run on a device of this compute capability."""
-        for (at_major, at_minor), name in _TARGET_BY_CAPABILITY:
-            exact = name.endswith("a")  # arch-specific code runs on its own capability only
-            if major == at_major and (minor == at_minor if exact else minor >= at_minor):
-                return ARCHS[name]
+        fitting = [arch for arch in ARCHS.values() if arch._runs_on(major, minor)]
+        if fitting:
+            return max(fitting, key=lambda arch: arch.capability)
         raise UnsupportedArchError(f"compute capability {major}.{minor} has no target; supported: {', '.join(ARCHS)}")
 
 
@@ -91,17 +100,6 @@ ARCHS = {
         Arch("sm_121a", shared_bytes=101376, num_sms=48, has_scaled_mma=True, nvrtc=(12, 9), **_BLACKWELL),
     )
 }
-
-# sm_80 code also runs on 8.6 and 8.7; the first match from the top wins.
-_TARGET_BY_CAPABILITY = (
-    ((8, 9), "sm_89"),
-    ((8, 0), "sm_80"),
-    ((9, 0), "sm_90a"),
-    ((10, 0), "sm_100a"),
-    ((10, 3), "sm_103a"),
-    ((12, 0), "sm_120a"),
-    ((12, 1), "sm_121a"),
-)
 
 
 def shared_bytes_with(capability: str) -> int:

@@ -19,13 +19,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jitfp4 import nvrtc, replay, sim, tactics
+from jitfp4 import nvrtc, sim, tactics
 from jitfp4.arch import Arch
 from jitfp4.cache import Built, Cache, CacheInfo, Loaded
 from jitfp4.config import read_config
 from jitfp4.errors import ArgumentTypeError, OfflineError
 from jitfp4.kernel import AnyKernel, Plan
 from jitfp4.keys import Recipe
+from jitfp4.remembered import Launch
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch, device_name, on_device
 from jitfp4.version import version
@@ -77,7 +78,7 @@ _kernels: dict[tuple[AnyKernel, KernelSpec, int], LoadedKernel] = {}
 
 def launch(
     plan: Plan, args: Sequence[Any], target: Target, *, pdl: bool | None = None
-) -> tuple[replay.Launch, list[Any]] | None:
+) -> tuple[Launch, list[Any]] | None:
     """Run a kernel on ``target``. At its first use in this process it is built or read from the cache, and loaded.
 
     Args:
@@ -94,6 +95,25 @@ def launch(
     with on_device(device) as stream:
         loaded = _kernels.get((plan.kernel, plan.spec, device)) or _load(plan.kernel, plan.spec, arch, device)
         return loaded.launch(plan.geometry, args, stream=stream, pdl=arch.has_pdl and pdl is not False)
+
+
+def load(kernel: AnyKernel, spec: KernelSpec, target: Target) -> None:
+    """Have a kernel loaded on a CUDA device before its first launch: built, or read from the cache. Safe in threads.
+
+    Raises:
+        ArgumentTypeError: the target is the simulator, which loads nothing.
+        OfflineError, CompileError: as build().
+    """
+    if target.device is None:
+        raise ArgumentTypeError("target", "the simulator", "a CUDA device")
+    with on_device(target.device):
+        if (kernel, spec, target.device) not in _kernels:
+            _load(kernel, spec, target.arch, target.device)
+
+
+def loaded() -> int:
+    """The number of kernels that this process has loaded, on all devices. It grows at the first use of each."""
+    return len(_kernels)
 
 
 def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> LoadedKernel:

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_o
 import torch
 
 from jitfp4 import engine, replay, sim, tactics
-from jitfp4.addresses import ALIGNMENT, extent, meet
+from jitfp4.addresses import ALIGNMENT, Places, extent, meet
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
+from jitfp4.remembered import Step
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
@@ -250,7 +251,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
-            step = None if launched is None else replay.Step(*launched, *self._conditions(arguments, launched[1]))
+            step = None if launched is None else Step(*launched, *self._conditions(arguments, launched[1]))
             replay.note(step)
 
     def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:
@@ -283,7 +284,10 @@ class Operation(Generic[ArgumentsT, ProblemT]):
                 raise ArgumentError(public, f"an address {past} bytes past a multiple of 16", "16-byte alignment")
         extents = {name: extent(tensor) for name in self._tensors if (tensor := getattr(arguments, name)) is not None}
         for written, other in self._disjoint:
-            if written in extents and other in extents and meet(extents[written], extents[other]):
+            if written not in extents or other not in extents or not meet(extents[written], extents[other]):
+                continue
+            first, second = getattr(arguments, written), getattr(arguments, other)
+            if Places.of(first, second).meet(first.data_ptr(), second.data_ptr()):
                 names = self._public(arguments, written), self._public(arguments, other)
                 raise ArgumentError(names[0], f"memory of {names[1]}", "memory of its own")
         return arguments

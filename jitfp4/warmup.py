@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from typing import Any
 
 import jitfp4.families  # noqa: F401 - registers every family
 from jitfp4 import engine
@@ -14,7 +15,7 @@ from jitfp4.arch import Arch
 from jitfp4.cache import Loaded
 from jitfp4.errors import ArgumentError, CompileError, ToolchainError
 from jitfp4.kernel import AnyKernel, kernels, lookup
-from jitfp4.operation import operations
+from jitfp4.operation import Operation, operations
 from jitfp4.spec import KernelSpec
 from jitfp4.tactics import TacticsFile
 
@@ -63,6 +64,30 @@ def tuned(file: TacticsFile) -> tuple[Task, ...]:
         kernel = lookup(choice.kernel)
         tasks.append(Task(kernel, kernel.specialise(problem, tactic), arch))
     return tuple(dict.fromkeys(tasks))
+
+
+def needed(
+    operation: Operation[Any, Any], problems: Iterable[Any], arch: Arch, file: TacticsFile | None = None
+) -> tuple[Task, ...]:
+    """The kernels that calls with these problems launch: by the choices of ``file``, else by the tables."""
+    kernel_of = {kernel.tactic: kernel for kernel in operation.kernels}
+    tasks: dict[Task, None] = {}
+    for problem in problems:
+        tactic = operation.select(problem, arch, file)
+        kernel = kernel_of[type(tactic)]
+        tasks[Task(kernel, kernel.specialise(problem, tactic), arch)] = None
+    return tuple(tasks)
+
+
+def load(tasks: Sequence[Task], target: engine.Target, *, jobs: int) -> None:
+    """Have every task loaded on a CUDA device, ``jobs`` at a time: their first launch then builds and loads nothing.
+
+    Raises:
+        OfflineError, CompileError, ArgumentTypeError: as engine.load(), for the first that fails.
+    """
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for done in [pool.submit(engine.load, task.kernel, task.spec, target) for task in tasks]:
+            done.result()
 
 
 def write_plan(tasks: Iterable[Task]) -> str:

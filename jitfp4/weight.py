@@ -175,7 +175,7 @@ def _encode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
 
 def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
     """Scale bytes to float32."""
-    value = torch.ldexp(1 + (scales & 7) / 8, (scales >> 3).to(torch.int32) - _BIAS)
+    value = torch.ldexp(1 + (scales & 7).float() / 8, (scales >> 3).to(torch.int32) - _BIAS)
     return torch.where(scales == _NAN, torch.nan, value)
 
 
@@ -238,7 +238,9 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat
     cols = round_up(k, TILE_COLS)
     tiles = ceil_div(n, TILE_ROWS)
     data = codes.new_empty(tiles, cols // TILE_COLS, tile_bytes(block_format))
-    row_scale = torch.empty(tiles * TILE_ROWS, device=codes.device) if block_format is MXFP4 else None
+    row_scale = (
+        torch.empty(tiles * TILE_ROWS, dtype=torch.float32, device=codes.device) if block_format is MXFP4 else None
+    )
     slab = max(1, _SLAB // (TILE_ROWS * cols))  # a bound on temporary memory
     for tile in range(0, tiles, slab):
         rows = slice(tile * TILE_ROWS, (tile + slab) * TILE_ROWS)

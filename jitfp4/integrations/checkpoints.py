@@ -16,7 +16,8 @@ An element is ``e2m1(code) * scale of its block * decode scale``. The scale of a
 checkpoint that is meant for 16-bit activations has none. compressed-tensors' ``mxfp4-pack-quantized`` has the names of
 the first column without the scalars. gpt-oss has the weights of all experts of a layer in one tensor: ``X_blocks``
 uint8 [experts, n, k / 32, 16] and ``X_scales`` uint8 [experts, n, k / 32], in which rows of gate and up alternate.
-What jitfp4 saves is prepared: ``X.weight`` are tiles, ``X.weight_size`` tells their order, see jitfp4.Fp4Weight.
+What jitfp4 saves is prepared: ``X.weight`` are tiles, ``X.weight_size`` tells their order, see jitfp4.Fp4Weight;
+experts are ``X.w13``, ``X.w2`` and so on, see Fp4Experts.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ _MARKS = {  # the tensor by which a layer is known
     "weight_scale_2": Source.MODELOPT,
     "weight_size": Source.PREPARED,
 }
+_EXPERTS = "w13"  # of a layer of experts that jitfp4 saved
 _OTHERS = ("weight_scale", "weight_scale_inv", "qweight")  # a layer that has these, but no mark, is not in FP4
 _MORE = ("pre_quant_scale", "weight_zero_point", "weight_g_idx")  # what a product would have to know of
 
@@ -128,6 +130,13 @@ def fp4_layers(names: Iterable[str]) -> dict[str, Source]:
         if kind in _OTHERS and layer not in found:
             raise ArgumentError("checkpoint", f"{layer}.{kind}, of a layer that is not in FP4", "NVFP4 and MXFP4")
     return found
+
+
+def fp4_experts_of(names: Iterable[str]) -> dict[str, Source]:
+    """The layers of experts among the tensors of a checkpoint whose weights of all experts are together, by name."""
+    kinds = [name.rpartition(".")[::2] for name in names]
+    marks = {_EXPERTS: Source.PREPARED, "gate_up_proj_blocks": Source.GPT_OSS}
+    return {layer: marks[kind] for layer, kind in kinds if kind in marks}
 
 
 def read_layers(path: Path) -> Iterator[tuple[str, Layer]]:

@@ -25,6 +25,7 @@ from jitfp4.weight import COLS, ROWS, TILE_COLS, TILE_ROWS, Fp4Weight, pack, til
 _RANGE = 448 * 6  # the largest scale times the largest code
 _EXPONENT_STEP, _ROOM = 1 << 3, 11  # in a scale byte of a tile: one exponent, and how many lie below E4M3's smallest
 _NAN = 0xFF
+_PARTS = ("weight", "weight_size", "weight_row_scale", "alpha")
 
 
 def quantized(weight: torch.Tensor, block_format: BlockFormat = NVFP4) -> Layer:
@@ -61,7 +62,43 @@ def prepared(layer: Layer) -> Fp4Weight:
     )
 
 
-class Fp4Linear(nn.Module):
+class Expected(nn.Module):
+    """Buffers for what a checkpoint has of a linear layer, under its names, until the layer is read.
+
+    Args:
+        in_features, out_features: of any size.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self._source = Source.PREPARED
+        self._expected: tuple[str, ...] = ()
+
+    def expect(self, source: Source, kinds: Collection[str]) -> None:
+        """Have buffers for the tensors ``kinds`` that a checkpoint of ``source`` has of this layer."""
+        names = NAMES[source]
+        empty = {
+            names.codes: torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8),
+            names.scales: torch.empty(self.out_features, self.in_features // NVFP4.block, dtype=torch.float8_e4m3fn),
+            names.global_scale: torch.empty(1, dtype=torch.float32),
+            names.input_scale: torch.empty(1, dtype=torch.float32),
+        }
+        self._source, self._expected = source, tuple(name for name in empty if name in kinds)
+        for name in self._expected:
+            self.register_buffer(name, empty[name])
+
+    def read(self, name: str) -> Layer:
+        """The layer of the tensors that were loaded, whose buffers are gone then. Raises ArgumentError."""
+        found = {f"{name}.{kind}": getattr(self, kind) for kind in self._expected}
+        layer = read_layer(found.get, name, self._source)
+        for kind in self._expected:
+            delattr(self, kind)
+        self._expected, self._source = (), Source.PREPARED
+        return layer
+
+
+class Fp4Linear(Expected):
     """``x @ weight.T + bias`` with a prepared weight; for float32 inputs x is rounded to bf16 first.
 
     Buffers: ``weight``, ``weight_size`` and, for MXFP4, ``weight_row_scale`` are Fp4Weight.tensors(); ``alpha`` float32
@@ -84,8 +121,7 @@ class Fp4Linear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, block_format: BlockFormat = NVFP4
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(in_features, out_features)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         tiles, chunks = ceil_div(out_features, TILE_ROWS), ceil_div(in_features, TILE_COLS)
         row_scale = torch.empty(tiles * TILE_ROWS, dtype=torch.float32) if block_format is MXFP4 else None
@@ -96,25 +132,13 @@ class Fp4Linear(nn.Module):
         self._weight: Fp4Weight | None = None
         self._siblings: Siblings | None = None
         self._place = 0
-        self._source = Source.PREPARED
-        self._expected: tuple[str, ...] = ()
 
     def expect(self, source: Source, kinds: Collection[str]) -> None:
-        """Have buffers for the tensors ``kinds`` that a checkpoint of ``source`` has of this layer."""
-        if source is Source.PREPARED:
-            return
-        names = NAMES[source]
-        for name in ("weight", "weight_size", "weight_row_scale", "alpha"):
-            setattr(self, name, None)
-        empty = {
-            names.codes: torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8),
-            names.scales: torch.empty(self.out_features, self.in_features // NVFP4.block, dtype=torch.float8_e4m3fn),
-            names.global_scale: torch.empty(1, dtype=torch.float32),
-            names.input_scale: torch.empty(1, dtype=torch.float32),
-        }
-        self._source, self._expected = source, tuple(name for name in empty if name in kinds)
-        for name in self._expected:
-            self.register_buffer(name, empty[name])
+        """As of Expected; what jitfp4 saved has the buffers that are there."""
+        if source is not Source.PREPARED:
+            for name in _PARTS:
+                setattr(self, name, None)
+            super().expect(source, kinds)
 
     def expect_floats(self, dtype: torch.dtype) -> None:
         """Have ``weight`` in floats [out_features, in_features]: somebody replaces it by prepared tensors."""
@@ -130,12 +154,8 @@ class Fp4Linear(nn.Module):
                 named["row_scale"] = aligned(self.weight_row_scale)
             self.assign(Fp4Weight.from_tensors(named), self.alpha)
             return
-        found = {f"{name}.{kind}": getattr(self, kind) for kind in self._expected}
-        layer = read_layer(found.get, name, self._source)
-        for kind in self._expected:
-            delattr(self, kind)
-        self._expected, self._source = (), Source.PREPARED
-        for kind in ("weight", "weight_size", "weight_row_scale", "alpha"):
+        layer = self.read(name)
+        for kind in _PARTS:
             self.register_buffer(kind, None)
         self.load(layer)
 
@@ -189,7 +209,8 @@ class Fp4Linear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in zip(("alpha", "weight_row_scale"), before, strict=True):
             if tensor is not None:
-                setattr(self, name, tensor if tensor.is_meta else tensor.to(self.weight.device))
+                tensor = getattr(self, name) if tensor.is_meta else tensor
+                setattr(self, name, tensor.to(self.weight.device, torch.float32))
         if self._weight is not None:
             was = self._weight
             self._weight = Fp4Weight(self.weight, self.weight_row_scale, was.n, was.k, was.format)
@@ -210,11 +231,18 @@ def product(
     rows = x.to(dtype)
     if weight.k != in_features:
         rows = pad(rows, (0, weight.k - in_features))
-    if rows.stride(-1) != 1 or rows.storage_offset() % 8 or any(stride % 8 for stride in rows.stride()[:-1]):
-        rows = rows.clone(memory_format=torch.contiguous_format)
+    rows = regular(rows)
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)
     return mm_bf16_fp4(rows, weight, alpha, bias).to(x.dtype)
+
+
+def regular(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a 16-bit dtype as kernels take them, elements adjacent and rows 16-byte aligned: a copy where need be."""
+    aligned_start = torch.compiler.is_dynamo_compiling() or rows.storage_offset() % 8 == 0
+    if rows.stride(-1) == 1 and aligned_start and not any(stride % 8 for stride in rows.stride()[:-1]):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 class Siblings:

@@ -67,23 +67,27 @@ def paged_attention(
     Args:
         q: [tokens, heads, D]; request b owns rows q_ends[b] to q_ends[b + 1].
         tables: [batch, 2, columns], the pages of K and those of V. A page that does not exist holds no tokens.
-        q_ends: [batch + 1].
+        q_ends: [batch + 1]; the rows of a request end where q does, and are none where its end is not behind its
+            beginning.
         sinks: [heads], a logit that takes part in the softmax and has no value.
     Returns:
         out [tokens, heads, D] and the base-2 logarithm of the softmax's denominator [tokens, heads], both float64.
-        A row that sees nothing gives 0 and -inf.
+        A row that sees nothing gives 0 and -inf. One that sees a NaN, or a product of +inf, gives NaN; in V alone, NaN
+        in that dimension.
     """
     tokens, heads, _ = q.shape
+    capacity = k.data.shape[1] * tables.shape[-1]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -math.inf, dtype=torch.float64, device=q.device)
     for b in range(len(seq_lens)):
-        rows = slice(int(q_ends[b]), int(q_ends[b + 1]))
-        keys, values, positions = _gather(k, v, tables[b], int(seq_lens[b]))
-        count = rows.stop - rows.start
+        begin = min(max(0, int(q_ends[b])), tokens)
+        count, length = max(0, min(int(q_ends[b + 1]), tokens) - begin), max(0, min(int(seq_lens[b]), capacity))
+        rows = slice(begin, begin + count)
+        keys, values, positions = _gather(k, v, tables[b], length)
         queries = q[rows].to(torch.float32).double()
         group = heads // keys.shape[1]
         logits = bmm1_scale * torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(group, 1))
-        at = int(seq_lens[b]) - count + torch.arange(count, device=q.device).unsqueeze(1)
+        at = length - count + torch.arange(count, device=q.device).unsqueeze(1)
         seen = positions <= at if causal else torch.ones_like(positions <= at)
         if window_left >= 0:
             seen &= positions >= at - window_left
@@ -91,17 +95,28 @@ def paged_attention(
         if sinks is not None:
             logits = torch.cat((logits, sinks.double().view(-1, 1, 1).expand(-1, count, 1)), -1)
         total = torch.logsumexp(logits, -1)
-        weights = torch.exp(logits - total.unsqueeze(-1)).nan_to_num(nan=0.0)[..., : len(positions)]
-        weights = torch.where(seen, weights, 0.0)
-        out[rows] = bmm2_scale * torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(group, 1))
+        total[total == math.inf] = math.nan
+        weights = torch.exp(logits - total.unsqueeze(-1))[..., : len(positions)]
+        weights = torch.where(seen & (total != -math.inf).unsqueeze(-1), weights, 0.0)
+        out[rows] = bmm2_scale * _weighted(weights, values.repeat_interleave(group, 1), seen)
         lse[rows] = total.T / math.log(2)
     return out, lse
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Sums [q, heads, D] of values [k, heads, D] with weights [heads, q, k], without those that are not seen."""
+    finite = values.isfinite()
+    sums = torch.einsum("hqk,khd->qhd", weights, torch.where(finite, values, 0.0))
+    for token in (~finite).flatten(1).any(1).nonzero().flatten().tolist():
+        product = weights[:, :, token].T.unsqueeze(-1) * torch.where(finite[token], 0.0, values[token])
+        sums += torch.where(seen[:, token].view(-1, 1, 1), product, 0.0)
+    return sums
 
 
 def _gather(k: Side, v: Side, table: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K and V [n, heads, D] of the tokens that are there, and their positions [n]."""
     pages, page = k.data.shape[:2]
-    positions = torch.arange(max(0, min(length, page * table.shape[-1])), device=k.data.device)
+    positions = torch.arange(length, device=k.data.device)
     ids = table.long()[:, positions // page]
     there = ((ids >= 0) & (ids < pages)).all(0)
     positions, ids = positions[there], ids[:, there]
@@ -114,7 +129,7 @@ def _gather(k: Side, v: Side, table: torch.Tensor, length: int) -> tuple[torch.T
 
 def pad_lists(pages: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Lists of page numbers, pages[ends[b] : ends[b + 1]], as rows of one table, padded with -1."""
-    lists = [pages[int(first) : int(last)] for first, last in itertools.pairwise(ends.clamp(min=0))]
+    lists = [pages[int(first) : int(last)] for first, last in itertools.pairwise(ends)]
     return torch.nn.utils.rnn.pad_sequence(lists, batch_first=True, padding_value=-1)
 
 

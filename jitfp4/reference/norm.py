@@ -29,7 +29,7 @@ def rmsnorm(
     In float32, every operation correctly rounded: ``rstd = 1 / sqrt(sum_of_squares(x) / h + eps)``. With a gate, the
     product is multiplied by ``silu(gate)`` before it is rounded.
     """
-    mean = divide(sum_of_squares(x), torch.full(x.shape[:-1], float(x.shape[-1]), device=x.device))
+    mean = divide(sum_of_squares(x), torch.full(x.shape[:-1], float(x.shape[-1]), dtype=torch.float32, device=x.device))
     variance = mean + torch.tensor(eps, dtype=torch.float32, device=x.device)
     rstd = divide(1.0, variance.double().sqrt().float())  # torch's float32 sqrt is an ulp off on some CPUs
     y = x.float() * rstd.unsqueeze(-1) * (weight.float() + weight_bias)

@@ -15,6 +15,7 @@ from jitfp4.errors import SimParseError
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import RANK_BITS
 from jitfp4.sim.ptx import TYPES, Addr, Array, Imm, Instr, Not, Operand, Reg, Sink, Special, Sym, Type, Vec
+from jitfp4.sim.special import special
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
@@ -114,8 +115,6 @@ class Decode:
         return lambda m, lanes: m.registers[index][lanes.sel].view(dtype)
 
     def _read_special(self, operand: Special, kind: Type) -> Source:
-        from jitfp4.sim.special import special
-
         read, dtype = special(operand.name), kind.dtype
         return lambda m, lanes: read(m, lanes).astype(kind.raw).view(dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jitfp4.arch import Arch, names_with
 from jitfp4.errors import SimError
 
 BLOCK_SCALED = ("mxf8f6f4", "mxf4", "mxf4nvf4")
@@ -47,7 +48,7 @@ class InstructionDescriptor:
     sfb_id: int
 
     @staticmethod
-    def decode(bits: int, kind: str, cta_group: int, arch: str, *, block: int = 0) -> InstructionDescriptor:
+    def decode(bits: int, kind: str, cta_group: int, arch: Arch, *, block: int = 0) -> InstructionDescriptor:
         """Decode and check ``bits`` for ``tcgen05.mma.cta_group::<cta_group>.kind::<kind>{.block<block>}`` on ``arch``.
 
         Raises SimError for reserved bits, sparsity, and types or shapes that the kind does not have.
@@ -82,7 +83,7 @@ class InstructionDescriptor:
             sfb_id=bits >> 4 & 3 if scaled else 0,
         )
         _check_shape(bits, descriptor, cta_group)
-        _require(not wide or arch.startswith("sm_103"), bits, f"K = 96 on {arch}: only sm_103a has it")
+        _require(not wide or arch.has_k96, bits, f"K = 96 on {arch.name}: only {names_with('has_k96')} has it")
         if scaled:
             _check_scales(bits, descriptor, block)
         return descriptor

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError
 from jitfp4.sim import formats
 from jitfp4.sim.fragments import a_matrix, b_matrix, c_matrix, c_registers
@@ -38,9 +39,6 @@ _FP8 = ("e4m3", "e5m2")
 # Types that kind::f8f6f4 keeps in 8-bit containers: how far the code is shifted left.
 _CONTAINER_SHIFT = {"e4m3": 0, "e5m2": 0, "e3m2": 0, "e2m3": 0, "e2m1": 2}
 
-# (architecture prefix, bytes of k per rounding, fraction bits); the first match counts.
-_UNITS = (("sm_8", 16, 24), ("sm_9", 32, 25), ("sm_10", 32, 25), ("sm_12", 32, 25))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
@@ -54,7 +52,7 @@ class Scales:
     thread_id: int
 
 
-def mma(k: int, types: str, a: Array, b: Array, c: Array, *, arch: str, satfinite: bool = False) -> Array:
+def mma(k: int, types: str, a: Array, b: Array, c: Array, *, arch: Arch, satfinite: bool = False) -> Array:
     """``mma.sync.m16n8k<k>.row.col.<types>``: registers of d.
 
     ``types`` is the dot-joined ``d.a.b.c`` of the instruction, such as ``f32.bf16.bf16.f32`` or ``s32.s8.u8.s32``. a
@@ -69,7 +67,7 @@ def mma(k: int, types: str, a: Array, b: Array, c: Array, *, arch: str, satfinit
     wide_a, wide_b = _operand(a_matrix(a, bits), a_type, bits), _operand(b_matrix(b, bits), b_type, bits)
     _require_k(k, types, wide_a.values.shape[-1], wide_b.values.shape[-1])
     accumulator = _accumulator(c, c_type)
-    if a_type in _FP8 and arch.startswith(("sm_9", "sm_10")):
+    if a_type in _FP8 and (arch.has_wgmma or arch.has_tcgen05):
         result = _fp8_by_f16(wide_a, wide_b, accumulator, _unit(arch, "f16", d_type))
     else:
         result = fused_dot_add(wide_a, wide_b, accumulator, _unit(arch, a_type, d_type))
@@ -107,15 +105,13 @@ def mma_block_scale(
     return _result(d, "f32")
 
 
-def _unit(arch: str, a_type: str, d_type: str) -> DotUnit:
-    """The adder that serves operands of ``a_type`` on ``arch``."""
-    if arch == "sm_89" and a_type in _FP8:
+def _unit(arch: Arch, a_type: str, d_type: str) -> DotUnit:
+    """The adder that serves operands of ``a_type`` on ``arch``: since Hopper it adds twice as many at a time."""
+    if a_type in _FP8 and not arch.has_tma:
         return DotUnit(chunk=16, fraction_bits=13, result="f16" if d_type == "f16" else "e8m13")
-    for prefix, chunk_bytes, fraction_bits in _UNITS:
-        if arch.startswith(prefix):
-            element_bytes = {"f16": 2, "bf16": 2, "tf32": 4}.get(a_type, 1)
-            return DotUnit(chunk=chunk_bytes // element_bytes, fraction_bits=fraction_bits, result=d_type)
-    raise SimError(f"mma.sync: no tensor core is described for {arch}")
+    chunk_bytes, fraction_bits = (32, 25) if arch.has_tma else (16, 24)
+    element_bytes = {"f16": 2, "bf16": 2, "tf32": 4}.get(a_type, 1)
+    return DotUnit(chunk=chunk_bytes // element_bytes, fraction_bits=fraction_bits, result=d_type)
 
 
 def _require_k(k: int, types: str, *found: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jitfp4.errors import SimParseError
-from jitfp4.sim.decode import Source
 from jitfp4.sim.lanes import Lanes
 from jitfp4.sim.memory import SHARED_START
 
@@ -62,7 +62,7 @@ def _scalar(name: str, m: Machine) -> Any:
     return values[name]()
 
 
-def special(name: str) -> Source:
+def special(name: str) -> Callable[[Machine, Lanes], Any]:
     """Reader of a special register. Clocks count scheduler turns: only their direction of travel means anything."""
     stem, _, axis = name.removeprefix("%").partition(".")
     if stem.startswith(("clock", "globaltimer")):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim import formats
 from jitfp4.sim.formats import FloatFormat
@@ -67,7 +68,7 @@ def mma(
     idesc: int,
     *,
     enable_input_d: bool,
-    arch: str,
+    arch: Arch,
     disabled_lanes: Array | None = None,
 ) -> None:
     """``tcgen05.mma.cta_group::<len(ctas)>.kind::{f16,tf32,f8f6f4,i8}``.
@@ -97,7 +98,7 @@ def mma_block_scale(
     scales: tuple[int, int],
     *,
     enable_input_d: bool,
-    arch: str,
+    arch: Arch,
 ) -> None:
     """``tcgen05.mma.cta_group::<len(ctas)>.kind::{mxf8f6f4,mxf4,mxf4nvf4}.block_scale.block{16,32}``.
 

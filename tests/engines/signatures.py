@@ -54,9 +54,14 @@ def _methods(node: ast.ClassDef) -> dict[str, list[Parameter]]:
         public[name] = parameters(functions[f"_{name}_impl"] if passes_on else item)[1:]
     for item in node.body:  # begin_forward = plan; run_return_lse = functools.partialmethod(run, return_lse=True)
         if isinstance(item, ast.Assign):
-            value = item.value.args[0] if isinstance(item.value, ast.Call) and item.value.args else item.value
+            fixed: dict[str | None, str] = {}
+            value = item.value
+            if isinstance(value, ast.Call) and value.args:
+                fixed = {keyword.arg: ast.unparse(keyword.value) for keyword in value.keywords}
+                value = value.args[0]
             if isinstance(value, ast.Name) and value.id in public:
-                public.update({t.id: public[value.id] for t in item.targets if isinstance(t, ast.Name)})
+                same = [[word, kind, fixed.get(word, default)] for word, kind, default in public[value.id]]
+                public.update({target.id: same for target in item.targets if isinstance(target, ast.Name)})
     return public
 
 

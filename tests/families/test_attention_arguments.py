@@ -12,8 +12,8 @@ import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import Arch
 from jitfp4.dtypes import CODE_DTYPES
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic
 from tests.support.attention import Case, relative_error
 
 
@@ -29,6 +29,9 @@ def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
         "bmm1_scale_log2": torch.ones(1),
         "enable_block_sparse_attention": True,
         "bf16q_fp8kv_transform_mode": "x",
+        "cp_world": 2,
+        "cp_rank": 1,
+        "causal_seqlens_kv_global": torch.ones(2, dtype=torch.int32),
     }.items():
         with pytest.raises(jitfp4.ArgumentError, match=name):
             case.run(**{name: value})
@@ -46,6 +49,33 @@ def test_counters_of_flashinfer_are_taken_and_not_touched() -> None:
             run(multi_ctas_kv_counter_buffer=1024)
         with pytest.raises(jitfp4.ArgumentTypeError, match="multi_ctas_kv_counter_buffer"):
             run(multi_ctas_kv_counter_buffer=torch.empty(1024, device="meta"))
+
+
+def test_the_order_of_requests_changes_nothing() -> None:
+    case = Case()
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    got = case.run(request_order=order, request_order_plan=object(), backend="cake")
+    assert all(torch.equal(a, b) for a, b in zip(got, case.run(), strict=True))
+    for name, changes in (
+        ("request_order", {"request_order": order[:1]}),
+        ("request_order", {"request_order": order.long()}),
+        ("request_order_plan", {"request_order_plan": object()}),
+    ):
+        with pytest.raises((jitfp4.ArgumentError, jitfp4.ArgumentTypeError), match=name):
+            case.run(**changes)
+
+
+def test_the_wrapper_need_not_be_causal() -> None:
+    case = Case(lengths=(40, 20), q_lens=3, kv_heads=1, group=2, causal=False)
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "HND")
+    columns = [-(-length // case.page) for length in case.lengths]
+    ends = torch.tensor([0, *columns]).cumsum(0).to(torch.int32)
+    pages = torch.cat([table[:n] for table, n in zip(case.block_tables, columns, strict=True)])
+    last = torch.tensor([(length - 1) % case.page + 1 for length in case.lengths], dtype=torch.int32)
+    kinds = {"q_data_type": "bfloat16", "kv_data_type": "nvfp4", "q_len_per_req": 3, "sm_scale": case.bmm1}
+    wrapper.plan(ends, pages, last, 2, 1, 128, 16, is_causal=False, **kinds)
+    got = wrapper.run_return_lse(case.query, case.kv_cache, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf)
+    assert all(torch.equal(a, b) for a, b in zip(got, case.run_context(), strict=True))
 
 
 def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -157,7 +187,7 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8)
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     few = dataclasses.replace(Arch.of("sm_90a"), num_sms=4)
-    with sim.device(few), ATTENTION.forced(Tactic(1, 2, 1)):  # which divide requests
+    with sim.device(few), ATTENTION.forced(DecodeTactic(1, 2, 1)):  # which divide requests
         wrapper.plan(
             indptr,
             torch.cat(lists),
@@ -234,8 +264,11 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("tactic", [Tactic(2, 2, 1), Tactic(4, 3, 3), Tactic(8, 3, 1, head_warps=2), Tactic(12, 3, 1)])
-def test_how_the_work_is_split_hardly_matters(tactic: Tactic) -> None:
+@pytest.mark.parametrize(
+    "tactic",
+    [DecodeTactic(2, 2, 1), DecodeTactic(4, 3, 3), DecodeTactic(8, 3, 1, head_warps=2), DecodeTactic(12, 3, 1)],
+)
+def test_how_the_work_is_split_hardly_matters(tactic: DecodeTactic) -> None:
     case = Case(lengths=(300, 40, 0, 7), kv_layout="NHD")
     expected, _ = case.expected()
     with sim.device("sm_90a"), ATTENTION.forced(tactic):

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,8 +47,11 @@ def test_it_is_explicit_and_reversible() -> None:
         from flashinfer.norm import rmsnorm_fp4quant
 
         assert rmsnorm_fp4quant is jitfp4.rmsnorm_fp4quant
-        assert jitfp4.flashinfer.install() is installed
+        package = sys.modules["flashinfer"]
+        assert jitfp4.flashinfer.install().is_in_place() and installed.is_in_place()
+        assert sys.modules["flashinfer"] is package
         jitfp4.flashinfer.uninstall()
+        assert not installed.is_in_place()
         jitfp4.flashinfer.uninstall()
         assert sys.modules["flashinfer"] is other
         assert not [name for name in sys.modules if name.startswith("flashinfer.")]
@@ -122,12 +126,114 @@ def test_an_overlay_of_some_names(theirs: dict[str, Any]) -> None:
 def test_the_latest_of_overlay_and_install_is_in_place(theirs: dict[str, Any]) -> None:
     import flashinfer
 
-    jitfp4.flashinfer.overlay()
+    outer = jitfp4.flashinfer.overlay()
     installed = jitfp4.flashinfer.install()
-    assert installed.is_in_place() and flashinfer.mm_fp4 is theirs["mm_fp4"]
+    assert installed.is_in_place() and not outer.is_in_place()
     assert sys.modules["flashinfer"] is not flashinfer
     jitfp4.flashinfer.overlay()
     assert sys.modules["flashinfer"] is flashinfer and flashinfer.mm_fp4 is jitfp4.mm_fp4
+    assert not installed.is_in_place() and outer.is_in_place()
+
+
+@pytest.mark.parametrize("inner", [jitfp4.flashinfer.install, jitfp4.flashinfer.overlay])
+@pytest.mark.parametrize("outer", [jitfp4.flashinfer.install, jitfp4.flashinfer.overlay])
+def test_the_end_of_an_inner_one_leaves_the_outer_one(theirs: dict[str, Any], outer: Any, inner: Any) -> None:
+    import flashinfer as real
+
+    with outer() as first:
+        before = sys.modules["flashinfer"]
+        with inner() as second:
+            assert second.is_in_place()
+            assert sys.modules["flashinfer"].mm_fp4 is jitfp4.mm_fp4
+        assert first.is_in_place() and not second.is_in_place()
+        assert sys.modules["flashinfer"] is before
+        assert before.mm_fp4 is jitfp4.mm_fp4
+    assert sys.modules["flashinfer"] is real and real.mm_fp4 is theirs["mm_fp4"]
+
+
+def test_overlays_end_in_any_order(theirs: dict[str, Any]) -> None:
+    import flashinfer
+
+    product = jitfp4.flashinfer.overlay("mm_fp4")
+    both = jitfp4.flashinfer.overlay("mm_fp4", "nvfp4_quantize")
+    product.remove()
+    assert flashinfer.mm_fp4 is jitfp4.mm_fp4, "the later one still wants it"
+    assert set(both.replaced()) == {"flashinfer.mm_fp4", "flashinfer.nvfp4_quantize"} and not product.replaced()
+    both.remove()
+    assert flashinfer.mm_fp4 is theirs["mm_fp4"] and flashinfer.nvfp4_quantize is theirs["nvfp4_quantize"]
+
+
+def test_a_module_that_cannot_be_imported_is_left(theirs: dict[str, Any], tmp_path: Path) -> None:
+    """As FlashInfer's are that load a library which is not there: OSError, RuntimeError."""
+    import flashinfer
+
+    (tmp_path / "decode.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    (tmp_path / "page.py").write_text("import no_such_package\n")
+    flashinfer.__path__ = [str(tmp_path)]
+    put = jitfp4.flashinfer.overlay()
+    assert put.is_in_place() and flashinfer.mm_fp4 is jitfp4.mm_fp4
+    left = put.left()
+    assert "libcuda" in left["flashinfer.decode"] and "no_such_package" in left["flashinfer.page"]
+
+
+def test_a_package_that_cannot_be_imported_is_an_import_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer/__init__.py").write_text("raise OSError('libcuda.so.1')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="libcuda"):
+        jitfp4.flashinfer.overlay()
+    assert "flashinfer" not in sys.modules
+
+
+def test_modules_where_functions_are_defined_have_them(theirs: dict[str, Any], tmp_path: Path) -> None:
+    """Engines import from there; and a module of FlashInfer that is imported later gets jitfp4's."""
+    import flashinfer
+
+    (tmp_path / "gemm").mkdir()
+    (tmp_path / "gemm/__init__.py").write_text("from .gemm_base import mm_fp4\n")
+    (tmp_path / "gemm/gemm_base.py").write_text("def mm_fp4(): ...\n\ndef bmm_fp8(): ...\n")
+    (tmp_path / "later.py").write_text("from .gemm.gemm_base import mm_fp4, bmm_fp8\n")
+    flashinfer.__path__ = [str(tmp_path)]
+    with jitfp4.flashinfer.overlay("mm_fp4") as put:
+        assert put.replaced() == ["flashinfer.mm_fp4", "flashinfer.gemm.mm_fp4", "flashinfer.gemm.gemm_base.mm_fp4"]
+        later = importlib.import_module("flashinfer.later")
+        assert later.mm_fp4 is jitfp4.mm_fp4 and later.bmm_fp8 is flashinfer.gemm.gemm_base.bmm_fp8
+    for name in ("later", "gemm", "gemm.gemm_base"):
+        sys.modules.pop(f"flashinfer.{name}")
+
+
+def test_a_recipe_in_the_environment_is_not_followed_in_silence(
+    theirs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_NVFP4_4OVER6", "1")
+    with pytest.warns(RuntimeWarning, match="nvfp4_4over6"):
+        jitfp4.flashinfer.overlay()
+
+
+def test_the_kernel_of_bf16_states(flashinfer: ModuleType) -> None:
+    """sgl-project/sglang calls it past the public function where it has pools of bf16 states."""
+    from flashinfer.gdn_kernels.gdn_decode_bf16_state import gated_delta_rule_mtp as on_bf16
+
+    states, slots = torch.randn(5, 4, 64, 64).bfloat16(), torch.tensor([3, 1], dtype=torch.int32)
+    given, buffer = gates(2, 3), torch.zeros(2, 3, 4, 64, 64).bfloat16()
+    want, _ = jitfp4.gated_delta_rule_mtp(
+        **given, initial_state=states.clone(), initial_state_indices=slots, disable_state_update=True
+    )
+    got = on_bf16(
+        **given,
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        initial_state_source=states,
+        initial_state_indices=slots,
+        use_qk_l2norm_in_kernel=True,
+        scale=None,
+        output=None,
+        intermediate_states_buffer=buffer,
+        disable_state_update=True,
+    )
+    assert torch.equal(got, want) and buffer.flatten(2).any(-1).all()
+    with pytest.raises(jitfp4.ArgumentError, match="recovery_steps"):
+        on_bf16(**given, initial_state_source=states, initial_state_indices=slots, recovery_steps=2)
 
 
 def test_an_overlay_needs_a_flashinfer() -> None:
@@ -149,7 +255,7 @@ def test_layouts_may_be_flashinfers() -> None:
 
 @pytest.mark.parametrize("name", jitfp4.flashinfer.MODULES)
 def test_every_name_is_the_function_of_that_name(name: str, flashinfer: ModuleType) -> None:
-    module = getattr(flashinfer, name)
+    module = importlib.import_module(f"flashinfer.{name}")
     assert importlib.util.find_spec(f"flashinfer.{name}") is not None
     for public in module.__all__:
         assert getattr(module, public) is getattr(jitfp4, public) is getattr(flashinfer, public)

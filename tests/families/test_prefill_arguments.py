@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -94,6 +95,41 @@ def test_the_wrapper_gives_the_same_bits(causal: bool, backend: str) -> None:
         )
         expected = case.run_context()
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("layout", ["NH", "HN"])
+@pytest.mark.parametrize("base", ["log2", "ln"])
+def test_the_wrapper_gives_logarithms_of_either_base_and_order(base: str, layout: str) -> None:
+    case = Case(**SMALL)
+    wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(case.workspace, "HND")
+    wrapper.plan(*_lists(case), 2, 1, 128, 16, causal=True, q_data_type="bfloat16", kv_data_type="nvfp4")
+    options = {"v_scale": case.bmm2, "kv_cache_sf": case.kv_cache_sf}
+    out, plain = wrapper.run(case.query, case.kv_cache, return_lse=True, **options)
+    wanted = plain * (1.0 if base == "log2" else math.log(2))
+    wanted = wanted.T.contiguous() if layout == "HN" else wanted
+    given = torch.full_like(wanted, torch.nan)
+    options |= {"lse_base": base, "lse_layout": layout}
+    for lse in (None, given):
+        got = wrapper.run(case.query, case.kv_cache, lse=lse, return_lse=True, **options)
+        assert torch.equal(got[0], out) and torch.allclose(got[1], wanted) and got[1].is_contiguous()
+        assert lse is None or got[1] is lse
+    given.fill_(torch.nan)
+    assert torch.equal(wrapper.run(case.query, case.kv_cache, lse=given, **options), out)
+    assert torch.allclose(given, wanted)
+    for name, value in (("lse_base", "e"), ("lse_layout", "hn"), ("lse", given[:1])):
+        with pytest.raises(jitfp4.ArgumentError, match=name):
+            wrapper.run(case.query, case.kv_cache, return_lse=True, **options | {name: value})
+
+
+def test_a_uniform_number_of_queries_is_a_bound() -> None:
+    case = Case(lengths=(40, 20), q_lens=6, kv_heads=1, group=2)
+    wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(case.workspace, "HND")
+    kinds = {"causal": True, "q_data_type": "bfloat16", "kv_data_type": torch.uint8, "sm_scale": case.bmm1}
+    wrapper.plan(*_lists(case), 2, 1, 128, 16, uniform_q_len=6, **kinds)
+    out = wrapper.run(case.query, case.kv_cache, v_scale=case.bmm2, kv_cache_sf=case.kv_cache_sf)
+    assert torch.equal(out, case.run_context()[0])
+    with pytest.raises(jitfp4.ArgumentError, match="uniform_q_len"):
+        wrapper.plan(*_lists(case), 2, 1, 128, 16, uniform_q_len=0, **kinds)
 
 
 def test_a_captured_wrapper_keeps_its_buffers() -> None:

@@ -70,7 +70,37 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
                 dense = tensor if tensor.is_contiguous() else tensor.T
                 memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
+        if parameter.name in _UPDATED.get(name, ()):
+            yield from _aliases(name, parameter.name, make)
 
+
+def _aliases(name: str, written: str, make: Callable[[], Arguments]) -> Iterator[Bad]:
+    """Every other tensor inside the memory of a cache or of states that the function updates, and K in that of V."""
+    for other in make():
+        arguments = make()
+        pair = arguments[written] if isinstance(arguments[written], tuple) else (arguments[written],)
+        if other == written:
+            if len(pair) == 2:
+                yield Bad(name, written, "K as V", arguments | {written: (pair[0], pair[0][:])})
+            continue
+        given = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
+        is_read = other != "kv_last_page_len"
+        if is_read and isinstance(given, torch.Tensor) and given.nbytes <= pair[0].nbytes:
+            inside = pair[0].view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
+            inside.copy_(given)
+            whole = (inside, arguments[other][1]) if isinstance(arguments[other], tuple) else inside
+            yield Bad(name, written, f"memory of {other}", arguments | {other: whole})
+
+
+_APPENDED = ("paged_kv_cache", "kv_cache_sf")
+_UPDATED = {
+    "nvfp4_quantize_append_paged_kv_cache": _APPENDED,
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": _APPENDED,
+    "gated_delta_rule_mtp": ("initial_state", "intermediate_states_buffer"),
+    "gated_delta_rule_decode_pretranspose": ("state", "intermediate_states_buffer"),
+    "gated_delta_rule_decode": ("state",),
+}
+"""What functions write in place that is no output."""
 
 _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
@@ -134,7 +164,9 @@ def is_allowed(bad: Bad) -> bool:
         )  # not used
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
-        or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another
+        or (
+            bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0", "1e-300")
+        )  # a factor like another
         or (
             bad.function.startswith("xqa")
             and bad.argument == "mask"
@@ -163,7 +195,8 @@ _LEGAL = {
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
     ("multi_ctas_kv_counter_buffer", "complex"),  # likewise
     *itertools.product(("max_kv_len", "max_sequence_kv"), ("0", "7")),  # likewise bounds
-    *itertools.product(("max_token_per_sequence",), ("7",)),
+    *itertools.product(("max_token_per_sequence", "uniform_q_len"), ("7",)),
+    *(("cp_rank", "0"), ("request_order_plan", "None")),  # the defaults
     ("token_pos_in_items_len", "0"),
     *itertools.product(("kv_indices", "indices", "paged_kv_indptr_buffer"), ("one element too many",)),  # room
     *itertools.product(("paged_kv_indices_buffer",), ("one element too many", "one element too few")),
@@ -187,11 +220,12 @@ def _runs_a_kernel(bad: Bad) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return plain and not (value.is_meta or value.is_quantized)  # type: ignore[attr-defined]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+    return tensor.resolve_neg().contiguous().view(torch.uint8) if tensor.dim() else tensor
 
 
 def _bad_values(parameter: inspect.Parameter, given: Any) -> Iterator[tuple[str, Any]]:
@@ -261,6 +295,9 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
     yield "on meta", good.to("meta")
     yield "sparse", good.float().to_sparse() if good.dim() else good.float().reshape(1).to_sparse()
     yield "of another rank", good.unsqueeze(0).unsqueeze(0).unsqueeze(0)
+    if good.is_floating_point() and good.dtype.itemsize > 1:
+        yield "negated", torch._neg_view(good)  # its memory holds the values with the other sign
+        yield "quantized", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.quint8)
     yield "a number of int16", torch.tensor(3, dtype=torch.int16, device=good.device)
     if good.dim() and good.numel() > 1:
         yield "one element too many", torch.cat([good, good], -1)[..., : good.shape[-1] + 1].contiguous()
@@ -273,7 +310,7 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _bad_scales(*, positive: bool) -> Iterator[tuple[str, Any]]:
-    yield from (("a str", "1.0"), ("nan", math.nan), ("inf", math.inf), ("10**400", _HUGE))
+    yield from (("a str", "1.0"), ("nan", math.nan), ("inf", math.inf), ("10**400", _HUGE), ("1e300", 1e300))
     yield from (("complex", 1j), ("six elements", torch.ones(3, 2)))
     if positive:
-        yield from (("0.0", 0.0), ("-1.0", -1.0))
+        yield from (("0.0", 0.0), ("-1.0", -1.0), ("1e-300", 1e-300))

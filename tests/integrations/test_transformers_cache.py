@@ -136,3 +136,26 @@ def test_other_caches_work_as_with_other_implementations(kind: str, models: dict
     assert torch.linalg.norm((logits - want).float()) < 0.02 * torch.linalg.norm(want.float())
     assert torch.equal(got, model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None))
     model.set_attn_implementation("jitfp4")
+
+
+@torch.no_grad()
+def test_a_step_is_traced_whole_and_not_again_for_each_token(models: dict[str, Any]) -> None:
+    model, tokens = models["llama"], prompts(2, 12)
+    scales = calibrate(model, tokens)
+    eager, traced = (Nvfp4Cache(model.config, 64, scales) for _ in range(2))
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for cache in (eager, traced):
+        model(tokens, past_key_values=cache)
+    for place in range(12, 17):
+        new, position = tokens[:, place - 12 : place - 11], torch.full((2, 1), place)
+        got = compiled(new, position_ids=position, past_key_values=traced).logits
+        assert torch.equal(got, model(new, position_ids=position, past_key_values=eager).logits)
+    assert graphs <= 2  # the second: the number of tokens so far is a variable

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jitfp4.arch import Arch
 from jitfp4.sim import tmem
 from jitfp4.sim.swizzle import Swizzle
 from jitfp4.sim.tcgen05 import Cta, mma_block_scale
@@ -120,7 +121,7 @@ def run_k64(problem: Fp4Problem, ctas: tuple[Cta, ...], kind: str = "mxf4nvf4", 
             call = {
                 "d": 0, "a": descriptor(A_AT + 32 * j, sbo=1024), "b": descriptor(B_AT + 32 * j, sbo=1024),
                 "idesc": problem.idesc(sf_id=sf_id), "scales": (SFA_COLUMN, SFB_COLUMN), "enable_input_d": step > 0,
-                "arch": "sm_100a", **overrides,
+                "arch": Arch.of("sm_100a"), **overrides,
             }  # fmt: skip
             mma_block_scale(ctas, kind, problem.block, **call)
 

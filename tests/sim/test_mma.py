@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError
 from jitfp4.sim import formats
 from jitfp4.sim.fragments import ldmatrix, movmatrix, stmatrix
@@ -90,7 +91,7 @@ def test_f32_accumulation_equals_the_matrix_product(k: int, name: str, other: st
     b_codes, b, _ = codes_of(other, (WARPS, k, 8))
     c = RNG.integers(-9, 10, (WARPS, 16, 8)).astype(np.float32)
     left, right = fragments(a_codes, b_codes, bits)
-    d = mma(k, f"f32.{name}.{other}.f32", left, right, accumulator(c).view(np.uint32), arch=arch)
+    d = mma(k, f"f32.{name}.{other}.f32", left, right, accumulator(c).view(np.uint32), arch=Arch.of(arch))
     np.testing.assert_array_equal(d.view(np.float32), accumulator((a @ b + c).astype(np.float32)))
 
 
@@ -99,7 +100,7 @@ def test_f16_accumulators_are_packed_pairs() -> None:
     b_codes, b, _ = codes_of("f16", (WARPS, 16, 8))
     c = RNG.integers(-9, 10, (WARPS, 16, 8)).astype(np.float16)
     left, right = fragments(a_codes, b_codes, 16)
-    d = mma(16, "f16.f16.f16.f16", left, right, registers(accumulator(c).view(np.uint16), 16), arch="sm_90a")
+    d = mma(16, "f16.f16.f16.f16", left, right, registers(accumulator(c).view(np.uint16), 16), arch=Arch.of("sm_90a"))
     expected = accumulator((a @ b + c).astype(np.float16)).view(np.uint16)
     np.testing.assert_array_equal(d, registers(expected, 16))
 
@@ -115,7 +116,7 @@ def test_integer_products_wrap_or_saturate(k: int, name: str, other: str) -> Non
     total = a @ b + c
     for satfinite in (False, True):
         lanes = accumulator(c).astype(np.int32).view(np.uint32)
-        d = mma(k, f"s32.{name}.{other}.s32", left, right, lanes, arch="sm_80", satfinite=satfinite)
+        d = mma(k, f"s32.{name}.{other}.s32", left, right, lanes, arch=Arch.of("sm_80"), satfinite=satfinite)
         expected = np.clip(total, -(1 << 31), (1 << 31) - 1) if satfinite else total.astype(np.int32)
         np.testing.assert_array_equal(d.view(np.int32), accumulator(expected))
     assert (total != total.astype(np.int32)).any()
@@ -126,8 +127,8 @@ def test_a_swapped_register_changes_the_product() -> None:
     b_codes, _, _ = codes_of("bf16", (1, 16, 8))
     left, right = fragments(a_codes, b_codes, 16)
     c = np.zeros((1, 32, 4), np.uint32)
-    good = mma(16, "f32.bf16.bf16.f32", left, right, c, arch="sm_80")
-    assert (mma(16, "f32.bf16.bf16.f32", left[..., [0, 2, 1, 3]], right, c, arch="sm_80") != good).any()
+    good = mma(16, "f32.bf16.bf16.f32", left, right, c, arch=Arch.of("sm_80"))
+    assert (mma(16, "f32.bf16.bf16.f32", left[..., [0, 2, 1, 3]], right, c, arch=Arch.of("sm_80")) != good).any()
 
 
 def test_hopper_fp8_adds_the_accumulator_last_and_to_nearest() -> None:
@@ -139,7 +140,7 @@ def test_hopper_fp8_adds_the_accumulator_last_and_to_nearest() -> None:
     left, right = fragments(a.view(np.uint8), b.view(np.uint8), 8)
     c = np.full((1, 32, 4), 2.0**7, np.float32).view(np.uint32)
     got = {
-        arch: float(mma(32, "f32.e4m3.e4m3.f32", left, right, c, arch=arch).view(np.float32)[0, 0, 0])
+        arch: float(mma(32, "f32.e4m3.e4m3.f32", left, right, c, arch=Arch.of(arch)).view(np.float32)[0, 0, 0])
         for arch in ("sm_90a", "sm_120a")
     }
     assert got == {"sm_90a": 2.0**7 + 2.0**-16, "sm_120a": 2.0**7}
@@ -153,7 +154,7 @@ def test_kept_fraction_bits_are_those_of_the_architecture(arch: str, kept: int) 
         a, b = np.zeros((1, 16, 8), ml_dtypes.bfloat16), np.ones((1, 8, 8), ml_dtypes.bfloat16)
         a[0, :, :3] = [1, -1, 2.0**-bits]
         left, right = fragments(a.view(np.uint16), b.view(np.uint16), 16)
-        d = mma(8, "f32.bf16.bf16.f32", left, right, np.zeros((1, 32, 4), np.uint32), arch=arch)
+        d = mma(8, "f32.bf16.bf16.f32", left, right, np.zeros((1, 32, 4), np.uint32), arch=Arch.of(arch))
         assert set(d.view(np.float32).ravel()) == {np.float32(2.0**-bits if bits == kept else 0)}
 
 
@@ -164,8 +165,12 @@ def test_hopper_fp8_pairs_the_halves_of_every_four_k() -> None:
     a[0, :, 2], b[0, 2] = 2.0**-9, 0.5
     left, right = fragments(a.view(np.uint8), b.view(np.uint8), 8)
     zero = np.zeros((1, 32, 4), np.uint32)
-    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch="sm_90a").view(np.float32).ravel()) == {2.0**-10}
-    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch="sm_120a").view(np.float32).ravel()) == {0.0}
+    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch=Arch.of("sm_90a")).view(np.float32).ravel()) == {
+        2.0**-10
+    }
+    assert set(mma(32, "f32.e4m3.e4m3.f32", left, right, zero, arch=Arch.of("sm_120a")).view(np.float32).ravel()) == {
+        0.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -226,9 +231,9 @@ def test_wrong_selectors_and_forms_are_errors() -> None:
     with pytest.raises(SimError, match="not a PTX form"):
         mma_block_scale("mxf4", 4, types, zeros, zeros[..., :2], zeros, sfa=good, sfb=good)
     with pytest.raises(SimError, match="not modelled"):
-        mma(16, "f64.f64.f64.f64", zeros, zeros[..., :2], zeros, arch="sm_80")
+        mma(16, "f64.f64.f64.f64", zeros, zeros[..., :2], zeros, arch=Arch.of("sm_80"))
     with pytest.raises(SimError, match="hold k"):
-        mma(32, "f32.bf16.bf16.f32", zeros, zeros[..., :2], zeros, arch="sm_80")
+        mma(32, "f32.bf16.bf16.f32", zeros, zeros[..., :2], zeros, arch=Arch.of("sm_80"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -263,7 +268,7 @@ def test_ldmatrix_feeds_mma_as_kernels_use_it() -> None:
     tiles = [a_codes[:, :8, :8], a_codes[:, 8:, :8], a_codes[:, :8, 8:], a_codes[:, 8:, 8:]]
     left = ldmatrix(np.concatenate([np.ascontiguousarray(t).view(np.uint8) for t in tiles], 1))
     right = ldmatrix(b_codes.view(np.uint8).reshape(WARPS, 16, 16), trans=True)  # b is stored [k, n]
-    d = mma(16, "f32.f16.f16.f32", left, right, np.zeros((WARPS, 32, 4), np.uint32), arch="sm_80")
+    d = mma(16, "f32.f16.f16.f32", left, right, np.zeros((WARPS, 32, 4), np.uint32), arch=Arch.of("sm_80"))
     np.testing.assert_array_equal(d.view(np.float32), accumulator((a @ b).astype(np.float32)))
 
 

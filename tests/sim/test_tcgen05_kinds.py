@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError
 from jitfp4.sim.swizzle import Swizzle
 from jitfp4.sim.tcgen05 import TmemOperand, mma, mma_block_scale
@@ -74,7 +75,7 @@ def test_kinds_without_scales(a_type: str, b_type: str, m: int, n: int) -> None:
     idesc = plain_idesc(m, n, a_type, b_type, 2 if a_type == "s8" else 1)
     for step in range(2):
         at = (descriptor(x + 32 * step, sbo=512, swizzle=Swizzle.B64) for x in (A_AT, B_AT))
-        mma((cta,), KIND.get(a_type, "f8f6f4"), 0, *at, idesc, enable_input_d=step > 0, arch="sm_100a")
+        mma((cta,), KIND.get(a_type, "f8f6f4"), 0, *at, idesc, enable_input_d=step > 0, arch=Arch.of("sm_100a"))
     got = cta.tmem[lanes_of(m), :n].view(np.int32 if a_type == "s8" else np.float32)
     np.testing.assert_array_equal(got, a.astype(np.float64) @ b.astype(np.float64).T)
     untouched = np.setdiff1d(np.arange(128), lanes_of(m))
@@ -92,7 +93,7 @@ def test_mn_major_operands(swizzle: Swizzle) -> None:
     strides = {"sbo": 256, "lbo": 128} if swizzle is Swizzle.NONE else {"sbo": 8 * span, "lbo": 16 * span}
     at = (descriptor(x, swizzle=swizzle, **strides) for x in (A_AT, B_AT))
     idesc = plain_idesc(128, 128, "bf16", "bf16", 1, neg_a=0, neg_b=0, trans_a=1, trans_b=1)
-    mma((cta,), "f16", 0, *at, idesc, enable_input_d=False, arch="sm_100a")
+    mma((cta,), "f16", 0, *at, idesc, enable_input_d=False, arch=Arch.of("sm_100a"))
     np.testing.assert_array_equal(cta.tmem[:, :128].view(np.float32), a.astype(np.float32) @ b.astype(np.float32).T)
 
 
@@ -104,7 +105,9 @@ def test_f16_kind_with_a_pair_of_ctas_and_negation(m: int) -> None:
         tma_write(cta.shared, A_AT, a[v * m // 2 : (v + 1) * m // 2], Swizzle.B32)
         tma_write(cta.shared, B_AT, b[32 * v : 32 * v + 32], Swizzle.B32)
     at = (descriptor(x, sbo=256, swizzle=Swizzle.B32) for x in (A_AT, B_AT))
-    mma(ctas, "f16", 8, *at, plain_idesc(m, 64, "f16", "f16", 1, neg_a=1), enable_input_d=False, arch="sm_100a")
+    mma(
+        ctas, "f16", 8, *at, plain_idesc(m, 64, "f16", "f16", 1, neg_a=1), enable_input_d=False, arch=Arch.of("sm_100a")
+    )
     d = [c.tmem[:, 8:72].view(np.float32) for c in ctas]
     if m == 128:
         d = [np.concatenate([x[:64, :32], x[64:, :32]], 1) for x in d]
@@ -118,7 +121,7 @@ def test_f16_accumulators_live_in_the_low_half_of_a_cell() -> None:
     tma_write(cta.shared, B_AT, b, Swizzle.B32)
     cta.tmem[:, :16] = np.float16(2.5).view(np.uint16)
     at = (descriptor(x, sbo=256, swizzle=Swizzle.B32) for x in (A_AT, B_AT))
-    mma((cta,), "f16", 0, *at, plain_idesc(128, 16, "f16", "f16", 0), enable_input_d=True, arch="sm_100a")
+    mma((cta,), "f16", 0, *at, plain_idesc(128, 16, "f16", "f16", 0), enable_input_d=True, arch=Arch.of("sm_100a"))
     got = cta.tmem[:, :16].astype(np.uint16).view(np.float16)
     np.testing.assert_array_equal(got, (a.astype(np.float64) @ b.astype(np.float64).T + 2.5).astype(np.float16))
 
@@ -132,7 +135,7 @@ def test_a_from_tensor_memory_and_disabled_lanes() -> None:
     disabled[0, 5::7] = True
     mma(
         (cta,), "f16", 0, TmemOperand(100), descriptor(B_AT, sbo=256, swizzle=Swizzle.B32),
-        plain_idesc(128, 32, "bf16", "bf16", 1), enable_input_d=False, arch="sm_100a", disabled_lanes=disabled,
+        plain_idesc(128, 32, "bf16", "bf16", 1), enable_input_d=False, arch=Arch.of("sm_100a"), disabled_lanes=disabled,
     )  # fmt: skip
     got = cta.tmem[:, :32]
     expected = a.astype(np.float32) @ b.astype(np.float32).T
@@ -153,7 +156,7 @@ def test_mxf8f6f4_takes_one_scale_byte_per_row(sf_id: int, a_type: str, b_type: 
     other = 3 - sf_id
     idesc = TYPE_CODE[a_type] << 7 | TYPE_CODE[b_type] << 10 | 8 << 17 | 1 << 23 | 1 << 27 | other << 4 | sf_id << 29
     mma_block_scale(
-        (cta,), "mxf8f6f4", 32, 0, *at, idesc, (SFA_COLUMN, SFB_COLUMN), enable_input_d=False, arch="sm_100a"
+        (cta,), "mxf8f6f4", 32, 0, *at, idesc, (SFA_COLUMN, SFB_COLUMN), enable_input_d=False, arch=Arch.of("sm_100a")
     )
     scale = 2.0 ** (problem.sfa[:, sf_id, None].astype(int) + problem.sfb[:, other].astype(int) - 254)
     expected = (a.astype(np.float64) @ b.astype(np.float64).T) * scale
@@ -182,4 +185,4 @@ def test_block_scaled_negation(flags: int, sign: int) -> None:
 def test_illegal_plain_instructions_are_errors(kind: str, idesc: int, message: str) -> None:
     at = (descriptor(x, sbo=256, swizzle=Swizzle.B32) for x in (A_AT, B_AT))
     with pytest.raises(SimError, match=message):
-        mma((new_cta(),), kind, 0, *at, idesc, enable_input_d=False, arch="sm_100a")
+        mma((new_cta(),), kind, 0, *at, idesc, enable_input_d=False, arch=Arch.of("sm_100a"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim import tmem
 from jitfp4.sim.swizzle import Swizzle
@@ -64,7 +65,7 @@ def test_half_the_rows_per_cta_put_the_right_columns_in_the_upper_lanes() -> Non
             cta.tmem[64:, SFB_COLUMN : SFB_COLUMN + 2] = np.tile(words[:, 2:], (2, 1))
         mma_block_scale(
             ctas, "mxf4nvf4", 16, 0, descriptor(A_AT + 32 * j, sbo=1024), descriptor(B_AT + 32 * j, sbo=1024),
-            problem.idesc(), (SFA_COLUMN, SFB_COLUMN), enable_input_d=j > 0, arch="sm_100a",
+            problem.idesc(), (SFA_COLUMN, SFB_COLUMN), enable_input_d=j > 0, arch=Arch.of("sm_100a"),
         )  # fmt: skip
     for v, cta in enumerate(ctas):
         d = cta.tmem[:, :64].view(np.float32)
@@ -99,7 +100,7 @@ def run_k96(problem: Fp4Problem, cta: Cta, arch: str = "sm_103a", wrap: bool = T
             descriptor(B_AT + 128 * problem.n * buffer + 16 * chunk, sbo=1024,
                        lbo=B_AT + 128 * problem.n * following, absolute=True),
             problem.idesc(k96=True, sf_id=sf_id), (SFA_COLUMN + 4 * word, SFB_COLUMN + step * word),
-            enable_input_d=i > 0, arch=arch,
+            enable_input_d=i > 0, arch=Arch.of(arch),
         )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def test_scales_that_differ_between_quadrants_are_errors() -> None:
     cta.tmem[70, SFA_COLUMN] ^= 1
     call = (descriptor(A_AT, sbo=1024), descriptor(B_AT, sbo=1024), problem.idesc(), (SFA_COLUMN, SFB_COLUMN))
     with pytest.raises(SimError, match="quadrants"):
-        mma_block_scale((cta,), "mxf4nvf4", 16, 0, *call, enable_input_d=False, arch="sm_100a")
+        mma_block_scale((cta,), "mxf4nvf4", 16, 0, *call, enable_input_d=False, arch=Arch.of("sm_100a"))
 
 
 def test_columns_must_be_allocated() -> None:

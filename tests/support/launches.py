@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import engine, replay
+from jitfp4 import engine, remembered, replay
 from jitfp4.arch import Arch
 from jitfp4.families.attention import counters
 from jitfp4.kernel import Plan
@@ -30,10 +30,10 @@ class FakeLaunch:
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """CPU tensors pass for CUDA tensors."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(replay, "exchange_device", lambda _index: 0)
-    monkeypatch.setattr(replay, "current_stream", lambda _index: 7)
+    monkeypatch.setattr(remembered, "exchange_device", lambda _index: 0)
+    monkeypatch.setattr(remembered, "current_stream", lambda _index: 7)
     monkeypatch.setattr(
-        replay, "empty_cuda", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
+        remembered, "empty_cuda", lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(counters, "of", lambda _workspace: torch.zeros(counters.COUNTER_BYTES, dtype=torch.uint8))

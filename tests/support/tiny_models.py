@@ -88,7 +88,12 @@ def to_fp4(folder: Path, target: Path, source: str, block_format: BlockFormat = 
     floats = load_file(folder / "model.safetensors")
     named: dict[str, torch.Tensor] = {}
     for name, tensor in floats.items():
-        if not name.endswith("proj.weight") or tensor.dim() != 2:
+        if name.endswith(("gate_up_proj", "down_proj")) and source == "mxfp4":
+            layers = [quantized(weight.T, block_format) for weight in tensor]
+            named[f"{name}_blocks"] = torch.stack([layer.codes.unflatten(1, (-1, 16)) for layer in layers])
+            named[f"{name}_scales"] = torch.stack([layer.scales for layer in layers])
+            continue
+        if not name.endswith("proj.weight") or tensor.dim() != 2 or source == "mxfp4":
             named[name] = tensor
             continue
         layer, stem = quantized(tensor, block_format), name.removesuffix("weight")
@@ -112,6 +117,7 @@ def to_fp4(folder: Path, target: Path, source: str, block_format: BlockFormat = 
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "compressed-tensors": _compressed(block_format),
+        "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
         "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     }[source]
     (target / "config.json").write_text(json.dumps(config))

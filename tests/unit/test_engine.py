@@ -14,7 +14,7 @@ import torch
 
 import jitfp4
 import jitfp4.families
-from jitfp4 import OfflineError, UnsupportedArchError, engine, nvrtc, warmup
+from jitfp4 import OfflineError, engine, nvrtc, warmup
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.kernel import lookup
@@ -180,18 +180,3 @@ def test_targets() -> None:
         engine.target_of(torch.zeros(1))
     with jitfp4.sim.device("sm_120a"):
         assert engine.target_of(torch.zeros(1)) == engine.Target(ARCHS["sm_120a"], None)
-
-
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [((8, 0), "sm_80"), ((8, 6), "sm_80"), ((8, 7), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"),
-     ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), "sm_120a"), ((12, 1), "sm_121a")],
-)  # fmt: skip
-def test_capabilities_map_to_targets_that_run_there(capability: tuple[int, int], name: str) -> None:
-    assert Arch.of_capability(*capability).name == name
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (9, 1), (10, 1), (11, 0), (13, 0)])
-def test_capabilities_without_a_target_are_refused(capability: tuple[int, int]) -> None:
-    with pytest.raises(UnsupportedArchError, match="supported"):
-        Arch.of_capability(*capability)

@@ -13,7 +13,8 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
-from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
+from jitfp4.remembered import Step
+from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
 
 
 class Public:
@@ -33,7 +34,7 @@ class Public:
             for _ in range(launches):
                 launch, tensors = FakeLaunch(), (x, out, sums, *([torch.empty(3)] if hidden else []))
                 self.launched.append(launch)
-                replay.note(replay.Step(launch, tensors, aligned=(0,), disjoint=((1, 0),)))
+                replay.note(Step(launch, tensors, aligned=(0,), disjoint=((1, 0),)))
             return out, sums
 
         self.call: Callable[..., Any] = function
@@ -70,7 +71,7 @@ class TestLogic:
         @replay.replayed
         def one(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty(x.shape)
-            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
+            replay.note(Step(FakeLaunch(), (x, out), (), ()))
             return out
 
         x = aligned(4)
@@ -159,7 +160,7 @@ class TestLogic:
             ran.append(1)
             between, out = replay.scratch((7,), torch.float32, x), torch.empty(4)
             for tensors in ((x, between), (between, out), (out,)):
-                replay.note(replay.Step(Ordered(), tensors, aligned=(0,), disjoint=()))
+                replay.note(Step(Ordered(), tensors, aligned=(0,), disjoint=()))
             return out
 
         memory = aligned(8)
@@ -176,8 +177,8 @@ class TestLogic:
         @replay.replayed
         def function(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             ran.append(1)
-            replay.note(replay.Step(FakeLaunch(), (x, x), aligned=(), disjoint=()))
-            replay.note(replay.Step(FakeLaunch(), (y, out), aligned=(1,), disjoint=((1, 0),)))
+            replay.note(Step(FakeLaunch(), (x, x), aligned=(), disjoint=()))
+            replay.note(Step(FakeLaunch(), (y, out), aligned=(1,), disjoint=((1, 0),)))
             return out
 
         memory = aligned(64)
@@ -198,9 +199,9 @@ class TestLogic:
         def function(x: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             between, out = replay.scratch((4,), torch.float32, x), torch.empty(4)
-            replay.note(replay.Step(FakeLaunch(), (x, between), (), ()))
+            replay.note(Step(FakeLaunch(), (x, between), (), ()))
             doubled = replay.temporary(lambda y: y.double(), between)
-            replay.note(replay.Step(FakeLaunch(), (doubled, out), (), ()))
+            replay.note(Step(FakeLaunch(), (doubled, out), (), ()))
             return out
 
         x = aligned(4)
@@ -214,12 +215,102 @@ class TestLogic:
         def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             ran.append(1)
             out = torch.empty(4)
-            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
+            replay.note(Step(FakeLaunch(), (x, out), (), ()))
             return out, x + 1
 
         x = aligned(4)
         function(x), function(x)
         assert len(ran) == 2
+
+    def test_pairs_of_tensors_are_arguments_like_others(self) -> None:
+        ran, launch = [], FakeLaunch()
+
+        @replay.replayed
+        def function(x: torch.Tensor, cache: object, flag: str = "") -> torch.Tensor:
+            ran.append(1)
+            k, v = cache  # type: ignore[misc]
+            out = torch.empty(4)
+            replay.note(Step(launch, (x, k, v, out), (), ()))
+            return out
+
+        tensors = [aligned(4) for _ in range(6)]
+        function(tensors[0], (tensors[1], tensors[2]))
+        out = function(tensors[3], (tensors[4], tensors[5]))
+        assert launch.repeated == [(*(x.data_ptr() for x in tensors[3:]), out.data_ptr())] and len(ran) == 1
+        function(tensors[0], [tensors[1], tensors[2]])
+        function(tensors[0], (tensors[1], aligned(4).double()))
+        function(tensors[0], (tensors[1], tensors[2]), "other")
+        assert len(ran) == 4, "a call was taken for another"
+        for cache in ((tensors[1], None), (tensors[1], "k")):  # the checks of the function say what is wrong
+            function(tensors[0], cache), function(tensors[0], cache)
+        for wrong in (tuple(tensors[:1]), ()):
+            with pytest.raises(ValueError, match="unpack"):
+                function(tensors[0], wrong)
+        assert len(ran) == 10 and len(launch.repeated) == 1
+
+    def test_a_call_without_a_result_returns_none(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: torch.Tensor) -> None:
+            ran.append(1)
+            replay.note(Step(FakeLaunch(), (x,), (0,), ()))
+
+        memory = aligned(8)
+        assert function(memory[:4]) is None and function(memory[4:]) is None
+        assert len(ran) == 1
+        assert function(memory[1:5]) is None
+        assert len(ran) == 2, "misaligned"
+
+    def test_parts_of_an_argument_keep_their_place_in_it(self) -> None:
+        ran, launch = [], FakeLaunch()
+
+        @replay.replayed
+        def function(cache: torch.Tensor, out: torch.Tensor) -> None:
+            ran.append(1)
+            k, v = cache[:, 0], replay.part(cache[:, 1], cache)
+            replay.note(Step(launch, (k, v, out), (1,), ((2, 1),)))
+
+        first, second, out = aligned(3, 2, 4), aligned(3, 2, 4), aligned(4)
+        function(first, out)
+        function(second, out)
+        assert launch.repeated == [(second.data_ptr(), second.data_ptr() + 16, out.data_ptr())] and len(ran) == 1
+        function(second, second.view(-1)[12:16])  # V of the second page
+        assert len(ran) == 2, "overlapping"
+
+    def test_a_part_where_another_argument_begins_is_not_understood(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(cache: torch.Tensor, other: torch.Tensor) -> None:
+            ran.append(1)
+            replay.note(Step(FakeLaunch(), (replay.part(cache[1], cache), other), (), ()))
+
+        cache = aligned(2, 4)
+        function(cache, cache[1]), function(cache, cache[1])
+        assert len(ran) == 2
+
+    def test_a_condition_holds_for_each_call(self) -> None:
+        ran, asked = [], []
+
+        def holds(x: torch.Tensor) -> bool:
+            asked.append(x)
+            return bool(x[0] > 0)
+
+        @replay.replayed
+        def function(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            out = torch.empty(4)
+            replay.require(holds, x)
+            replay.note(Step(FakeLaunch(), (y, out), (), ()))
+            return out
+
+        y, x = aligned(4), aligned(4) + 1
+        function(y, x), function(y, x)
+        assert len(ran) == 1 and asked[-1] is x
+        x.zero_()
+        function(y, x), function(y, x)
+        assert len(ran) == 3
 
     def test_two_arguments_at_one_address_are_not_understood_but_others_later_are(self) -> None:
         public, x = Public(), aligned(4, 8)
@@ -237,7 +328,7 @@ class TestLogic:
         def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             out = torch.empty(4)
             launched.append(FakeLaunch())
-            replay.note(replay.Step(launched[-1], (a, b, out), (), ()))
+            replay.note(Step(launched[-1], (a, b, out), (), ()))
             return out
 
         one, other = aligned(4), aligned(4)
@@ -255,7 +346,7 @@ class TestLogic:
         def half(x: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             out = torch.empty(2, *x.shape)[0]
-            replay.note(replay.Step(FakeLaunch(), (x, out), (), ()))
+            replay.note(Step(FakeLaunch(), (x, out), (), ()))
             return out
 
         x = aligned(4)
@@ -273,7 +364,7 @@ class TestLogic:
             number = replay.temporary(lambda: torch.full((1,), factor))
             doubled = replay.temporary(lambda y: y.double(), x)
             both = replay.temporary(lambda *values: seen.append(torch.cat(values)) or seen[-1], number, doubled)
-            replay.note(replay.Step(launch, (both, out, number), (), ()))
+            replay.note(Step(launch, (both, out, number), (), ()))
             return out
 
         scaled(aligned(4), 2.0)
@@ -294,7 +385,7 @@ class TestLogic:
             ran.append(1)
             out, scratch = torch.empty(x.shape), space.view(torch.uint8).flatten()
             own = replay.temporary(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
-            replay.note(replay.Step(launch, (x, scratch, own, out), (), ()))
+            replay.note(Step(launch, (x, scratch, own, out), (), ()))
             return out
 
         spaces = aligned(4, 2), aligned(4, 2)
@@ -316,7 +407,7 @@ class TestLogic:
         def scaled(record: Record) -> torch.Tensor:
             ran.append(record)
             out = torch.empty(4) if record.out is None else record.out
-            replay.note(replay.Step(launch, (record.x, out), (), ()))
+            replay.note(Step(launch, (record.x, out), (), ()))
             return out
 
         x, out = aligned(4), aligned(4)
@@ -336,7 +427,7 @@ class TestLogic:
             ran.append(1)
             out = torch.empty(x.shape)
             made = replay.temporary(torch.Tensor.double, torch.ones(4))
-            replay.note(replay.Step(FakeLaunch(), (made, out), (), ()))
+            replay.note(Step(FakeLaunch(), (made, out), (), ()))
             return out
 
         x = aligned(4)
@@ -364,13 +455,38 @@ class TestLogic:
         assert scales == [3.0, pytest.approx(1 / 3), 5.0, pytest.approx(0.2)]
         assert len(launch.repeated) == 6
 
+    def test_a_scale_of_a_cache_that_changed_is_checked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        launches = Launches(monkeypatch, "sm_90a")
+        x, slots = aligned(2, 1, 64).bfloat16(), torch.arange(2)
+        codes, sf = (torch.zeros(4, 2, 4, 1, width, dtype=torch.uint8) for width in (32, 4))
+        scales = torch.ones(1), torch.ones(1)
+
+        def append() -> None:
+            given = x, x.clone(), slots, codes, sf.view(torch.float8_e4m3fn), *scales
+            jitfp4.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*given)
+
+        append(), append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (1, 2), "a cache with K and V in one tensor"
+        scales[1].fill_(0.5)
+        append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        scales[0].fill_(-1.0)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="k_scale"):
+                append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        with torch.inference_mode():
+            scales = torch.ones(1), torch.ones(1)
+            append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (4, 3), "no version says whether their values changed"
+
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []
 
         @replay.replayed
         def fails(x: torch.Tensor) -> torch.Tensor:
             ran.append(1)
-            replay.note(replay.Step(FakeLaunch(), (x,), (), ()))
+            replay.note(Step(FakeLaunch(), (x,), (), ()))
             raise ArgumentError("x", 1, "2")
 
         x = aligned(4)

@@ -12,7 +12,7 @@ from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_Q_LEN
 from jitfp4.public import checked
 
-BACKENDS = ("auto", "trtllm-gen", "xqa")
+BACKENDS = ("auto", "trtllm-gen", "xqa", "cake")
 
 
 @checked
@@ -47,7 +47,12 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: torch.Tensor | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: object = None,
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str | None = None,
@@ -79,7 +84,7 @@ def trtllm_batch_decode_with_kv_cache(
         sinks: float32 [heads], logits that take part in each softmax but have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        backend: "auto", "trtllm-gen" or "xqa", which are the same kernels: see v_scale_layout.
+        backend: "auto", "trtllm-gen", "xqa" or "cake", which are the same kernels: see v_scale_layout.
         q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
         o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
         mask: XQA's draft mask, uint16 [batch, q_len_per_req, 2] or, with cum_seq_lens_q, [tokens, 2]; bit j of the
@@ -95,7 +100,10 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: None.
         multi_ctas_kv_counter_buffer: None, or a tensor on query's device, which is not needed and not touched.
         enable_block_sparse_attention: False.
+        cp_world, cp_rank, causal_seqlens_kv_global: 1, 0 and None: a request's cache is not divided among processes.
         bf16q_fp8kv_transform_mode: None.
+        request_order, request_order_plan: None, or int32 [batch], the order in which FlashInfer's kernels take the
+            requests, and a plan made from it. No result depends on them, and they are not read.
         kv_block_scales: the older name of kv_cache_sf.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
             tokens), or "linear". None: as FlashInfer's backends have them, linear for "xqa", interleaved for others.
@@ -114,10 +122,17 @@ def trtllm_batch_decode_with_kv_cache(
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
         ("enable_block_sparse_attention", enable_block_sparse_attention, False),
+        ("cp_world", cp_world, 1),
+        ("cp_rank", cp_rank, 0),
+        ("causal_seqlens_kv_global", causal_seqlens_kv_global, None),
         ("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, None),
     ):
         checks.unused(name, value, default)
     checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
+    if request_order is not None:
+        checks.check_ints("request_order", request_order, (seq_lens.numel(),), query)
+    elif request_order_plan is not None:
+        raise ArgumentError("request_order_plan", "a plan without request_order", "None, or both")
     checks.check_backend(backend, BACKENDS)
     if (cum_seq_lens_q is None) != (max_q_len is None):
         got = "one without the other"

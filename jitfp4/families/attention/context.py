@@ -47,6 +47,7 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
@@ -80,6 +81,7 @@ def trtllm_batch_context_with_kv_cache(
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
         multi_ctas_kv_counter_buffer: as for trtllm_batch_decode_with_kv_cache().
         use_fp16_softmax, uses_spcompress: None or False.
+        backend: "trtllm-gen" or "cake", which are the same kernels.
         kv_block_scales: an older name of kv_cache_sf.
         v_scale_layout: "interleaved4", the order in which nvfp4_quantize_paged_kv_cache() returns V's scales, or
             "linear".
@@ -100,6 +102,7 @@ def trtllm_batch_context_with_kv_cache(
         ("uses_spcompress", uses_spcompress or None),
     ):
         checks.unused(name, setting, None)
+    checks.check_backend(backend, ("trtllm-gen", "cake"))
     checks.check_unread("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer, query)
     checks.check_q_len("max_q_len", max_q_len)
     seq_lens = checks.signed(seq_lens)

@@ -76,6 +76,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
         window_right: int = 0,
+        is_causal: bool | None = None,
     ) -> None:
         """Store the page lists of a batch for run(). The host reads none of them and does not wait for the device.
 
@@ -83,13 +84,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             indptr: int32 [batch + 1]; the pages of request b are ``indices[indptr[b] : indptr[b + 1]]``.
             indices: int32, page numbers.
             last_page_len: int32 [batch], tokens in the last page of each request, 1 to page_size.
-            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
-                q_data_type. data_type is an older name.
+            kv_data_type: torch.uint8, float4_e2m1fn_x2 or "nvfp4" for packed E2M1, float8_e4m3fn, or 16-bit floats;
+                None means q_data_type. data_type is an older name.
             q_data_type, o_data_type: dtypes of queries and outputs; o_data_type None means q_data_type.
             sm_scale: None means ``head_dim ** -0.5``.
             seq_lens: int32 [batch], the tokens of each request; None computes them from indptr and last_page_len.
             block_tables: not read, because indices has the same pages.
             q_len_per_req: query tokens of a request, 1 to 8.
+            is_causal: whether the queries of a request see only tokens up to their own; None is True.
             pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
                 window_right: any value but the default is an error, except -1 for fixed_split_size.
         Raises:
@@ -121,7 +123,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             out_dtype=out_dtype,
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
             q_len=q_len_per_req,
-            causal=True,
+            causal=is_causal is not False,
         )
 
     begin_forward = _plan_impl = plan
@@ -212,7 +214,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, True)
+        self._replan(window_left, sm_scale, self._planned().causal)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
 
     @checked
@@ -243,7 +245,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, True)
+        self._replan(window_left, sm_scale, self._planned().causal)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

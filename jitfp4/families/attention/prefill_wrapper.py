@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -13,6 +14,7 @@ from jitfp4.families.attention.context import check_masks
 from jitfp4.families.attention.engine_names import BufferPlanner
 from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtypes
 from jitfp4.public import checked
+from jitfp4.tensors import output
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -24,6 +26,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         use_cuda_graph: if True, plan() copies its tensors into the four buffers, whose addresses a captured run()
             reads; the batch is the length of paged_kv_last_page_len_buf.
         custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: None.
+        variant_owns_mask: False.
         backend: with "auto", "fa2" or "fa3" V's block scales are linear; with "trtllm-gen" they are interleaved, as
             nvfp4_quantize_paged_kv_cache() returns them. The kernels are the same.
     """
@@ -43,10 +46,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         backend: str = "auto",
         jit_args: list[object] | None = None,
         jit_kwargs: dict[str, object] | None = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         check_masks(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
         checks.unused("jit_args", jit_args, None)
         checks.unused("jit_kwargs", jit_kwargs, None)
+        checks.unused("variant_owns_mask", variant_owns_mask, False, "there are no kernels of the caller's own")
         buffers = {
             "paged_kv_indptr_buf": paged_kv_indptr_buf,
             "paged_kv_indices_buf": paged_kv_indices_buf,
@@ -92,6 +97,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
     ) -> None:
         """Store the lists of a batch for run(). The host reads none of them and does not wait for the device.
 
@@ -107,12 +113,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale: None means ``head_dim_qk ** -0.5``.
             window_left: as in trtllm_batch_context_with_kv_cache().
             q_data_type, o_data_type: dtypes of queries and outputs; o_data_type None means q_data_type.
-            kv_data_type: torch.uint8 or float4_e2m1fn_x2 for packed E2M1, float8_e4m3fn, or 16-bit floats; None means
-                q_data_type.
+            kv_data_type: torch.uint8, float4_e2m1fn_x2 or "nvfp4" for packed E2M1, float8_e4m3fn, or 16-bit floats;
+                None means q_data_type.
             seq_lens: int32 [batch], the tokens of each request; None computes them from paged_kv_indptr and
                 paged_kv_last_page_len.
             seq_lens_q, block_tables, max_sequence_kv: not read, because other arguments say the same.
             max_token_per_sequence: at least the queries of every request; only the choice of a kernel depends on it.
+            uniform_q_len: the queries of every request, if all have as many; it says the same.
             custom_mask, packed_custom_mask, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, prefix_len_ptr,
                 token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv:
                 any value but the default is an error, except -1 for fixed_split_size.
@@ -138,8 +145,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             checks.unused(name, value, default)
         if head_dim_vo not in (None, head_dim_qk):
             raise ArgumentError("head_dim_vo", head_dim_vo, f"None or head_dim_qk, {head_dim_qk}")
-        if max_token_per_sequence is not None:
-            checks.check_q_len("max_token_per_sequence", max_token_per_sequence)
+        for name, count in (("max_token_per_sequence", max_token_per_sequence), ("uniform_q_len", uniform_q_len)):
+            if count is not None:
+                checks.check_q_len(name, count)
         q_dtype, cache_dtype, out_dtype = dtypes(q_data_type, kv_data_type, o_data_type)
         check_sizes((num_qo_heads, num_kv_heads), ("head_dim_qk", head_dim_qk), page_size, window_left)
         lists = {
@@ -158,7 +166,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             cache_dtype=cache_dtype,
             out_dtype=out_dtype,
             sm_scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale,
-            q_len=max_token_per_sequence,
+            q_len=uniform_q_len if max_token_per_sequence is None else max_token_per_sequence,
             causal=causal,
         )
 
@@ -184,6 +192,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
@@ -199,7 +209,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
-            out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
+            out, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
+            lse: likewise, in the order of lse_layout.
+            lse_base: "log2", or "ln" for natural logarithms.
+            lse_layout: "NH" for [tokens, heads], "HN" for [heads, tokens]; both contiguous.
             window_left: None means the value of plan().
             skip_softmax_threshold_scale_factor: None.
             use_fp16_softmax, uses_spcompress: None or False.
@@ -212,8 +225,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
         checks.unused("use_fp16_softmax", use_fp16_softmax or None, None)
         checks.unused("uses_spcompress", uses_spcompress or None, None)
+        for name, value, allowed in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+            if value not in allowed:
+                raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
+        transposed = lse_layout == "HN" and (return_lse or lse is not None)
+        given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if transposed else lse
         q_len = self._planned().q_len
-        return self._attend(
+        result = self._attend(
             Run(
                 q=q,
                 paged_kv_cache=paged_kv_cache,
@@ -223,13 +241,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 v_scale=v_scale,
                 sinks=sinks,
                 out=out,
-                lse=lse,
-                return_lse=return_lse,
+                lse=None if transposed else given,
+                return_lse=return_lse or lse is not None,
                 window_left=window_left,
                 q_len=max(1, q.shape[0]) if q_len is None else q_len,
                 enable_pdl=enable_pdl,
             )
         )
+        if not isinstance(result, tuple):
+            return result
+        logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]
+        if lse_base == "ln":
+            logarithms.mul_(math.log(2))
+        return (result[0], logarithms) if return_lse else result[0]
 
     @checked
     def forward(

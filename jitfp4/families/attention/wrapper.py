@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -51,8 +52,7 @@ class Plan:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """The tensors and factors of a run()."""
 
     q: torch.Tensor
@@ -255,8 +255,8 @@ def dtypes(
 
 
 def dtype(name: str, given: torch.dtype | str | None, allowed: Collection[torch.dtype]) -> torch.dtype:
-    """The dtype ``given``, which may be its name in torch. Raises ArgumentError unless it is allowed."""
-    found = getattr(torch, given, None) if isinstance(given, str) else given
+    """The dtype ``given``, which may be its name in torch, or "nvfp4". Raises ArgumentError unless it is allowed."""
+    found = getattr(torch, "uint8" if given == "nvfp4" else given, None) if isinstance(given, str) else given
     if found not in allowed:
         raise ArgumentError(name, repr(given), " or ".join(map(str, allowed)))
     return found  # type: ignore[return-value]

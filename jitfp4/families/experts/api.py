@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -153,17 +152,15 @@ def _experts(
         raise ArgumentError("out", f"shape {tuple(out.shape)}", f"({tokens}, {hidden})")
     x, rows_out, assignments = as_rows("x", x, 32), as_rows("out", out, 32), tokens * slots
 
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return replay.temporary(functools.partial(torch.empty, shape, dtype=dtype, device=x.device))
-
     items = order = None
     names = "w13=experts,w2=experts,scale13=experts,scale2=experts,bias13=experts,bias2=experts,ids=topk_ids"
     if item_rows and assignments:
-        items = empty(torch.int32, most_items(assignments, w13.shape[0], item_rows), 4)
-        order = empty(torch.int32, assignments)
+        items = replay.scratch((most_items(assignments, w13.shape[0], item_rows), 4), torch.int32, x)
+        order = replay.scratch((assignments,), torch.int32, x)
         EXPERTS_ROUTE(RouteArguments(topk_ids, expert_map, items, order, w13.shape[0], item_rows, enable_pdl, names))
-    h, y = empty(x.dtype, assignments, inter), empty(x.dtype, assignments, hidden)
-    done = empty(torch.int32, counters(tokens, hidden))
+    h = replay.scratch((assignments, inter), x.dtype, x)
+    y = replay.scratch((assignments, hidden), x.dtype, x)
+    done = replay.scratch((counters(tokens, hidden),), torch.int32, x)
     EXPERTS_UP(
         UpArguments(
             x=x,

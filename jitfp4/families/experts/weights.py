@@ -150,8 +150,12 @@ def matrix_of(data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     """The matrix [n, k] of the one expert that these prepared tensors hold."""
     n, k = size
     block_format = NVFP4 if data.shape[-1] == tile_bytes(NVFP4) else MXFP4
-    ones = torch.ones(data.shape[1] * TILE_ROWS, device=data.device) if block_format is MXFP4 else None
-    weight = Fp4Weight(data[0], ones, n, k, block_format).dequantize()
+    ones = (
+        torch.ones(data.shape[1] * TILE_ROWS, dtype=torch.float32, device=data.device)
+        if block_format is MXFP4
+        else None
+    )
+    weight = Fp4Weight(data[0], ones if block_format is MXFP4 else None, n, k, block_format).dequantize()
     return Matrix(weight, scale[0, :n], None if bias is None else bias[0, :n])
 
 
@@ -273,7 +277,7 @@ def _linear(
 def _alphas(name: str, alpha: torch.Tensor | None, experts: int, gated: bool, like: torch.Tensor) -> torch.Tensor:
     """[experts, 1], or [experts, 2] of gates and up rows."""
     if alpha is None:
-        return torch.ones(experts, 1, device=like.device)
+        return torch.ones(experts, 1, dtype=torch.float32, device=like.device)
     check_dtype(name, alpha, (torch.float32,))
     check_same_device(name, alpha, like)
     shapes = [(experts,), (experts, 1), *([(experts, 2)] if gated else [])]
@@ -292,7 +296,7 @@ def _bias(
     if tuple(bias.shape) != shape:
         raise ArgumentError(name, f"shape {tuple(bias.shape)}", f"{shape}")
     ordered = bias.float() if places is None else bias.float()[:, places]
-    padded = torch.zeros(shape[0], round_up(shape[1], TILE_ROWS), device=bias.device)
+    padded = torch.zeros(shape[0], round_up(shape[1], TILE_ROWS), dtype=torch.float32, device=bias.device)
     padded[:, : shape[1]] = ordered
     return padded
 
@@ -319,7 +323,7 @@ def _pack(
     tiles = ceil_div(n, TILE_ROWS)
     shape = (experts, tiles, ceil_div(2 * half_k, TILE_COLS), tile_bytes(block_format))
     data = torch.empty(shape, dtype=torch.uint8, device=codes.device)
-    factors = torch.ones(experts, tiles * TILE_ROWS, device=codes.device)
+    factors = torch.ones(experts, tiles * TILE_ROWS, dtype=torch.float32, device=codes.device)
     factors[:, :n] = alpha
     for expert in range(experts):
         rows, of_rows = codes[expert].view(torch.uint8), scales[expert]

@@ -196,6 +196,6 @@ GATED_DELTA_RULE = Operation(
     reference=lambda arguments: reference.gated_delta_rule(*arguments[:-2]),
     output="output",
     aligned=("q", "k", "v", "state", "output", "intermediate_states_buffer"),
-    exclusive=("output",),
+    exclusive=("output", "state", "intermediate_states_buffer"),
     growing=("batch",),
 )

@@ -1,8 +1,4 @@
-"""The calls behind the public functions: check tensors and flags, then call one operator.
-
-jitfp4.replay remembers such a call and repeats its launch for arguments of the same shapes. That needs a function that
-returns a tensor, so each returns the first tensor that it writes.
-"""
+"""What the public functions have in common: checks of tensors and flags, and the call of one operator."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.addresses import Places
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
@@ -26,7 +23,6 @@ from jitfp4.families.kv.arguments import (
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ
 from jitfp4.formats import NVFP4
-from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -35,7 +31,6 @@ Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tor
 NO_LISTS: Lists = (None, None, None, None)
 
 
-@public
 def append_by_slot(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -49,7 +44,7 @@ def append_by_slot(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     check_list("slot_mapping", slot_mapping, append_key)
     n = slot_mapping.shape[0]
     for name, x in (("append_key", append_key), ("append_value", append_value)):
@@ -59,10 +54,8 @@ def append_by_slot(
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
     rows, lists = (append_key[:n], append_value[:n]), (slot_mapping, None, None, None)
     _append(rows, written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
-    return k_codes
 
 
-@public
 def append_by_position(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -80,7 +73,7 @@ def append_by_position(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     check_list("batch_indices", batch_indices, append_key)
     n = batch_indices.shape[0]
     check_list("positions", positions, append_key, n)
@@ -97,10 +90,8 @@ def append_by_position(
     check_work("kv_indices", kv_indices.shape[0] * written[0].codes.shape[1], 0)
     lists = (positions, batch_indices, kv_indices, kv_indptr)
     _append((append_key, append_value), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
-    return k_codes
 
 
-@public
 def dequantize_paged(
     output_k: torch.Tensor,
     output_v: torch.Tensor,
@@ -115,7 +106,7 @@ def dequantize_paged(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     k, v = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
     _, page_size, heads, _ = k.codes.shape
     if output_k.dim() != 4:
@@ -135,7 +126,6 @@ def dequantize_paged(
     interleaved = is_interleaved(v_sf_layout, v.head_dim, page_size)
     lists = block_tables, seq_lens
     _dequantize_sides((k, v), (k_scale, v_scale), lists, (output_k, output_v), interleaved, enable_pdl)
-    return output_k
 
 
 def _dequantize_sides(
@@ -235,6 +225,12 @@ def _append(
     quantize_sides(x, scales, lists, written, interleaved, enable_pdl, ("append_key", "append_value"))
 
 
+def _cache_names(lists: Lists) -> str:
+    """The public names of a cache that is written, and of the lists that say where."""
+    slots = "slot_mapping" if lists[3] is None else "positions"
+    return f"k_codes=paged_kv_cache,k_sf=kv_cache_sf,slots={slots},indices=kv_indices,indptr=kv_indptr"
+
+
 def quantize_sides(
     x: tuple[torch.Tensor, torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -247,6 +243,7 @@ def quantize_sides(
     """Quantize K and V: one launch where they have the same shapes and strides, else one for each."""
     k, v = written
     if not k.like(v) or steps(x[0]) != steps(x[1]):
+        _check_apart(k, v)
         quantize_side(x[0], scales[0], lists, k, interleaved=False, enable_pdl=enable_pdl, name=names[0])
         quantize_side(x[1], scales[1], lists, v, interleaved=interleaved, enable_pdl=enable_pdl, name=names[1])
         return
@@ -267,9 +264,18 @@ def quantize_sides(
             v_sf=v.sf,
             interleaved=1 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={names[0]},v={names[1]}",
+            names=f"k={names[0]},v={names[1]},{_cache_names(lists)},v_codes=paged_kv_cache,v_sf=kv_cache_sf",
         )
     )
+
+
+def _check_apart(k: Side, v: Side) -> None:
+    """Check that K and V, which two launches write, share no memory."""
+    if torch.compiler.is_dynamo_compiling() or k.codes.is_meta:
+        return
+    for name, one, other in (("paged_kv_cache", k.codes, v.codes), ("kv_cache_sf", k.sf, v.sf)):
+        if one.numel() and Places.of(one, other).meet(one.data_ptr(), other.data_ptr()):
+            raise ArgumentError(name, "K and V in the same memory", "memory of its own for each")
 
 
 def quantize_side(
@@ -300,6 +306,6 @@ def quantize_side(
             v_sf=None,
             interleaved=0 if interleaved else NEITHER,
             enable_pdl=enable_pdl,
-            names=f"k={name}",
+            names=f"k={name},{_cache_names(lists)}",
         )
     )

@@ -191,6 +191,7 @@ quantize = Operation(
     reference=_quantize_reference,
     output="k",
     aligned=("k", "v"),
+    exclusive=("k_codes", "v_codes", "k_sf", "v_sf"),
     growing=("tokens",),
 )
 

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 
 from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.problem import MAX_Q_LEN
-from jitfp4.families.kv import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from jitfp4.integrations.layers import regular
 from jitfp4.integrations.transformers.cache import Appended, Capacity
 
 NAME = "jitfp4"
@@ -67,45 +67,34 @@ def _over_nvfp4(
 ) -> torch.Tensor:
     layer, requests = appended.layer, appended.layer.requests
     batch, _, count, _ = query.shape
-    if requests.owner is layer:
+    if requests.owner == layer.number:
         requests.step(count, padding)
     key, value, rows = (_by_token(states) for states in (appended.key, appended.value, query))
-    k_scale, v_scale = layer.decode_scales(key, value)
-    order = "interleaved4" if layer.interleaved else "linear"
-    cache = (layer.keys, layer.values)
-    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-        key, value, requests.slots, cache, layer.scales, k_scale, v_scale, kv_layout="HND", v_sf_layout=order
-    )
-    if layer.bmm1 is None:
-        layer.bmm1 = k_scale * scaling
+    layer.append(key, value)
+    bmm1, bmm2 = layer.products(scaling)
     if sinks is not None and layer.sinks is None:
         layer.sinks = sinks.detach().float()
-    first = (rows, cache, requests.workspace, requests.tables, requests.lengths)
+    first = (rows, (layer.keys, layer.values), requests.workspace, requests.tables, requests.lengths)
     options: dict[str, Any] = {
         "window_left": -1 if window is None else window - 1,
         "sinks": layer.sinks,
         "kv_cache_sf": layer.scales,
-        "v_scale_layout": order,
+        "v_scale_layout": layer.order,
     }
     out: torch.Tensor | tuple[torch.Tensor, ...]
     if count <= MAX_Q_LEN:
-        out = trtllm_batch_decode_with_kv_cache(
-            *first, requests.tokens, layer.bmm1, v_scale, q_len_per_req=count, **options
-        )
+        out = trtllm_batch_decode_with_kv_cache(*first, requests.tokens, bmm1, bmm2, q_len_per_req=count, **options)
     else:
         ends = requests.ends
         out = trtllm_batch_context_with_kv_cache(
-            *first, count, requests.tokens, layer.bmm1, v_scale, batch, ends, ends, **options
+            *first, count, requests.tokens, bmm1, bmm2, batch, ends, ends, **options
         )
     return (out if isinstance(out, torch.Tensor) else out[0]).view(batch, count, *rows.shape[1:])
 
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
     """[batch, heads, tokens, d] to [batch * tokens, heads, d], rows 16-byte aligned; a copy where it must be one."""
-    rows = states.transpose(1, 2).flatten(0, 1)
-    if rows.stride(-1) != 1 or rows.storage_offset() % 8 or any(stride % 8 for stride in rows.stride()[:-1]):
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows
+    return regular(states.transpose(1, 2).flatten(0, 1))
 
 
 def _with_sinks(

@@ -16,6 +16,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.api import new_workspace
+from jitfp4.families.kv import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from jitfp4.layouts import ceil_div
 
 PAGE = 64
@@ -39,7 +40,7 @@ class Appended:
 class Requests:
     """What layers of one device share: lengths of the requests, where their new tokens go, scratch memory."""
 
-    def __init__(self, owner: Nvfp4Layer, batch: int, columns: int, device: torch.device) -> None:
+    def __init__(self, owner: int, batch: int, columns: int, device: torch.device) -> None:
         self.owner, self.batch, self.tokens = owner, batch, columns * PAGE
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.tables = torch.arange(batch * columns, dtype=torch.int32, device=device).view(batch, columns)
@@ -72,15 +73,23 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
     """Keys and values of one layer: codes and block scales in pages [pages, kv_heads, page, ...].
 
     Args:
-        cache: whose layer it is.
+        max_cache_len: the most tokens of a request.
+        number: of the layer.
+        shared: what layers share, by device. The first layer of a device counts the steps.
         scales: decode scales of keys and values; None: from the first keys and values.
     """
 
     is_compileable = False
 
-    def __init__(self, cache: Nvfp4Cache, scales: tuple[float, float] | None) -> None:
-        super().__init__(max_cache_len=cache.tokens)
-        self.cache, self.given = cache, scales
+    def __init__(
+        self,
+        max_cache_len: int,
+        number: int,
+        shared: dict[torch.device, Requests],
+        scales: tuple[float, float] | None,
+    ) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.number, self.shared, self.given = number, shared, scales
         self.seen = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -91,8 +100,10 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
             got = f"{head_dim} and {value_states.shape[-1]}"
             raise ArgumentError("head dimensions of keys and values", got, "equal ones")
         columns = ceil_div(self.max_cache_len, PAGE)
-        self.requests = self.cache.requests_on(self, batch, columns, self.device)
-        self.interleaved = head_dim % 64 == 0
+        if self.device not in self.shared:
+            self.shared[self.device] = Requests(self.number, batch, columns, self.device)
+        self.requests = self.shared[self.device]
+        self.order = "interleaved4" if head_dim % 64 == 0 else "linear"
         shape = (batch * columns, heads, PAGE)
         self.keys, self.values = (
             torch.zeros(*shape, head_dim // 2, dtype=torch.uint8, device=self.device) for _ in range(2)
@@ -101,7 +112,7 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
             torch.zeros(*shape, head_dim // 16, dtype=torch.uint8, device=self.device).view(torch.float8_e4m3fn)
             for _ in range(2)
         )
-        self.scales = first, second
+        self.scales: tuple[torch.Tensor, torch.Tensor] = first, second
         self.factors: tuple[torch.Tensor, torch.Tensor] | None = None
         if self.given is not None:
             given = [torch.tensor([scale], dtype=torch.float32, device=self.device) for scale in self.given]
@@ -120,12 +131,26 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
         appended = Appended(self, key_states, value_states)
         return appended, appended
 
-    def decode_scales(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [1] for keys and for values: those given, else from these keys and values, and then no others."""
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values [batch * tokens, kv_heads, d] to the slots of this step."""
         if self.factors is None:
-            first, second = (_scale_of(states) for states in (key, value))
-            self.factors = first, second
-        return self.factors
+            self.factors = _scale_of(key), _scale_of(value)
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            key,
+            value,
+            self.requests.slots,
+            (self.keys, self.values),
+            self.scales,
+            *self.factors,
+            kv_layout="HND",
+            v_sf_layout=self.order,
+        )
+
+    def products(self, scaling: float) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+        """What products with codes of keys and of values are to be multiplied by; for one ``scaling``."""
+        if self.bmm1 is None and self.factors is not None:
+            self.bmm1 = self.factors[0] * scaling
+        return (scaling, 1.0) if self.bmm1 is None or self.factors is None else (self.bmm1, self.factors[1])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """A length that tells the mask function that no mask is needed."""
@@ -149,7 +174,7 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
         for pages in (self.keys, self.values, *(scales.view(torch.uint8) for scales in self.scales)):
             owned = pages.unflatten(0, (self.requests.batch, -1))
             owned.copy_(owned[chosen])
-        if self.requests.owner is self:
+        if self.requests.owner == self.number:
             self.requests.lengths.copy_(self.requests.lengths[chosen])
 
 
@@ -170,19 +195,12 @@ class Nvfp4Cache(StaticCache):  # type: ignore[misc]
         if text._attn_implementation != "jitfp4":
             raise ArgumentError("config", f"attn_implementation={text._attn_implementation!r}", "'jitfp4'")
         super().__init__(config, max_cache_len)
-        self.tokens = max_cache_len
-        self._requests: dict[torch.device, Requests] = {}
+        shared: dict[torch.device, Requests] = {}
         places = [i for i, layer in enumerate(self.layers) if isinstance(layer, StaticLayer)]
         if scales is not None and len(scales) != len(places):
             raise ArgumentError("scales", f"{len(scales)} pairs", f"{len(places)}, one for each layer of attention")
         for number, i in enumerate(places):
-            self.layers[i] = Nvfp4Layer(self, None if scales is None else scales[number])
-
-    def requests_on(self, layer: Nvfp4Layer, batch: int, columns: int, device: torch.device) -> Requests:
-        """What the layers of a device share; the layer that asks first counts the steps."""
-        if device not in self._requests:
-            self._requests[device] = Requests(layer, batch, columns, device)
-        return self._requests[device]
+            self.layers[i] = Nvfp4Layer(max_cache_len, i, shared, None if scales is None else scales[number])
 
     def nbytes(self) -> int:
         """Bytes of codes and scales so far."""

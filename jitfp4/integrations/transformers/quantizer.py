@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jitfp4.errors import ArgumentError
 from jitfp4.formats import BlockFormat
-from jitfp4.integrations.checkpoints import fp4_layers
-from jitfp4.integrations.layers import Fp4Linear, fuse, prepared, quantized
+from jitfp4.integrations.checkpoints import Source, fp4_experts_of, fp4_layers
+from jitfp4.integrations.experts import ExpertsModule, Shape, stacked
+from jitfp4.integrations.layers import Expected, Fp4Linear, fuse, prepared, quantized
 from jitfp4.integrations.transformers.config import METHOD, Jitfp4Config
+from jitfp4.integrations.transformers.experts import shape_of
 
 # Layers that are too small, or whose outputs decide too much: they choose experts, or are exponents of decays.
 _KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_ONE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj")
 _FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
@@ -39,43 +43,95 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a tensor is one of an FP4 layer."""
         layer, kind = param_name.rpartition(".")[::2]
-        return kind != "bias" and isinstance(model.get_submodule(layer), Fp4Linear)
+        return not kind.endswith("bias") and isinstance(model.get_submodule(layer), (Expected, ExpertsModule))
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes of an element on the device: what is quantized while it is loaded needs few."""
-        if not self.pre_quantized and param.dim() == 2 and self.param_needs_quantization(model, param_name):
+        if not self.pre_quantized and param.dim() > 1 and self.param_needs_quantization(model, param_name):
             return 0.5 + 1 / self.quantization_config.format.block
         return float(param.element_size())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+        """Experts that are loaded one by one are not joined by transformers."""
+        if self._by_expert:
+            weight_conversions = [
+                conversion
+                for conversion in weight_conversions
+                if not (isinstance(conversion, WeightConverter) and ".experts." in str(conversion.target_patterns))
+            ]
+        return list(super().update_weight_conversions(weight_conversions, *args))
 
     def get_quantize_ops(self) -> ConversionOps:
         """What makes an FP4 layer of a float weight."""
         return _Quantize(self.quantization_config.format)
 
+    _by_expert = False
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, dtype: torch.dtype | None = None, **_: Any
     ) -> None:
         names = list(_names(checkpoint_files or ()))
-        found = fp4_layers(names)
-        self.pre_quantized = bool(found)
+        layers, experts = fp4_layers(names), fp4_experts_of(names)
+        self.pre_quantized = bool(layers or experts)
         floats = dtype or torch.bfloat16
-        if not found:
-            kept = self._kept(model)
-            for name, linear in _linears(model):
-                if name.rpartition(".")[2] not in _KEPT and not any(f".{part}." in f".{name}." for part in kept):
-                    layer = Fp4Linear(*_sizes(linear), linear.bias is not None, floats, self.quantization_config.format)
-                    layer.expect_floats(floats)
-                    _replace(model, name, layer)
-            return
+        if self.pre_quantized:
+            self._expect(model, names, layers, experts, floats)
+        else:
+            self._expect_floats(model, floats)
+
+    def _expect_floats(self, model: Any, floats: torch.dtype) -> None:
+        """Replace all layers that are to be quantized while they are loaded."""
+        kept = self._kept(model)
+
+        def is_kept(name: str) -> bool:
+            return name.rpartition(".")[2] in _KEPT or any(f".{part}." in f".{name}." for part in kept)
+
+        for name, linear in _linears(model):
+            if not is_kept(name):
+                block_format = self.quantization_config.format
+                layer = Fp4Linear(*_sizes(linear), linear.bias is not None, floats, block_format)
+                layer.expect_floats(floats)
+                _replace(model, name, layer)
+        for name, shape in _experts(model).items():
+            if not is_kept(name):
+                module = ExpertsModule(shape)
+                module.expect_floats(floats)
+                _replace(model, name, module)
+
+    def _expect(
+        self,
+        model: Any,
+        names: list[str],
+        layers: Mapping[str, Source],
+        experts: Mapping[str, Source],
+        floats: torch.dtype,
+    ) -> None:
+        """Replace the layers that a checkpoint has in FP4."""
         kinds: dict[str, set[str]] = {}
         for full in names:
             layer_name, kind = full.rpartition(".")[::2]
             kinds.setdefault(layer_name, set()).add(kind)
-        linears = dict(_linears(model))
-        for layer_name, source in found.items():
+        linears, shapes = dict(_linears(model)), _experts(model)
+        owners: dict[str, Source] = dict(experts)
+        for layer_name, source in layers.items():
+            if one := _ONE_EXPERT.fullmatch(layer_name):
+                owners[one[1]] = source
+                self._by_expert = True
+                continue
             name = _own_name(model, layer_name, linears)
             layer = Fp4Linear(*_sizes(linears[name]), linears[name].bias is not None, floats, _saved(kinds[layer_name]))
             layer.expect(source, kinds[layer_name])
             _replace(model, name, layer)
+        for layer_name, source in owners.items():
+            name = _own_name(model, layer_name, shapes)
+            inner = {
+                full.removeprefix(layer_name).removeprefix("."): found
+                for full, found in kinds.items()
+                if f"{full}.".startswith(f"{layer_name}.")
+            }
+            module = ExpertsModule(shapes[name])
+            module.expect(source, inner, floats)
+            _replace(model, name, module)
 
     def _kept(self, model: Any) -> list[str]:
         """Modules, or adjacent parts of their names, whose linear layers keep their floats."""
@@ -86,8 +142,8 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         return kept if self.quantization_config.lm_head and not tied else kept + heads
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        for name, module in model.named_modules():
-            if isinstance(module, Fp4Linear):
+        for name, module in list(model.named_modules()):
+            if isinstance(module, (Fp4Linear, ExpertsModule)):
                 module.finish(name)
         config = self.quantization_config
         if config.lm_head and isinstance(head := model.get_output_embeddings(), nn.Linear):
@@ -128,11 +184,16 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
     def __init__(self, block_format: BlockFormat) -> None:
         self.format = block_format
 
-    def convert(self, input_dict: Mapping[str, Any], **_: Any) -> dict[str, torch.Tensor]:
-        """One layer's weight by name to its prepared tensors by name."""
+    def convert(self, input_dict: Mapping[str, Any], *, model: Any, **_: Any) -> dict[str, torch.Tensor]:
+        """One layer's weight by name to its tensors by name: prepared ones, or codes and scales of experts."""
         out: dict[str, torch.Tensor] = {}
         for name, given in input_dict.items():
-            layer = quantized(given[0] if isinstance(given, list) else given, self.format)
+            floats = given[0] if isinstance(given, list) else given
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(owner, ExpertsModule):
+                out |= stacked(name, floats, owner.shape.transposed, self.format)
+                continue
+            layer = quantized(floats, self.format)
             named = prepared(layer).tensors()
             stem = name.removesuffix("weight")
             out |= {name: named["data"], f"{stem}weight_size": named["size"]}
@@ -177,6 +238,11 @@ def _linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
+def _experts(model: Any) -> dict[str, Shape]:
+    found = {name: shape_of(module) for name, module in model.named_modules()}
+    return {name: shape for name, shape in found.items() if shape is not None}
+
+
 def _sizes(linear: nn.Linear) -> tuple[int, int]:
     return linear.in_features, linear.out_features
 
@@ -186,13 +252,13 @@ def _saved(kinds: set[str]) -> BlockFormat:
     return Jitfp4Config("mxfp4" if "weight_row_scale" in kinds else "nvfp4").format
 
 
-def _own_name(model: Any, name: str, linears: Mapping[str, nn.Linear]) -> str:
+def _own_name(model: Any, name: str, modules: Mapping[str, object]) -> str:
     """The name in the model of a checkpoint's layer: one may have a prefix that the other lacks."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for own in (name, f"{prefix}{name}", name.removeprefix(prefix)):
-        if own in linears:
+        if own in modules:
             return own
-    raise ArgumentError("checkpoint", f"an FP4 weight of {name}", "weights of the model's linear layers")
+    raise ArgumentError("checkpoint", f"an FP4 weight of {name}", "weights of the model's linear layers and experts")
 
 
 def _replace(model: Any, name: str, layer: nn.Module) -> None:
@@ -207,7 +273,8 @@ def claim() -> None:
     """Register the method, and take over the FP4 formats of methods that transformers may know already."""
     AUTO_QUANTIZER_MAPPING[METHOD] = Jitfp4Quantizer
     AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Jitfp4Config
-    for method, is_fp4 in (("compressed-tensors", _is_compressed_fp4), ("modelopt", _is_modelopt_fp4)):
+    ours = {"compressed-tensors": _is_compressed_fp4, "modelopt": _is_modelopt_fp4, "mxfp4": _is_gpt_oss}
+    for method, is_fp4 in ours.items():
         known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
         if not getattr(known, "of_jitfp4", False):
             AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _claimed(method, known, is_fp4)
@@ -242,3 +309,7 @@ def _is_compressed_fp4(config: Mapping[str, Any]) -> bool:
 
 def _is_modelopt_fp4(config: Mapping[str, Any]) -> bool:
     return "FP4" in str(config.get("quant_algo") or config.get("quantization", {}).get("quant_algo"))
+
+
+def _is_gpt_oss(config: Mapping[str, Any]) -> bool:
+    return not config.get("dequantize", False)

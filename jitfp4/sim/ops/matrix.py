@@ -127,9 +127,7 @@ def _mma(d: Decode) -> Control:
                 m,
                 lanes,
                 writes,
-                mma.mma(
-                    k, types, *(gather(m, lanes, r) for r in (a, b, c)), arch=m.launch.arch.name, satfinite=satfinite
-                ),
+                mma.mma(k, types, *(gather(m, lanes, r) for r in (a, b, c)), arch=m.launch.arch, satfinite=satfinite),
             )
         )
     name = str(kind).removeprefix("kind::")

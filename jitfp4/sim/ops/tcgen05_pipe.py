@@ -139,7 +139,7 @@ class _Operands:
 
 def _multiply(m: Machine, thread: int, form: _Form, o: _Operands) -> Callable[[], None]:
     """Check what must hold at issue; the result multiplies when performed."""
-    pipe, arch = m.unit(TensorPipe), m.launch.arch.name
+    pipe, arch = m.unit(TensorPipe), m.launch.arch
     shape = InstructionDescriptor.decode(o.idesc, form.kind, form.group, arch, block=form.block)
     ctas = pipe.ctas_of(thread, form.group)
     for cta in ctas:

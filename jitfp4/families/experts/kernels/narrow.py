@@ -90,7 +90,7 @@ class NarrowSpec(KernelSpec):
         chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(round_up(max(ring, sums), 128) + 16 * self.tile_m + 16, 128)
+        return round_up(max(ring, sums), 128) + round_up(16 * self.tile_m + 8 * self.rows, 128)
 
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
@@ -210,40 +210,50 @@ _SIZES = (
 
 _CUTS = {  # by rows of activations: blocks and warps of a group, groups, stages, CTAs of an SM
     8: (
-        (5, 1, 12, 2, 1),
-        (5, 1, 7, 2, 2),
-        (4, 1, 16, 2, 1),
-        (4, 1, 12, 3, 1),
-        (4, 1, 8, 2, 2),
-        (4, 1, 6, 2, 3),
+        (1, 1, 4, 4, 6),
+        (1, 1, 8, 4, 3),
+        (1, 1, 12, 4, 2),
+        (1, 1, 16, 2, 2),
+        (2, 1, 3, 4, 5),
+        (2, 1, 4, 3, 5),
+        (2, 1, 4, 4, 4),
+        (2, 1, 6, 3, 3),
+        (2, 1, 8, 2, 3),
+        (2, 1, 8, 4, 2),
+        (2, 1, 12, 4, 1),
+        (3, 1, 3, 3, 5),
+        (3, 1, 4, 3, 3),
+        (3, 1, 6, 4, 2),
+        (3, 1, 12, 3, 1),
+        (4, 1, 2, 3, 6),
+        (4, 1, 3, 3, 4),
         (4, 1, 4, 2, 4),
         (4, 1, 4, 3, 3),
-        (4, 1, 3, 2, 6),
-        (3, 1, 10, 2, 2),
-        (3, 1, 6, 2, 4),
-        (2, 2, 6, 2, 3),
-        (2, 1, 12, 2, 2),
-        (2, 1, 8, 4, 2),
-        (2, 1, 8, 2, 4),
-        (2, 1, 6, 3, 4),
-        (2, 1, 4, 3, 6),
-        (1, 1, 16, 2, 2),
-        (1, 1, 12, 4, 2),
-        (1, 1, 8, 3, 6),
-        (1, 1, 6, 2, 8),
+        (4, 1, 4, 4, 2),
+        (4, 1, 6, 3, 2),
+        (4, 1, 8, 2, 2),
+        (4, 1, 12, 3, 1),
+        (5, 1, 3, 3, 3),
+        (5, 1, 4, 2, 3),
+        (5, 1, 6, 2, 2),
+        (5, 1, 8, 3, 1),
     ),
     16: (
-        (4, 1, 12, 2, 1),
+        (2, 1, 4, 4, 3),
+        (2, 2, 2, 4, 4),
+        (2, 2, 3, 3, 3),
+        (3, 1, 3, 3, 4),
+        (3, 1, 4, 3, 3),
+        (3, 2, 2, 4, 3),
+        (3, 2, 3, 4, 2),
+        (4, 1, 2, 3, 5),
+        (4, 1, 3, 3, 3),
+        (4, 1, 4, 3, 2),
         (4, 1, 6, 2, 2),
+        (4, 2, 2, 2, 4),
+        (4, 2, 2, 3, 3),
+        (4, 2, 3, 3, 2),
         (4, 2, 4, 2, 2),
-        (4, 1, 4, 2, 3),
-        (4, 1, 3, 2, 4),
-        (3, 1, 7, 2, 2),
-        (2, 2, 4, 2, 3),
-        (2, 1, 8, 2, 2),
-        (2, 1, 6, 2, 4),
-        (1, 1, 10, 2, 2),
-        (1, 1, 6, 2, 6),
     ),
     32: (
         (4, 1, 8, 2, 1),
@@ -265,7 +275,7 @@ _CUTS = {  # by rows of activations: blocks and warps of a group, groups, stages
 _SMALL = (NarrowTactic(8, 1, 4, 4, 2, 1), NarrowTactic(16, 1, 4, 4, 2, 1), NarrowTactic(32, 1, 4, 2, 2, 1))
 NARROW_TACTICS = tuple(
     dict.fromkeys(
-        (*_SMALL, *(NarrowTactic(m, *cut, split) for m in TILE_MS for cut, split in product(_CUTS[m], (1, 2, 3))))
+        (*_SMALL, *(NarrowTactic(m, *cut, split) for m in TILE_MS for cut, split in product(_CUTS[m], (1, 2))))
     )
 )
 

@@ -529,9 +529,13 @@ struct Request {
       table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
     }
     tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left) / kTile;
+    first_tile = first_token(p) / kTile;
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
   __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
 };
@@ -875,10 +879,12 @@ class Producer {
             (upper ? slot_[i] : slot_[0]) + pass - first, upper ? there[i] : there[0]};
   }
 
-  // With kAll every token of the tile has a page. Else tokens without one are not read, and become 0.
+  // With kAll every token of the tile has a page and is seen. Else tokens without one, and those before the first that
+  // is seen, are not read, and become 0.
   template <bool kAll>
   __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
     const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
+    const int hidden = kAll ? 0 : segment_.request.first_token(p_) - token_;
     if constexpr (!kAll) {
       const uint32 absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
       if (lane == 0) st_partial(scales_to_ + kPartialAt - kScalesAt + stage / kStageBytes * sizeof(Partial), absent);
@@ -893,7 +899,7 @@ class Producer {
       const int  start = kPacked && kPages != Pages::kMany ? row_of_lookup(i * kPassRows) : i * kPassRows;
       const Page page  = page_of(there, kPages == Pages::kMany ? row : start, start);
       const int  skip  = (i * kPassRows - start) * kRowBytes;
-      const bool copied = kAll || (page.there && row < rows);
+      const bool copied = kAll || (page.there && row >= hidden && row < rows);
       ptx::copy_or_clear<16, kAll>(
           rows_to_ + stage + on, at(k_, page.k, p_.k_page_stride, page.slot, k_token_stride()) + skip, copied);
       ptx::copy_or_clear<16, kAll>(rows_to_ + stage + on + kValuesAt,
@@ -902,8 +908,9 @@ class Producer {
     if constexpr (kScaleBytes > 0) {
       const Page page = page_of(there, lane, 0);
       // Interleaved, a group of four rows holds the scales of its four tokens.
-      const bool k_copied = kAll || (page.there && lane < rows);
-      const bool v_copied = kAll || (page.there && (kInterleaved ? lane & ~3 : lane) < rows);
+      const int  first = kInterleaved ? lane & ~3 : lane, last = kInterleaved ? lane | 3 : lane;
+      const bool k_copied = kAll || (page.there && lane >= hidden && lane < rows);
+      const bool v_copied = kAll || (page.there && last >= hidden && first < rows);
       ptx::copy_or_clear<kScaleBytes, kAll>(
           scales_to_ + stage,
           at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
@@ -1479,7 +1486,8 @@ struct State {
   }
 };
 
-// Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there.
+// Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there,
+// none for those before the first that is seen.
 __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, const Partial& tile, Logits& x) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
 #pragma unroll
@@ -1495,8 +1503,8 @@ __device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, cons
       }
     }
   }
-  const int rest = s.request.tokens - tile.start;
-  return ~tile.absent & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+  const int rest = s.request.tokens - tile.start, hidden = max(0, s.request.first_token(p) - tile.start);
+  return ~tile.absent & ~0u << hidden & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
 }
 
 // ---- partials/named_barriers -----------------------------------------------
@@ -1575,7 +1583,9 @@ __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad
     factor = ptx::ex2_approx(quad.reference - top);
     quad.sum = fmaf(quad.sum, factor, ptx::ex2_approx(sink - top)), quad.reference = top;
   }
-  if (p.lse && dim == 0) p.lse[at] = quad.sum > 0.0f ? quad.reference + log2f(quad.sum) : __uint_as_float(0xFF800000u);
+  if (p.lse && dim == 0) {
+    p.lse[at] = quad.sum == 0.0f ? __uint_as_float(0xFF800000u) : quad.reference + log2f(quad.sum);
+  }
   const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kValueUnit;
   factor = quad.sum == 0.0f ? 0.0f : factor * scale / quad.sum;
   store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});

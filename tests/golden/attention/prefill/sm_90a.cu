@@ -553,9 +553,13 @@ struct Request {
       table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
     }
     tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left) / kTile;
+    first_tile = first_token(p) / kTile;
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
   __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
 };
@@ -631,8 +635,8 @@ constexpr int kPlaceTurns   = 4;
 constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
 constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
 
-// Where a token lies. `there` has bit 0 if the token is in the request and has a page, and bit 1 if that holds for the
-// first of the four tokens whose V scales are interleaved with its own.
+// Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has a
+// page and may be one of four tokens of which one is seen, whose V scales are interleaved.
 struct Place { int k_page, v_page, slot, there; };
 
 struct Shared {
@@ -651,14 +655,15 @@ __device__ __forceinline__ constexpr int place_of(int row, int chunk) {
 struct Lookup {
   int k_page = -1, v_page = -1, slot = 0, there = 0;
 
-  __device__ __forceinline__ Lookup(const Operands& p, const Request& r, uint32 inverse, int start) {
+  __device__ __forceinline__ Lookup(
+      const Operands& p, const Request& r, uint32 inverse, int start, int first, int end) {
     const int token = start + threadIdx.x;
-    if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < r.tokens) {
+    if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < end) {
       const int column = int(__umulhi(2 * token, inverse));  // exact below 2^24
       slot   = token - column * p.page;
       k_page = p.tables[r.table + column];
       v_page = p.tables[r.table + column + p.v_table];
-      there  = token < r.tokens ? 3 : 2;
+      there  = token >= first && token < end ? 3 : 2;
     }
   }
   __device__ __forceinline__ void put(const Operands& p, Shared& s, int turn) const {
@@ -934,7 +939,7 @@ struct State {
           total  = fmaf(total, factor, ptx::ex2_approx(sink - top));
         }
         const int c = threadIdx.x % 4;
-        if (p.lse && c == 0) p.lse[at] = total > 0.0f ? top + log2f(total) : __uint_as_float(0xFF800000u);
+        if (p.lse && c == 0) p.lse[at] = total == 0.0f ? __uint_as_float(0xFF800000u) : top + log2f(total);
         factor = total == 0.0f ? 0.0f : factor * scale / total;
         Out* out = p.out + at * kHeadDim + 2 * c;
 #pragma unroll
@@ -1096,10 +1101,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   const Sight all(p, block, block.first_row, min(kRows, block.rows(p) - block.first_row));
-  const int begin = all.some_first() / kTile * kTile, tiles = int(ceil_div(all.some_end() - begin, kTile));
+  const int seen = all.some_first(), seen_end = all.some_end();
+  const int begin = seen / kTile * kTile, tiles = int(ceil_div(seen_end - begin, kTile));
   const uint32 inverse = (0x80000000u + p.page - 1) / p.page;
   for (int tile = 0; tile <= kAhead; ++tile) {
-    Lookup(p, block.request, inverse, begin + tile * kTile).put(p, s, tile);
+    Lookup(p, block.request, inverse, begin + tile * kTile, seen, seen_end).put(p, s, tile);
   }
   Queries queries;
   float scales[kParts][2];
@@ -1122,7 +1128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int start = begin + tile * kTile;
-    const Lookup ahead(p, block.request, inverse, start + (kAhead + 1) * kTile);
+    const Lookup ahead(p, block.request, inverse, start + (kAhead + 1) * kTile, seen, seen_end);
     if (tile + kAhead < tiles) copy_tile(p, s, block.head, tile + kAhead);
     if (start < end && start + kTile > first) {
       const bool partial = start < all_first || start + kTile > all_end;

@@ -632,9 +632,13 @@ struct Request {
       table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
     }
     tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left) / kTile;
+    first_tile = first_token(p) / kTile;
     tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
     row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
   }
   __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
 };
@@ -1411,7 +1415,7 @@ struct State {
       }
       scale = sum[i] == 0.0f ? 0.0f : scale / sum[i];
       if (p.lse && used && c == 0)
-        p.lse[at] = sum[i] > 0.0f ? reference[i] + log2f(sum[i]) : __uint_as_float(0xFF800000u);
+        p.lse[at] = sum[i] == 0.0f ? __uint_as_float(0xFF800000u) : reference[i] + log2f(sum[i]);
       Out* out = p.out + at * kHeadDim;
 #pragma unroll
       for (int block = 0; block < kHeadDim / 8; block += 4) {

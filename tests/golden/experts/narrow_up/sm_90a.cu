@@ -669,6 +669,79 @@ __device__ __forceinline__ void multiply(
   }
 }
 
+// ---- experts/pieces --------------------------------------------------------
+// A warp's pieces of the weight on their way into its ring, and the way of its sums out.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
+struct Weights {
+  int   block;  // the first one, of a tile
+  int64 below;  // to the tile below; none is below the last
+
+  __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
+    if (!kHasTma || ptx::elect_one()) {
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
+        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+      } else {
+        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
+        copy_blocks(to, 0, tile, block, here, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
+                                                     Barrier* full, int lane) {
+    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
+    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+         lane);
+  }
+  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
+    if constexpr (kHasTma) {
+      ptx::bulk_load_once(to, from, bytes, full);
+    } else {
+      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
+    }
+  }
+};
+
+constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
+};
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// `first` is the warp's first row in the CTA.
+__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+      }
+    }
+  }
+}
+
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
+__device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
+}
+
 // ---- experts/routing -------------------------------------------------------
 // Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
 namespace ptx {
@@ -683,6 +756,7 @@ __device__ __forceinline__ int64 ld_fresh_8(const void* p) {
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -770,10 +844,6 @@ struct Ring {
   alignas(128) uint8 x[kGroups][2][kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
 struct Rows {
   int32  assignment[kTileM];
   int32  source[kTileM];    // row of x
@@ -782,6 +852,8 @@ struct Rows {
     float factor[kTileM];   // of x; up only
     int32 finished[kTileM]; // the token, or -1; down only
   };
+  alignas(16) float scale[kRows];  // of the rows of the weight
+  float bias[kRows];
 };
 struct Shared {
   union {
@@ -791,45 +863,9 @@ struct Shared {
   Rows rows;
 };
 
-static_assert(sizeof(Shared) <= 72064, "the launch counts on it");
+static_assert(sizeof(Shared) <= 72448, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
-// The pieces of the weight for a warp, in the order of its turns. A piece may lie in two tiles, one below the other.
-struct Weights {
-  const uint8* tile;  // with the first block of the next piece
-  int   block;        // of the tile
-  int64 below;        // to the tile below; none is below the last
-
-  __device__ __forceinline__ void load(uint8* to, Barrier* full, int lane) {
-    if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
-      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
-      } else {
-        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
-        copy_blocks(to, 0, tile, block, here, full, lane);
-        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
-      }
-    }
-    tile += kGroups * kTileBytes;
-  }
-
- private:
-  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
-                                                     Barrier* full, int lane) {
-    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
-         lane);
-  }
-  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
-    if constexpr (kHasTma) {
-      ptx::bulk_load_once(to, from, bytes, full);
-    } else {
-      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
-    }
-  }
-};
-
 // The chunks of activations for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half
 // of a row.
 struct Chunks {
@@ -881,56 +917,19 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
-// ---- sums over warps and CTAs ----------------------------------------------
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+// ---- results ---------------------------------------------------------------
+struct Results {
+  const Rows& of;
+  bool has_bias;
+  int  shares;
 
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
-      }
-    }
-  }
-}
-
-// ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
-  float4 sum = *reinterpret_cast<const float4*>(p);
-#pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
-  return sum;
-}
-// The same for the CTAs of a cluster; `p` is an address in this CTA.
-__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
-  float4 sum = ptx::ld_cluster(p, 0);
-  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
-  return sum;
-}
-
-// Four sums of neighbouring rows of the weight, scaled, and with their bias.
-struct Affine {
-  const float* scale;
-  const float* bias;  // null: none
-  int shares;
-
-  __device__ __forceinline__ float4 result(const float* sums, int64 n) const {
-    float4 v = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
-    const float4 by = load(scale + n);
-    v = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z, v.w * kWeightUnit * by.w};
-    return bias == nullptr ? v : add(v, load(bias + n));
-  }
-
- private:
-  __device__ __forceinline__ static float4 load(const float* p) {
-    const uint4 v = ptx::ld<uint4>(p);
-    return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+  // Four sums of neighbouring rows of the weight, scaled, and with their bias.
+  __device__ __forceinline__ float4 of_sums(const float* sums, int row) const {
+    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
+    const float4 by = *reinterpret_cast<const float4*>(&of.scale[row]);
+    const float4 y  = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z,
+                       v.w * kWeightUnit * by.w};
+    return has_bias ? add(y, *reinterpret_cast<const float4*>(&of.bias[row])) : y;
   }
 };
 
@@ -953,14 +952,14 @@ struct Activation {
   }
   __device__ __forceinline__ static float relu2(float v) { return v < 0.0f ? 0.0f : v * v; }
 
-  // Four features of a column of sums; `first_row` is the CTA's first row of the weight.
-  __device__ __forceinline__ float4 result(const Affine& affine, const float* sums, int first_row, int quad) const {
+  // Four features, from a column of sums.
+  __device__ __forceinline__ float4 of_sums(const Results& results, const float* sums, int quad) const {
     if constexpr (kProduct == Product::kGated) {
-      const int at = quad / 2 * 16 + quad % 2 * 4;
-      const float4 g = affine.result(sums + at, first_row + at), u = affine.result(sums + at + 8, first_row + at + 8);
+      const int    at = quad / 2 * 16 + quad % 2 * 4;
+      const float4 g = results.of_sums(sums + at, at), u = results.of_sums(sums + at + 8, at + 8);
       return {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
     } else {
-      const float4 v = affine.result(sums + 4 * quad, first_row + 4 * quad);
+      const float4 v = results.of_sums(sums + 4 * quad, 4 * quad);
       return {relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)};
     }
   }
@@ -1033,18 +1032,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   const int row = first_row + warp_row, rows = item.rows;
   const bool has_rows = row < n;  // the last CTA may have warps to spare
   const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
-  Weights weights_of = {weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes,
-                        row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes;
+  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
   uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (has_rows && i < turns) weights_of.load(stages[i], &full[i], lane);
+    if (has_rows && i < turns) weights_of.load(stages[i], tile + i * (kGroups * kTileBytes), &full[i], lane);
   }
+  tile += (kStages - 1) * (kGroups * kTileBytes);
   for (int64 i = cta_number() * kThreads + thread; i < counters; i += ctas() * kThreads) done[i] = 0;
   if (is_idle) {
     if constexpr (kHasPdl && kDown) ptx::griddep_wait();
     return;
+  }
+  const int64 of_expert = item.expert * tiles * kTileRows + first_row;
+  for (int i = thread * 4; i < kRows && first_row + i < n; i += kThreads * 4) {
+    ptx::copy_async(ptx::shared_address(&s.rows.scale[i]), scale + of_expert + i);
+    if (bias != nullptr) ptx::copy_async(ptx::shared_address(&s.rows.bias[i]), bias + of_expert + i);
   }
   if constexpr (!kListed) __syncthreads();  // warp 0 has written which rows they are
   if (thread < rows) {
@@ -1078,7 +1083,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     if (input_weights != nullptr) chunk.scale(x_to + turn % 2 * kXBytes, s.rows);
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], &full[read], lane);
+    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], tile, &full[read], lane);
+    tile += kGroups * kTileBytes;
     if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes, s.rows);
     ptx::copy_async_commit();
     if (has_rows) {
@@ -1087,7 +1093,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
-  __syncthreads();  // the sums take the place of the ring
+  ptx::copy_async_wait();  // for scales, in warps without a turn
+  __syncthreads();         // the sums take the place of the ring
 
   store_sums(s.sums, sums, group, warp_row, lane);
   __syncthreads();
@@ -1099,17 +1106,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     }
     ptx::cluster_sync();
   }
-  const int64  of_expert = item.expert * tiles * kTileRows;
-  const Affine affine = {scale + of_expert, bias == nullptr ? nullptr : bias + of_expert, shares};
-  const int    turn = kThreads * shares, begin = thread * shares + share;
+  const Results results = {s.rows, bias != nullptr, shares};
   constexpr int kQuads = kFeatures / 4;
   const Activation activation = {swiglu_alpha, swiglu_beta, swiglu_limit};
   const int features = int(kProduct == Product::kGated ? n / 2 : n);
-  for (int i = begin; i < rows * kQuads; i += turn) {
+  for (int i = thread * shares + share; i < rows * kQuads; i += kThreads * shares) {
     const int column = i / kQuads, quad = i % kQuads, feature = blockIdx.y * kFeatures + 4 * quad;
     if (feature >= features) continue;
     const int64 to = kListed ? item.first + column : s.rows.assignment[column];
-    store(h + to * features + feature, activation.result(affine, s.sums.rows[0][column], first_row, quad));
+    store(h + to * features + feature, activation.of_sums(results, s.sums.rows[0][column], quad));
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }

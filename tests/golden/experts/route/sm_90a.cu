@@ -257,6 +257,7 @@ __device__ __forceinline__ int64 ld_fresh_8(const void* p) {
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
 __device__ __forceinline__ int4 ld_fresh_16(const void* p) {
   int4 v;
   asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"

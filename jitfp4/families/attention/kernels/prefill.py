@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from jitfp4.arch import Arch
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.parameters import INPUTS, SIZES, bind
 from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
+from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.spec import I64, Geometry, KernelSpec
 
 _WARP = 32
 _MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
@@ -22,6 +26,16 @@ class PrefillTactic:
     warp_rows: int
     tile: int
     min_ctas: int
+
+
+TACTICS = (
+    PrefillTactic(4, 16, 64, 2),
+    PrefillTactic(4, 16, 32, 1),
+    PrefillTactic(4, 32, 64, 2),
+    PrefillTactic(8, 16, 64, 1),
+    PrefillTactic(8, 16, 32, 1),
+    PrefillTactic(4, 16, 16, 1),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +98,20 @@ def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
         block=(tactic.warps * _WARP, 1, 1),
         shared_bytes=spec.shared_bytes,
     )
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    del plan  # no parameter depends on it
+    return bind(arguments) | {"causal": int(arguments.causal)}
+
+
+KERNEL = Kernel(
+    name="attention/prefill",
+    spec=PrefillSpec,
+    params=(*INPUTS, *SIZES, I64("causal", "0 or 1", member="int")),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

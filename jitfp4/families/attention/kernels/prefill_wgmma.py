@@ -21,14 +21,18 @@ lane takes a row, although its loads coalesce less.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from jitfp4.arch import Arch
+from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
+from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.counters import COUNTER_BYTES
+from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, bind, scratch
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
+from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.spec import I64, Geometry, KernelSpec
 
 TILES = (64, 128)
 _TEAM_ROWS = 64
@@ -39,7 +43,7 @@ _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
 _SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
-_SHARED_BYTES = 232448  # of a CTA
+_SHARED_BYTES = shared_bytes_with("has_wgmma")  # of a CTA
 _BARRIER_BYTES = 8
 _PLACES = 16  # of items in shared memory
 _ITEM_BYTES = 64
@@ -56,6 +60,26 @@ class WgmmaTactic:
     stages: int = 2
     turns: bool = False
     ctas: int = 1
+
+
+TACTICS = tuple(
+    dict.fromkeys(
+        (
+            WgmmaTactic(stages=4, turns=True),
+            WgmmaTactic(2, 1, 128, 2, turns=True),
+            WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2),
+            WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2),
+            WgmmaTactic(2, 2, 128, 2, turns=True),
+            WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
+            WgmmaTactic(3, 1, 64, 3, turns=True),
+            WgmmaTactic(tile=64),
+            *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
+            *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
+            *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
+            *(WgmmaTactic(2, producers, 128, stages, True, 2) for producers in (1, 2) for stages in (2, 3)),
+        )
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +189,8 @@ def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
 
 def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem."""
-    if arch.name != "sm_90a":
-        return "its products are instructions of sm_90a"
+    if not arch.has_wgmma:
+        return f"its products are instructions of {names_with('has_wgmma')}"
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic)
@@ -193,3 +217,26 @@ def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
         cluster=(spec.ctas, 1, 1),
         shared_bytes=spec.shared_bytes,
     )
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    bound = bind(arguments) | {"causal": int(arguments.causal)} | scratch(arguments, plan.spec.part_bytes)
+    return bound | {"most_parts": plan.spec.most_parts(arguments.workspace_buffer.numel())}
+
+
+KERNEL = Kernel(
+    name="attention/prefill_wgmma",
+    spec=WgmmaSpec,
+    params=(
+        *INPUTS,
+        *SIZES,
+        I64("causal", "0 or 1", member="int"),
+        *SCRATCH,
+        I64("most_parts", "that the workspace holds", member="int"),
+    ),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

@@ -1,0 +1,255 @@
+"""Decode steps of whole models, through transformers: tokens a second, and where the time goes.
+
+    python -m bench.bench_model [--model llama-3.1-8b qwen3-8b] [--batch 1 8 64] [--context 2048 8192]
+        [--variant bf16 w4 w4-kv4 w4-kv4-head4 transformers] [--glue compiled|plain] [--seconds 170] [--device cuda]
+
+A step is what ``generate()`` does for a token of each request: the model, the greedy choice, the next positions; on a
+GPU, one CUDA graph that is replayed. Configurations are those of the published models, weights are random and made on
+the device. Lines of ``model.csv`` differ in what is in FP4, and in nothing else: ``bf16`` nothing, ``w4`` the linear
+layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` the head too. All four read keys and
+values by jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile
+for rotations, SwiGLU and the writing of bf16 pages; with ``plain``, transformers' own code. ``transformers`` is its own
+cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
+
+``bound_ms`` is the time to read the step's bytes once (weights, keys and values) at the read bandwidth of the same run.
+Parts are microseconds of kernels by their names; ``gaps`` is what no kernel of the step accounts for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.harness import write_results
+from bench.models import MODELS, build, glued, patched
+from bench.stamp import stamp
+from jitfp4.integrations.transformers import Nvfp4Cache, register
+from jitfp4.integrations.transformers.cache import PAGE, Nvfp4Layer
+
+VARIANTS = ("bf16", "w4", "w4-kv4", "w4-kv4-head4", "transformers")
+PARTS = {
+    "experts": ("experts_", "grouped", "Grouped"),
+    "linear": ("gemm", "gemv", "cutlass", "nvjet", "splitK", "cublas"),
+    "attention": ("attention_", "flash", "fmha", "sdpa"),
+    "append": ("kv_quantize", "index_put", "index_copy"),
+}
+WARM_UP, REPLAYS, PROFILED = 3, 20, 4
+READ_BYTES = 4 << 30
+LEAST_BYTES = 1 << 12  # of tensors that count
+
+
+class Bf16Layer(Nvfp4Layer):
+    """The same pages with keys and values in bf16."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        shape = (*self.keys.shape[:-1], key_states.shape[-1])
+        self.keys, self.values = (torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in range(2))
+        self.scales = None
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if self.requests.owner == self.number:
+            slots = self.requests.slots
+            self.requests.places = slots // PAGE, slots % PAGE
+        Bf16Layer.write(self.keys, self.values, *self.requests.places, key, value)
+
+    @staticmethod
+    def write(
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page: torch.Tensor,
+        token: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        """Tokens [n, heads, d] into pages [pages, heads, page, d]."""
+        keys[page, :, token] = key
+        values[page, :, token] = value
+
+
+def written(plain: bool) -> Any:
+    """A context in which pages in bf16 are written by one kernel."""
+    if plain:
+        return nullcontext()
+    return patched((Bf16Layer, "write", staticmethod(torch.compile(Bf16Layer.write, dynamic=True, fullgraph=True))))
+
+
+def cache_of(model: Any, variant: str, batch: int, context: int, device: str) -> Any:
+    """A cache that holds ``context`` tokens of each request, random ones."""
+    config = model.config
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    room = -(-(context + WARM_UP + REPLAYS + PROFILED + 8) // PAGE) * PAGE
+    if variant == "transformers":
+        cache = transformers.StaticCache(config=config, max_cache_len=room)
+        cache.early_initialization(batch, heads, head_dim, torch.bfloat16, torch.device(device))
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(context)
+        return cache
+    cache = Nvfp4Cache(config, room, [(0.01, 0.01)] * config.num_hidden_layers)
+    if "kv4" not in variant:
+        cache.layers = [Bf16Layer(room, layer.number, layer.shared, None) for layer in cache.layers]
+    empty = torch.zeros(batch, heads, 0, head_dim, dtype=torch.bfloat16, device=device)
+    for layer in cache.layers:
+        layer.lazy_initialization(empty, empty)
+        for pages in (layer.keys, layer.values):
+            pages.random_(256) if pages.dtype == torch.uint8 else pages.normal_()
+        for scales in layer.scales or ():
+            scales.fill_(1.0)
+    cache.layers[0].requests.lengths.fill_(context)
+    return cache
+
+
+class Step:
+    """A token of each request: tokens [batch, 1] and positions are replaced by the next ones."""
+
+    def __init__(self, model: Any, cache: Any, batch: int, context: int, device: str) -> None:
+        self.model, self.cache = model, cache
+        self.tokens = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
+        self.positions = torch.full((batch, 1), context, dtype=torch.int64, device=device)
+
+    def __call__(self) -> None:
+        logits = self.model(self.tokens, position_ids=self.positions, past_key_values=self.cache).logits
+        self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        self.positions.add_(1)
+
+    def graph(self) -> Callable[[], None]:
+        """A function that does the same by one launch."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self()
+        return graph.replay
+
+
+def time_ms(call: Callable[[], None], device: str) -> float:
+    """The median of REPLAYS calls; on the CPU, one."""
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    call()
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def parts_us(call: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of kernels of one call, by part."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(PROFILED):
+            call()
+        torch.cuda.synchronize()
+    spent = dict.fromkeys((*PARTS, "other"), 0.0)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            part = next((p for p, words in PARTS.items() if any(word in event.name for word in words)), "other")
+            spent[part] += event.device_time_total / PROFILED
+    return spent
+
+
+def bytes_read(model: Any, cache: Any, context: int, batch: int) -> float:
+    """Of a step: weights but the embedding, which is looked up; experts as often as random choices take one; tokens."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    chosen = getattr(config, "num_experts_per_tok", 0) * batch
+    total = 0.0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        own = tensor is embedding or tensor.nbytes < LEAST_BYTES
+        share = 1 - (1 - 1 / tensor.shape[0]) ** chosen if ".experts." in name and tensor.dim() > 2 else 1.0
+        total += 0 if own else share * tensor.nbytes
+    for number, layer in enumerate(cache.layers):
+        sliding = (getattr(config, "layer_types", None) or {number: ""})[number] == "sliding_attention"
+        tokens = min(context, config.sliding_window) if sliding else context
+        held = sum(part.nbytes for part in (layer.keys, layer.values, *(getattr(layer, "scales", None) or ())))
+        total += held * tokens / layer.max_cache_len
+    return total
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second of a reduction over much memory."""
+    x = torch.zeros((READ_BYTES if device != "cpu" else 1 << 20) // 4, device=device)
+    times = [time_ms(lambda: x.amax(), device) for _ in range(3)]
+    return 1e3 * x.nbytes / min(times)
+
+
+def measure(model: Any, variant: str, batch: int, context: int, bandwidth: float, device: str) -> dict[str, object]:
+    """One line."""
+    cache = cache_of(model, variant, batch, context, device)
+    step = Step(model, cache, batch, context, device)
+    if device == "cpu":
+        step()
+        call, parts = step, dict.fromkeys((*PARTS, "other"), 0.0)
+        ms = time_ms(call, device)
+    else:
+        call = step.graph()
+        ms, parts = time_ms(call, device), parts_us(call)
+    bound = 1e3 * bytes_read(model, cache, context, batch) / bandwidth
+    row = {"ms": round(ms, 3), "tokens_per_s": round(1e3 * batch / ms, 1), "bound_ms": round(bound, 3)}
+    row |= {f"{part}_us": round(us, 1) for part, us in parts.items()}
+    row["gaps_us"] = round(max(0.0, 1e3 * ms - sum(parts.values())), 1)
+    row["memory_gib"] = 0.0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**30, 2)
+    return row
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-3.1-8b", "qwen3-8b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS[:-1]))
+    parser.add_argument("--glue", choices=("compiled", "plain"), default="compiled")
+    parser.add_argument("--seconds", type=float, default=170, help="begin no case later than this")
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/h200")
+    options = parser.parse_args()
+    start, rows, left = time.perf_counter(), [], 0
+    register()
+    bandwidth = read_bandwidth(options.device)
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for name in options.model:
+        for variant in options.variant:
+            plain = options.glue == "plain" or variant == "transformers"
+            with glued(MODELS[name], plain), written(plain):
+                model = build(MODELS[name].config(), variant, options.device)
+                for batch in options.batch:
+                    for context in options.context:
+                        if time.perf_counter() - start > options.seconds:
+                            left += 1
+                            continue
+                        row = {"model": name, "variant": variant, "glue": options.glue, "batch": batch}
+                        row |= {"context": context}
+                        row |= measure(model, variant, batch, context, bandwidth, options.device)
+                        rows.append(row)
+                        gc.collect()
+                        text = " ".join(f"{key}={value}" for key, value in row.items())
+                        print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
+                del model
+                gc.collect()
+                if options.device != "cpu":
+                    torch.cuda.empty_cache()
+    if left:
+        print(f"{left} cases were not measured: {options.seconds} s had passed")
+    write_results(options.out / "model", rows, stamp() | {"read_bandwidth": bandwidth})
+
+
+if __name__ == "__main__":
+    main()

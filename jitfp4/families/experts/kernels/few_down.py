@@ -1,0 +1,178 @@
+"""experts/few_down: the product down for the slots of one token or a few; a CTA has the results of all slots."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.experts.arguments import DownArguments
+from jitfp4.families.experts.problem import Problem
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+
+ASSIGNMENTS = 8
+_BLOCK_ROWS = 16
+_MAX_CLUSTER = 8
+_ROW_BYTES = TILE_COLS * 2
+
+
+@dataclass(frozen=True, slots=True)
+class FewTactic:
+    """The tunable fields of FewSpec, and the number of CTAs of a cluster over which the columns are split."""
+
+    warp_blocks: int
+    groups: int
+    stages: int
+    ctas: int
+    split: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewSpec(KernelSpec):
+    """A CTA takes 16 * ``warp_blocks`` rows of the weights of all experts that are chosen.
+
+    It has ``groups`` warps, which take chunks of 128 columns in turn; each has a ring of ``stages`` pieces. ``ctas``
+    CTAs fit on an SM.
+    """
+
+    dtype: DType
+    format: BlockFormat
+    warp_blocks: int
+    groups: int
+    stages: int
+    ctas: int
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("warp_blocks", 1, 5), ("groups", 1, 32), ("stages", 2, 8)):
+            if not low <= getattr(self, name) <= high:
+                raise ArgumentError(name, getattr(self, name), f"{low} to {high}")
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.groups
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that a CTA takes."""
+        return _BLOCK_ROWS * self.warp_blocks
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: the ring of stages, later overwritten by the sums; scales, biases and results."""
+        stages = self.groups * self.stages
+        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
+        ring = round_up(weights, 128) + (2 * self.groups + 1) * _ROW_BYTES + 8 * stages
+        sums = 4 * self.groups * ASSIGNMENTS * (self.rows + 4)
+        return round_up(max(ring, sums), 128) + round_up(4 * ASSIGNMENTS * (3 * self.rows + 2), 128)
+
+
+def specialise(problem: Problem, tactic: FewTactic) -> FewSpec:
+    """The spec of a tactic for a problem."""
+    cut = asdict(tactic)
+    del cut["split"]
+    return FewSpec(dtype=problem.dtype, format=problem.format, **cut)
+
+
+def rejects(problem: Problem, tactic: FewTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    spec = specialise(problem, tactic)
+    if problem.item_rows:
+        return "it takes no list"
+    if problem.assignments > ASSIGNMENTS:
+        return f"it has {ASSIGNMENTS} columns of sums"
+    if spec.shared_bytes > arch.shared_of(tactic.ctas):
+        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    if tactic.split > 1 and not arch.has_tma:
+        return "it needs clusters"
+    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
+        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    return None
+
+
+def geometry(problem: Problem, tactic: FewTactic, _arch: Arch) -> Geometry:
+    """Grid: x over the CTAs of a cluster, which split the chunks; y over rows of the weight."""
+    spec = specialise(problem, tactic)
+    return Geometry(
+        grid=(tactic.split, ceil_div(problem.n, spec.rows), 1),
+        block=(spec.threads, 1, 1),
+        cluster=(tactic.split, 1, 1),
+        shared_bytes=spec.shared_bytes,
+    )
+
+
+def _bind(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
+    problem: Problem = plan.problem
+    return {
+        "x": arguments.h,
+        "weight": arguments.w2,
+        "scale": arguments.scale2,
+        "bias": arguments.bias2,
+        "weights": arguments.weights,
+        "ids": arguments.ids,
+        "expert_map": arguments.expert_map,
+        "out": arguments.out,
+        "id_bytes": arguments.ids.element_size(),
+        "ids_end": problem.experts if arguments.expert_map is None else arguments.expert_map.shape[0],
+        "experts": problem.experts,
+        "tokens": problem.tokens,
+        "slots": problem.slots,
+        "n": problem.n,
+        "k": problem.k,
+        "out_stride": arguments.out.stride(0),
+    }
+
+
+_CUTS = (  # blocks of a warp, warps, stages, CTAs of an SM
+    (1, 32, 2, 1),
+    (1, 24, 3, 2),
+    (1, 16, 2, 3),
+    (1, 16, 3, 2),
+    (1, 12, 3, 3),
+    (1, 12, 4, 2),
+    (1, 8, 4, 4),
+    (2, 24, 2, 1),
+    (2, 16, 3, 1),
+    (2, 16, 2, 2),
+    (2, 12, 2, 2),
+    (2, 8, 3, 2),
+    (2, 8, 2, 3),
+    (3, 16, 2, 1),
+    (3, 8, 2, 2),
+    (4, 16, 2, 1),
+    (4, 8, 2, 2),
+)
+FEW_TACTICS = tuple(FewTactic(*cut, split) for cut, split in product(_CUTS, (1, 2, 3, 4)))
+
+FEW_DOWN = Kernel(
+    name="experts/few_down",
+    spec=FewSpec,
+    params=(
+        Ptr("x", "const In", "h [tokens * slots, k]"),
+        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
+        Ptr("bias", "const float", "as scale; null: none"),
+        Ptr("weights", "const float", "[tokens, slots], factors of results; null: 1"),
+        Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
+        Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
+        Ptr("out", "In", "[tokens, n]"),
+        I64("id_bytes", "4 or 8"),
+        I64("ids_end", "ids are below it, or skipped"),
+        I64("experts"),
+        I64("tokens"),
+        I64("slots"),
+        I64("n", "rows of the weight"),
+        I64("k", "columns, a multiple of 32"),
+        I64("out_stride", "elements"),
+    ),
+    tactics=FEW_TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

@@ -1,0 +1,44 @@
+"""The plugin for vLLM: FP4 linear layers and experts, and attention over an NVFP4 KV cache.
+
+vLLM calls register() in each of its processes, through the entry point ``jitfp4`` of the group
+``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries.
+
+- NVFP4 and MXFP4 checkpoints of compressed-tensors and ModelOpt are claimed where the GPU has no FP4 tensor cores, and
+  weights without quantized activations everywhere. ``--quantization compressed-tensors`` (or ``modelopt_fp4``) keeps
+  vLLM's own kernels.
+- ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+try:
+    import vllm  # noqa: F401 - only to say what is missing
+except ImportError as error:
+    raise ImportError("jitfp4.integrations.vllm needs vLLM, 0.26.0 or newer: pip install vllm") from error
+
+__all__ = ["register"]
+
+BACKEND = "jitfp4.integrations.vllm.attention.Jitfp4AttentionBackend"
+
+_log = logging.getLogger("jitfp4.integrations.vllm")
+
+
+def register() -> None:
+    """Register the quantization configs and the attention backend with vLLM; a second call changes nothing.
+
+    Another plugin's backend for CUSTOM is left in place, with a warning.
+    """
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from jitfp4.integrations.vllm.quantization import CONFIGS
+
+    for name, config in CONFIGS.items():
+        register_quantization_config(name)(config)
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        _log.warning("the attention backend CUSTOM is %s already; jitfp4's is not registered", custom.get_path())
+    else:
+        register_backend(custom, BACKEND)

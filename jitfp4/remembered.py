@@ -1,0 +1,272 @@
+"""What a call of a public function did, and how it is done again with other tensors."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from jitfp4.addresses import ALIGNMENT, Places
+from jitfp4.dispatch import current_stream, empty_cuda, exchange_device
+
+MOST = 4096  # most sets of addresses that a call remembers
+
+_address = torch.Tensor.data_ptr
+REFUSED = object()
+"""What Call.repeat() returns where it launched nothing."""
+
+
+class Launch(Protocol):
+    """A launch that can be repeated: driver.PreparedLaunch."""
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
+
+
+class Step(NamedTuple):
+    """A launch of a call and its tensors; the numbers of those that must be aligned, and of pairs that must not share
+    memory.
+    """
+
+    launch: Launch
+    tensors: Sequence[torch.Tensor]
+    aligned: tuple[int, ...]
+    disjoint: tuple[tuple[int, int], ...]
+
+
+class Temporary(NamedTuple):
+    """A tensor that a call made for its launches, the function that made it, and the tensors that it was made from."""
+
+    tensor: torch.Tensor
+    make: Callable[..., torch.Tensor]
+    sources: tuple[torch.Tensor, ...]
+
+
+class Notes(NamedTuple):
+    """What a running call does: launches in order, None for one that cannot be repeated; and tensors for them."""
+
+    steps: list[Step | None]
+    scratch: list[torch.Tensor]
+    temporaries: list[Temporary]
+    parts: list[tuple[torch.Tensor, torch.Tensor]]  # views, and of which tensor
+    conditions: list[tuple[Callable[..., bool], tuple[torch.Tensor, ...]]]
+
+    @staticmethod
+    def none() -> Notes:
+        return Notes([], [], [], [], [])
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A tensor that a call allocates: shape, stride, dtype."""
+
+
+class Call(NamedTuple):
+    """A remembered call. Tensors have numbers: first the arguments, then what is allocated, then the temporaries."""
+
+    launch: Launch
+    device: int
+    chosen: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]  # the launch's tensors
+    offsets: tuple[int, ...]  # of the launch's addresses from those of ``chosen``, in bytes; empty if all are 0
+    conditions: tuple[tuple[Callable[..., bool], tuple[int, ...]], ...]  # and the numbers of arguments
+    allocated: tuple[_Layout, ...]  # results and scratch
+    temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
+    aligned: tuple[int, ...]
+    disjoint: tuple[tuple[int, int, Places], ...]  # two of the launch's tensors
+    results: Callable[[Sequence[torch.Tensor]], Any]
+    allowed: set[tuple[int, ...]]  # addresses that passed the checks before
+
+    def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Repeat the call with other tensors. Returns REFUSED, without a launch, where a condition does not hold."""
+        # faster than one by one
+        launch, device, chosen, offsets, conditions, allocated, temporaries, _, _, results, allowed = self
+        for holds, sources in conditions:
+            if not holds(*[tensors[source] for source in sources]):
+                return REFUSED
+        previous = exchange_device(device)
+        try:
+            if allocated:
+                tensors = (*tensors, *[empty_cuda(*layout) for layout in allocated])
+            for make, sources in temporaries:
+                tensors = (*tensors, make(*[tensors[source] for source in sources]))
+            addresses = (*map(_address, chosen(tensors)),)
+            if offsets:
+                addresses = (*map(operator.add, addresses, offsets),)
+            if addresses not in allowed:
+                if not self._allows(addresses):
+                    return REFUSED
+                if len(allowed) >= MOST:
+                    allowed.clear()
+                allowed.add(addresses)
+            launch.launch(current_stream(device), addresses)
+        finally:
+            if previous != device:
+                exchange_device(previous)
+        return results(tensors)
+
+    def _allows(self, addresses: Sequence[int]) -> bool:
+        """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
+        return not any(addresses[number] % ALIGNMENT for number in self.aligned) and not any(
+            places.meet(addresses[first], addresses[second]) for first, second, places in self.disjoint
+        )
+
+
+# ---- what a call did -------------------------------------------------------------------------------------------------
+
+
+class _Unrepeatable(Exception):  # noqa: N818 - it is no error
+    """A call uses a tensor that a repeated call would not find or make."""
+
+
+def understand(notes: Notes, given: Sequence[torch.Tensor], result: Any) -> tuple[Call | None, bool]:
+    """How to repeat a call; None if it cannot be repeated, and then whether that holds for all calls like it."""
+    steps = [step for step in notes.steps if step is not None]
+    if not steps or len(steps) < len(notes.steps):
+        return None, bool(notes.steps)
+    try:
+        return _repeatable(_joined(steps), notes, given, result), True
+    except _Unrepeatable:
+        return None, True
+
+
+def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result: Any) -> Call:
+    """The call of these launches."""
+    returned = () if result is None else result if isinstance(result, tuple) else (result,)
+    numbers = _Numbers(given)
+    conditions = [(holds, (*map(numbers.of, sources),)) for holds, sources in notes.conditions]
+    made = [one.tensor for one in notes.temporaries]
+    results = [one for one in returned if not any(one is other for other in (*given, *notes.scratch, *made))]
+    allocated = (*notes.scratch, *results)
+    for tensor in (*allocated, *made):
+        numbers.add(tensor)
+    for view, source in notes.parts:
+        numbers.add_part(view, source)
+    chosen, offsets = zip(*map(numbers.at, step.tensors), strict=True)
+    for tensor in results:
+        if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
+            raise _Unrepeatable
+    places = [numbers.of(tensor) for tensor in returned]
+    return Call(
+        step.launch,
+        step.tensors[0].get_device(),
+        take(chosen),
+        offsets if any(offsets) else (),
+        (*conditions, *((_at_one_place, twins) for twins in numbers.twins)),
+        tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
+        tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
+        step.aligned,
+        tuple((a, b, Places.of(step.tensors[a], step.tensors[b])) for a, b in step.disjoint),
+        _results_of(result, places),
+        set(),
+    )
+
+
+def _results_of(result: Any, places: Sequence[int]) -> Callable[[Sequence[torch.Tensor]], Any]:
+    if result is None:
+        return _none
+    return take(places) if isinstance(result, tuple) else operator.itemgetter(*places)
+
+
+def _none(_tensors: Sequence[torch.Tensor]) -> None:
+    return None
+
+
+def _at_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
+
+
+class _InOrder(NamedTuple):
+    """Several launches as one; each gets its part of the addresses."""
+
+    parts: tuple[tuple[Launch, slice], ...]
+
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        for launch, part in self.parts:
+            launch.launch(stream, addresses[part])
+
+
+def _joined(steps: Sequence[Step]) -> Step:
+    """The launches of a call as one."""
+    if len(steps) == 1:
+        return steps[0]
+    ends = [0, *itertools.accumulate(len(step.tensors) for step in steps)]
+    parts = tuple((step.launch, slice(*part)) for step, part in zip(steps, itertools.pairwise(ends), strict=True))
+    return Step(
+        _InOrder(parts),
+        [tensor for step in steps for tensor in step.tensors],
+        tuple(first + number for step, first in zip(steps, ends, strict=False) for number in step.aligned),
+        tuple((first + a, first + b) for step, first in zip(steps, ends, strict=False) for a, b in step.disjoint),
+    )
+
+
+class _Numbers:
+    """The numbers of a call's tensors, by object and by address."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self._known = list(given)
+        self._places: dict[int, tuple[int, int]] = {}  # by address: a number, and the offset from that tensor
+        self.twins: list[tuple[int, int]] = []
+        for number, tensor in enumerate(given):
+            if tensor.numel():
+                first, _ = self._places.setdefault(tensor.data_ptr(), (number, 0))
+                if first != number:
+                    # it is not known which of them the kernel got: they must be equal again
+                    self.twins.append((first, number))
+
+    def add(self, tensor: Any) -> None:
+        """Give a tensor the next number. Raises _Unrepeatable when another one begins at its address."""
+        if not isinstance(tensor, torch.Tensor):
+            raise _Unrepeatable
+        number, offset = self._places.setdefault(tensor.data_ptr(), (len(self._known), 0))
+        self._known.append(tensor)
+        if offset or self._known[number] is not tensor:
+            raise _Unrepeatable
+
+    def add_part(self, view: torch.Tensor, source: torch.Tensor) -> None:
+        """Let the address of a view stand for an offset from the tensor of which it is a view."""
+        number, offset = self.of(source), view.data_ptr() - source.data_ptr()
+        if self._places.setdefault(view.data_ptr(), (number, offset)) != (number, offset):
+            raise _Unrepeatable  # it is not known which of the two the kernel got
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of this object."""
+        for number, known in enumerate(self._known):
+            if known is tensor:
+                return number
+        raise _Unrepeatable
+
+    def source(self, tensor: torch.Tensor) -> int:
+        """The number of this object, or of the tensor of which it is a view."""
+        known = any(one is tensor for one in self._known)
+        if known:
+            return self.of(tensor)
+        number, offset = self.at(tensor)
+        if offset:
+            raise _Unrepeatable
+        return number
+
+    def at(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The number of the tensor that begins where this one does, or in which it begins, and the offset."""
+        if tensor.data_ptr() not in self._places:
+            raise _Unrepeatable
+        return self._places[tensor.data_ptr()]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers the whole of its storage."""
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def take(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that returns the items with these numbers, as a tuple."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    if not numbers:
+        return _nothing
+    (number,) = numbers
+    return lambda values: (values[number],)
+
+
+def _nothing(_values: Sequence[Any]) -> tuple[Any, ...]:
+    return ()
