@@ -27,6 +27,7 @@ from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch
+from tests.inputs.good import good_calls
 from tests.sim import engine_calls, quantize_calls
 from tests.sim.call import Call, Case
 from tests.support.attention import relative_error
@@ -37,6 +38,12 @@ DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
 SAMPLE = 8  # cases of a kernel without --all
 COMPLETE = ("quantize/", "gdn/")  # with --all, their cases launch every specialisation
+
+
+def good_cases(*functions: str) -> Iterator[Case]:
+    """The good calls of functions, which are small."""
+    yield from (partial(lambda name: Call(name, good_calls()[name]()), name) for name in functions)
+
 
 CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "attention/decode": engine_calls.decode_cases,
@@ -53,6 +60,8 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "gemm/wide_fp4": engine_calls.fp4_wide_cases,
     "kv/dequantize": engine_calls.kv_dequantize_cases,
     "kv/quantize": engine_calls.kv_quantize_cases,
+    "kv/rope_append": partial(good_cases, "rope_append_paged_kv_cache"),
+    "norm/rmsnorm": partial(good_cases, "rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm"),
     "norm/rmsnorm_fp4quant": quantize_calls.norm_cases,
     "quantize/dequantize": quantize_calls.dequantize_cases,
     "quantize/e4m3": quantize_calls.e4m3_cases,

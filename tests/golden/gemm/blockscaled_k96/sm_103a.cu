@@ -165,7 +165,7 @@ namespace ptx {
 // The address that `p` has in the CTA `rank` of the cluster.
 __device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
   uint32 a;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
   return a;
 }
 // Stores at such an address.
@@ -320,11 +320,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
