@@ -241,12 +241,26 @@ class TestLogic:
         function(tensors[0], (tensors[1], aligned(4).double()))
         function(tensors[0], (tensors[1], tensors[2]), "other")
         assert len(ran) == 4, "a call was taken for another"
-        for cache in ((tensors[1], None), (tensors[1], "k")):  # the checks of the function say what is wrong
+        for cache in ((tensors[1], None), (tensors[1], "k")):  # what is wrong with them is for the function to say
             function(tensors[0], cache), function(tensors[0], cache)
         for wrong in (tuple(tensors[:1]), ()):
             with pytest.raises(ValueError, match="unpack"):
                 function(tensors[0], wrong)
         assert len(ran) == 10 and len(launch.repeated) == 1
+
+    def test_groups_of_other_lengths_are_other_calls(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
+            ran.append((len(first), len(second)))
+            replay.note(Step(FakeLaunch(), (*first, *second), (), ()))
+
+        a, b, c = (aligned(4) for _ in "abc")
+        calls: list[Any] = [((a,), (b, c)), ((a, b), (c,)), ((a, b, c), ()), ((), (a, b, c)), ((a,), (b,))]
+        for first, second in calls * 2:
+            function(first, second)
+        assert ran == [(1, 2), (2, 1), (3, 0), (0, 3), (1, 1)]
 
     def test_a_call_without_a_result_returns_none(self) -> None:
         ran = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4 import replay
-from jitfp4.dispatch import differ, reaches
+from jitfp4.dispatch import differ, known, reaches
 from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
@@ -132,6 +132,8 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
+    if known(tensor.numel() == 0):
+        return
     for size, step in zip(tensor.shape, steps(tensor), strict=False):
         step *= tensor.element_size()
         if step % multiple or step >= _LIMIT or (step == 0 and size > 1):

@@ -653,6 +653,53 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
+  int32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
+  int64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
+__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+struct Routing {
+  const uint8* ids;
+  const int32* map;  // null: the identity
+  int64 id_bytes, end, experts;
+
+  __device__ __forceinline__ int64 id(int64 assignment) const {
+    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
+    return ptx::ld_fresh_4(ids + 4 * assignment);
+  }
+  // -1 where the slot is skipped: never an expert that is not there.
+  __device__ __forceinline__ int32 expert(int64 id) const {
+    if (id < 0 || id >= end) return -1;
+    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
+    return local < 0 || local >= experts ? -1 : int32(local);
+  }
+  // A bit for each slot of a token that is not skipped; there are up to 32.
+  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
+    uint32 mask = 0;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
+    return mask;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 using In  = bf16;
 using Out = In;
@@ -914,15 +961,23 @@ struct Work {
 };
 
 // Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
-// and the same weight, which lie in L2. An item without rows ends the list.
-class Schedule {
+// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because the
+// thread has not waited for the kernel ahead.
+template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
       : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN)), next_(blockIdx.x) {}
 
   __device__ __forceinline__ bool take(Work& work) {
     const uint32 item = next_ / tiles_;
-    const uint4 of = ptx::ld<uint4>(items_ + min(item, end_ - 1));
+    const int4* const at = items_ + min(item, end_ - 1);
+    uint4 of;  // expert, first, rows
+    if constexpr (kFresh) {
+      const int4 v = ptx::ld_fresh_16(at);
+      of = make_uint4(v.x, v.y, v.z, v.w);
+    } else {
+      of = ptx::ld<uint4>(at);
+    }
     work = {uniform(of.x), uniform(of.y), uniform(item < end_ ? of.z : 0), (next_ - item * tiles_) * kTileN};
     next_ += gridDim.x;
     return work.rows > 0;
@@ -947,7 +1002,7 @@ __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint3
   const uint32 chunk = thread % 8, lane = thread % kWarp, warp = thread / kWarp;
   const uint32 to    = ptx::shared_address(shared.x) + swizzle_128(thread / 8, chunk);
   const int32* const sources = shared.sources + thread / 8;
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
     const uint32 rows = ceil_div(work.rows, kStepM) * kStepM;
@@ -993,7 +1048,7 @@ __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint3
 // Hands over what the threads above have written: the tensor cores see it past a fence. A thread that copies would wait
 // in the fence for its latest copies.
 __device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
     for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
@@ -1004,18 +1059,19 @@ __device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
   }
 }
 
-__device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
+template <bool kFresh> __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
   const uint32 tiles = layer.tiles(), steps = layer.steps();
-  Schedule schedule(layer);
+  Schedule<kFresh> schedule(layer);
   Ring<kWeightSlots> ring;
   for (Work work; schedule.take(work);) {
     const Weight weight{layer.weight + uint64(work.expert) * tiles * steps * kTileBytes, nullptr, nullptr, layer.n};
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
       Barrier* full = &shared.weight_full[ring.slot];
       ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
-      if (!ptx::elect_one()) continue;
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-      weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+        weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+      }
     }
   }
 }
@@ -1087,7 +1143,7 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     } else if (warp == 2) {
       // The list and the weight are not what the previous kernel writes, unless that made the list.
       if constexpr (kGathered) ptx::griddep_wait();
-      produce_weight(shared, layer);
+      produce_weight<!kGathered>(shared, layer);
     } else {
       ptx::griddep_wait();
       ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
@@ -1099,9 +1155,13 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
   ptx::registers_more<kConsumerRegisters>();
   ptx::griddep_wait();
   Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows, row = col + warp * 16 + lane / 4;
+    // Warpgroups begin at different times, so that some multiply while another finishes its tile.
+    const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
+    if (behind < layer.halves())
+      ptx::mbarrier_wait(&shared.full[later % kSlots], consumer.ring.parity ^ later / kSlots);
     Sums sums;
     consumer.rows = work.rows;
     consumer.accumulate(sums, layer.halves());
@@ -1109,53 +1169,6 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     finish(work, team, col, sums, upper, lower);
   }
 }
-
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
-namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
-__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
-  int4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-struct Routing {
-  const uint8* ids;
-  const int32* map;  // null: the identity
-  int64 id_bytes, end, experts;
-
-  __device__ __forceinline__ int64 id(int64 assignment) const {
-    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
-    return ptx::ld_fresh_4(ids + 4 * assignment);
-  }
-  // -1 where the slot is skipped: never an expert that is not there.
-  __device__ __forceinline__ int32 expert(int64 id) const {
-    if (id < 0 || id >= end) return -1;
-    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
-    return local < 0 || local >= experts ? -1 : int32(local);
-  }
-  // A bit for each slot of a token that is not skipped; there are up to 32.
-  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
-    uint32 mask = 0;
-#pragma unroll 8
-    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
-    return mask;
-  }
-};
 
 // ---- experts/slot_sum ------------------------------------------------------
 // The results of a token's slots, weighted and added up in the order of the slots.

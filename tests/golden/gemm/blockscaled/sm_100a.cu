@@ -2,7 +2,8 @@
 // spec: {"cluster_m":1,"cluster_n":1,"ctas":1,"format":"nvfp4","out_dtype":"bf16","prefetch":false,"split":4,"stages":8,"swap_ab":true,"tile_n":16,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the block-scaled products of the sm_100
-// family: the shell around a main loop of products of 64 columns. One warp copies steps of 256 columns and their scales.
+// family: the shell around a main loop of products of 64 columns. One warp copies both
+// operands and their scales.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;

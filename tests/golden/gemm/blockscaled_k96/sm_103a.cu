@@ -1269,7 +1269,8 @@ constexpr int kScaleStages = 8;
 
 // ---- main loop -------------------------------------------------------------
 // A step is 768 columns: three slices of both operands and eight products, two of which begin in one slice and end in
-// the next. Pieces of scales serve two products (NVFP4) or four. Slices and pieces have a pipeline each, and a producer.
+// the next. Pieces of scales serve two products (NVFP4) or four. Slices and pieces have a pipeline
+// and a producer each.
 struct Mainloop {
   static constexpr int kProducers = 2, kStepColumns = 768, kProductColumns = 96, kProducts = 8;
   static constexpr int kSlices  = 3;                                                // of a step
