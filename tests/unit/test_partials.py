@@ -20,9 +20,9 @@ TAKES = {
     *(f"attention/{name}.cuh.j2" for name in ("half_tile", "items", "matrices", "nvfp4_tile", "pages", "parts")),
     *(f"attention/{name}.cuh.j2" for name in ("products", "queries", "request", "rows", "softmax", "team", "tiles")),
     "attention/work.cuh.j2",
-    *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "rows")),
+    *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "pieces", "rows", "wide")),
     *(f"gemm/{name}.cuh.j2" for name in ("group_sums", "multiply", "output", "packed_weight", "prepared_weight")),
-    *(f"gemm/{name}.cuh.j2" for name in ("products", "wide_results")),
+    *(f"gemm/{name}.cuh.j2" for name in ("products", "wide_mainloop", "wide_place", "wide_results")),
 }
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
 

@@ -429,6 +429,21 @@ template <int kSize> struct Ring {
   }
 };
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/store_matrices -----------------------------------------------
 namespace ptx {
 // Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
@@ -509,11 +524,7 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint
 }
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
-               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
 }
 
 // Copies `bytes` bytes, which count towards the barrier.
@@ -765,12 +776,8 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
 // Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %4, %5;\n"
-               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
 }  // namespace ptx

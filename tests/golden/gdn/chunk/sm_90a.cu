@@ -233,7 +233,7 @@ namespace ptx {
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- gdn/bulk_copy ---------------------------------------------------------
+// ---- partials/bulk_copy ----------------------------------------------------
 // Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
 namespace ptx {
 // Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.

@@ -2,17 +2,8 @@
 // spec: {"cluster_m":1,"cluster_n":1,"ctas":1,"format":"nvfp4","out_dtype":"bf16","prefetch":false,"split":4,"stages":8,"swap_ab":true,"tile_n":16,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the block-scaled products of the sm_100
-// family. The left operand of the products, of which a CTA takes 128 rows, is a, or b with kSwapAb. Then the products
-// are the transpose of out, and the warps that write them transpose them back.
-//
-// One warp copies steps of 256 columns of a tile's rows and of their scales, kStages of them in flight. One warp issues
-// the products: scales from shared to tensor memory, then four products of 64 columns a step. Four warps write a tile
-// while the next one is computed. CTAs are persistent. With a kCtaGroup of 2, two CTAs compute a tile of 256 rows
-// together: each has half of the rows of both operands, and the first one issues the products of both.
-//
-// A cluster computes kClusterM by kClusterN tiles. Of the rows and scales that several of its CTAs need, each of them
-// copies a part, for all. With a kSplit above 1, it has so many groups of these CTAs, each for a part of the columns,
-// and the first group adds up the sums of all.
+// family: the shell around a main loop of products of 64 columns. One warp copies both
+// operands and their scales.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -164,7 +155,7 @@ namespace ptx {
 // The address that `p` has in the CTA `rank` of the cluster.
 __device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
   uint32 a;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
   return a;
 }
 // Stores at such an address.
@@ -319,11 +310,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -1120,8 +1107,21 @@ template <class Config> struct Epilogue {
 };
 
 // ---- gemm/blockscaled_shell ------------------------------------------------
-// What stands around the main loop of a product of block-scaled FP4 matrices on the sm_100 family. Four warps are the
-// epilogue, one issues the products, the others are producers. CTAs are persistent.
+// What stands around the main loop of a product of block-scaled FP4 matrices on the sm_100 family. CTAs are persistent.
+// Four warps are the epilogue, which writes a tile while the next one is computed; one issues the products: scales from
+// shared to tensor memory, then products; the others are producers. With a kCtaGroup of 2, two CTAs compute a tile of
+// 256 rows together: each has half of the rows of both operands, and the first one issues the products of both.
+//
+// The left operand of the products, of which a CTA takes 128 rows, is a, or b with kSwapAb. Then the products are the
+// transpose of out, and the epilogue transposes them back. Of the rows and scales that several CTAs of a cluster need,
+// each of them copies a part, for all. With a kSplit above 1, the CTAs with the first part of the columns add up the
+// sums of all.
+//
+//   producer            mma warp                        epilogue warps
+//   empty  <----------- commit                                            stages of the pipeline
+//   full   -----------> scales to tmem, products
+//                       accumulator_empty <------------ release           stages of the accumulator
+//                       commit -----------------------> accumulator_full
 //
 // Config: as for the tile scheduler and the epilogue, kFormat, kStages.
 // Mainloop: Smem, kProducers, kStepColumns, kProductColumns; init() and produce(), which an elected thread of each

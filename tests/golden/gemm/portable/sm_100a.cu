@@ -5,9 +5,9 @@
 //
 // A CTA takes kTileM rows of a by kTileN rows of b; the CTAs of a cluster take the same rows, and each a share of the
 // columns. A step is kGroups chunks of 128 columns: each group of warps multiplies one chunk, and each of its warps
-// kWarpM by kWarpN rows of it. Asynchronous copies fill a ring of stages, one step each, codes and scales as they lie
-// in memory. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the
-// same order.
+// kWarpM by kWarpN rows of it. Asynchronous copies fill a pipeline of stages, one step each, codes and scales as they
+// lie in memory. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in
+// the same order.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -196,6 +196,21 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster ------------------------------------------------------
 // CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
@@ -227,11 +242,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -428,12 +439,8 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
 // Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %4, %5;\n"
-               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
 }  // namespace ptx
@@ -797,7 +804,7 @@ struct Place {
 using Multiplier = Select<kScaledMma, ScaledBlocks<kFormat>, HalfBlocks<kFormat>>;
 
 // ---- shared memory ---------------------------------------------------------
-struct Ring {
+struct Pipeline {
   alignas(128) OperandA::Chunk a[kStages][kGroups];
   alignas(16) OperandB::Chunk b[kStages][kGroups];
 };
@@ -806,7 +813,7 @@ struct Sums {
   float rows[kGroups][kTileM][kPitch];
 };
 union Shared {
-  Ring ring;
+  Pipeline pipeline;
   Sums sums;  // after the last product of every warp
 };
 
@@ -861,8 +868,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
     int64 out_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
-  Ring&   ring = s.ring;
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Pipeline& pipeline = s.pipeline;
   const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, group = warp / kGroupWarps;
   const uint32 shares = kHasClusters ? ptx::cluster_ctas() : 1, share = blockIdx.x % shares;  // of the columns
   const int first_m = blockIdx.x / shares * kTileM, first_n = blockIdx.y * kTileN;
@@ -883,8 +890,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) {
     if (i < turns) {
-      operand_a.load(ring.a[i], begin + i * (kGroups * kChunk), end, thread);
-      operand_b.load(ring.b[i], begin + i * (kGroups * kChunk), end, thread);
+      operand_a.load(pipeline.a[i], begin + i * (kGroups * kChunk), end, thread);
+      operand_b.load(pipeline.b[i], begin + i * (kGroups * kChunk), end, thread);
     }
     ptx::copy_async_commit();
   }
@@ -898,15 +905,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
     const int next = turn + kStages - 1;
     if (next < turns) {
       const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
-      operand_a.load(ring.a[to], begin + next * (kGroups * kChunk), end, thread);
-      operand_b.load(ring.b[to], begin + next * (kGroups * kChunk), end, thread);
+      operand_a.load(pipeline.a[to], begin + next * (kGroups * kChunk), end, thread);
+      operand_b.load(pipeline.b[to], begin + next * (kGroups * kChunk), end, thread);
     }
     ptx::copy_async_commit();
     const int column = begin + (turn * kGroups + int(group)) * kChunk;
-    Multiplier::multiply(sums, ring.a[stage][group], ring.b[stage][group], place, end - column, lane);
+    Multiplier::multiply(sums, pipeline.a[stage][group], pipeline.b[stage][group], place, end - column, lane);
     if (++stage == kStages) stage = 0;
   }
-  __syncthreads();  // the sums take the place of the ring
+  __syncthreads();  // the sums take the place of the pipeline
 
   store_sums(s.sums, sums, group, warp_m, warp_n, lane);
   __syncthreads();
