@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     plugin: bool = False
     backend: str | None = None
     cache: str = "auto"
+    norms: bool = False
     rounds: bool = False
 
 
@@ -52,9 +53,12 @@ VARIANTS = {
     "plugin": Variant(plugin=True),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
+    "plugin-norms": Variant(plugin=True, norms=True),
+    "plugin-kv-norms": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", norms=True),
 }
 """``own``: NVFP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
-weights in jitfp4's kernels; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache."""
+weights in jitfp4's kernels; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache;
+``-norms``: and its norms."""
 
 
 def config_of(variant: Variant, layers: int) -> dict[str, Any]:
@@ -131,6 +135,8 @@ def engine_of(name: str, layers: int, context: int, **changes: Any) -> tuple[Any
     }
     if variant.backend is not None:
         arguments["attention_config"] = {"backend": variant.backend}
+    if variant.norms:
+        arguments["ir_op_priority"] = {"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}
     begun = time.perf_counter()
     llm = LLM(**arguments | changes)
     return llm, time.perf_counter() - begun
