@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def main() -> None:
             results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
             for name in ("vllm", "vllm_kernels"):
                 if rows := [row for result in results for row in result[name]]:
-                    write_results(options.out / name, rows, stamp())
+                    write_results(options.out / name, rows, stamp() | {"vllm": version("vllm")})
     if failed:
         raise SystemExit(f"failed: {failed}")
 
