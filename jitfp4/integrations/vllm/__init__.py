@@ -4,8 +4,8 @@ vLLM calls register() in each of its processes, through the entry point ``jitfp4
 ``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries.
 
 - NVFP4 and MXFP4 checkpoints of compressed-tensors and ModelOpt are claimed where the GPU has no FP4 tensor cores, and
-  weights without quantized activations everywhere. ``--quantization compressed-tensors`` (or ``modelopt_fp4``) keeps
-  vLLM's own kernels.
+  weights without quantized activations everywhere; gpt-oss likewise. ``--quantization compressed-tensors`` (or
+  ``modelopt_fp4``, ``gpt_oss_mxfp4``) keeps vLLM's own kernels.
 - ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
 - ``--ir-op-priority '{"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}'`` takes its norms.
 """
