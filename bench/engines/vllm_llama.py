@@ -152,9 +152,10 @@ def logits(name: str, options: argparse.Namespace) -> torch.Tensor:
 
 def round_keys_and_values(model: torch.nn.Module) -> None:
     """Let attention layers get keys and values as an NVFP4 cache of scale 1 would hold them, rounded on the CPU."""
-    for module in model.modules():
-        if type(module).__name__ == "Attention":
-            module.register_forward_pre_hook(_rounds)
+    layers = [module for module in model.modules() if type(module).__name__ == "Attention"]
+    assert layers, "the model has no attention layers"
+    for layer in layers:
+        layer.register_forward_pre_hook(_rounds)
 
 
 def _rounds(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
