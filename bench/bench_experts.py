@@ -37,7 +37,8 @@ from jitfp4 import Fp4Experts, fp4_experts, nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
-from jitfp4.families.experts.kernels.narrow import FOUND, NARROW_DOWN, NARROW_UP, TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.narrow import FOUND, TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.families.experts.tables import forced_item_rows, item_rows_of
@@ -85,6 +86,7 @@ _SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
 _LEAST_CALLS, _MOST_CALLS = 4, 32
+_LEAST_WIDE, _MOST_ROOM = 6, 2.6  # mean rows of an expert; rows of an item over these
 
 
 class Copies(NamedTuple):
@@ -246,37 +248,46 @@ def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Pro
     )
 
 
-def searched(layer: Layer, tokens: int, arch: Arch) -> dict[int, tuple[list[Any], list[Any]]]:
+def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
     chosen = item_rows_of(tokens * layer.slots, layer.experts)
-    sizes = sorted({chosen, *([0, TILE_MS[0]] if tokens * layer.slots <= FOUND else [])})
+    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= FOUND else set())
+    mean = tokens * layer.slots / layer.experts
+    if arch.has_wgmma and mean >= _LEAST_WIDE and "wide" in kinds:
+        sizes |= {tactic.tile_m for tactic in WIDE_TACTICS if mean <= tactic.tile_m <= _MOST_ROOM * mean}
     found = {}
-    for item_rows in sizes:
+    for item_rows in sorted(sizes):
         up, down = problems_of(layer, tokens, item_rows)
-        wanted = item_rows or TILE_MS[0]
-        found[item_rows] = tuple(
-            [
-                tactic
-                for tactic in operation.candidates(problem, arch)
-                if not isinstance(tactic, NarrowTactic) or tactic.tile_m == wanted
-            ]
+        both = tuple(
+            [tactic for tactic in operation.candidates(problem, arch) if _is_tried(tactic, item_rows, kinds)]
             for operation, problem in ((EXPERTS_UP, up), (EXPERTS_DOWN, down))
         )
+        if all(both):
+            found[item_rows] = both
     return found  # type: ignore[return-value]
 
 
-def search(layers: Sequence[Layer], tokens: Sequence[int], arch: Arch, seconds: float) -> Iterator[dict[str, object]]:
+def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
+    if isinstance(tactic, WideTactic):
+        return "wide" in kinds and tactic.tile_m == item_rows
+    return "narrow" in kinds and (not isinstance(tactic, NarrowTactic) or tactic.tile_m == (item_rows or TILE_MS[0]))
+
+
+def search(
+    layers: Sequence[Layer], tokens: Sequence[int], arch: Arch, kinds: Sequence[str], seconds: float
+) -> Iterator[dict[str, object]]:
     """Cases until the time is over; a case is measured whole."""
-    cases = [(layer, count, searched(layer, count, arch)) for layer in layers for count in tokens]
+    cases = [(layer, count, searched(layer, count, arch, kinds)) for layer in layers for count in tokens]
     specs = {
         (kernel, kernel.specialise(problem, tactic))
         for layer, count, found in cases
         for item_rows, both in found.items()
-        for kernel, problem, tactics in zip(
-            (NARROW_UP, NARROW_DOWN), problems_of(layer, count, item_rows), both, strict=True
+        for operation, problem, tactics in zip(
+            (EXPERTS_UP, EXPERTS_DOWN), problems_of(layer, count, item_rows), both, strict=True
         )
         for tactic in tactics
-        if isinstance(tactic, NarrowTactic)
+        for kernel in operation.kernels
+        if isinstance(tactic, kernel.tactic)
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: build(*one, arch), specs))
@@ -340,12 +351,15 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=("narrow", "wide"), default=("narrow", "wide"), help="of a search"
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
     options = parser.parse_args()
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
     if options.part == "search":
         arch = target_of(torch.empty(1, device="cuda")).arch
-        found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.seconds)
+        found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds)
         write_results(options.out / "experts_search", list(found), stamp())
         return
     rows = list(measure(layers, options.tokens or TOKENS, options.routings))

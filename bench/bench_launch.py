@@ -8,6 +8,7 @@ addition and of a Triton kernel with 7 arguments, in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +19,19 @@ import torch
 from bench.bench_gdn import Case, arguments
 from bench.harness import write_results
 from bench.stamp import stamp
-from jitfp4 import gated_delta_rule_mtp, nvfp4_quantize, replay, rmsnorm_fp4quant
+from jitfp4 import (
+    SfLayout,
+    gated_delta_rule_mtp,
+    mm_bf16_fp4,
+    mm_fp4,
+    nvfp4_kv_dequantize_paged,
+    nvfp4_quantize,
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    prepare_fp4_weight,
+    replay,
+    rmsnorm_fp4quant,
+    trtllm_batch_decode_with_kv_cache,
+)
 
 CALLS, ROUNDS = 2000, 9
 TORCH, TRITON = "torch in-place add", "Triton kernel, 7 arguments"
@@ -84,13 +97,58 @@ def calls() -> dict[str, Call | None]:
         "its operator, through torch's dispatcher": lambda: operator(a, scale, q, sf, "nvfp4", 0, False, None, ""),
         "rmsnorm_fp4quant, outputs given": lambda: rmsnorm_fp4quant(a, weight, normed, norm_sf),
         "rmsnorm_fp4quant, outputs allocated": lambda: rmsnorm_fp4quant(a, weight),
+        "nvfp4_quantize, a number as scale": lambda: nvfp4_quantize(a, 2.0, out=q, out_sf=sf),
         "gated_delta_rule_mtp, outputs given": lambda: gated_delta_rule_mtp(**delta_rule),
+        **products(),
+        **cache(),
         TORCH: lambda: a.add_(1),
         TRITON: triton_call(a, scale, q, sf),
         "two torch.empty": lambda: (torch.empty((128, 128), dtype=torch.uint8, device="cuda"),
                                     torch.empty((128, 16), dtype=torch.uint8, device="cuda")),
         "torch.empty_strided": lambda: torch.empty_strided((128, 128), (128, 1), dtype=torch.uint8, device="cuda"),
     }  # fmt: skip
+
+
+def products() -> dict[str, Call]:
+    """One launch; one with a workspace; and two, the first of which expands a."""
+    found: dict[str, Call] = {}
+    for name, (m, n, k) in {"": (1, 256, 256), ", divided tiles": (32, 8704, 128)}.items():
+        a, out = (torch.zeros(m, x, device="cuda", dtype=torch.bfloat16) for x in (k, n))
+        a_fp4, b_fp4 = (torch.zeros(rows, k // 2, device="cuda", dtype=torch.uint8) for rows in (m, n))
+        a_sf, b_sf = (torch.zeros(-(-rows // 128) * 128, k // 16, device="cuda", dtype=torch.uint8) for rows in (m, n))
+        weight = prepare_fp4_weight(b_fp4, b_sf, sf_layout=SfLayout.layout_128x4)
+        found[f"mm_bf16_fp4{name}"] = functools.partial(mm_bf16_fp4, a, weight, out=out)
+        found[f"mm_fp4{name}"] = functools.partial(mm_fp4, a_fp4, b_fp4.T, a_sf, b_sf.T, out=out)
+    return found
+
+
+def cache() -> dict[str, Call]:
+    """Eight requests of one token, over pages of 16 tokens with two heads of 128."""
+    q, k, v = (torch.zeros(8, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    scales = [torch.ones(1, device="cuda") for _ in "kv"]
+    codes, sf = (torch.zeros(16, 2, 16, 2, x, device="cuda", dtype=torch.uint8) for x in (64, 8))
+    pair, sf_pair, typed = codes.unbind(1), sf.unbind(1), sf.view(torch.float8_e4m3fn)
+    slots = torch.arange(8, device="cuda")
+    tables, lengths = slots.int()[:, None], torch.ones(8, device="cuda", dtype=torch.int32)
+    workspace = torch.zeros(32 << 20, device="cuda", dtype=torch.uint8)
+    read = [torch.zeros(8, 1, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    append, out = nvfp4_quantize_append_paged_kv_cache_with_slot_mapping, torch.empty_like(q)
+    decode = {"out": out, "kv_layout": "NHD", "v_scale_layout": "linear"}
+    return {
+        "append, a cache in one tensor": lambda: append(k, v, slots, codes, typed, *scales),
+        "append, numbers as scales": lambda: append(k, v, slots, codes, typed, 1.0, 2.0),
+        "nvfp4_kv_dequantize_paged": lambda: nvfp4_kv_dequantize_paged(pair, sf_pair, tables, lengths, *scales, *read),
+        "trtllm_batch_decode_with_kv_cache": lambda: trtllm_batch_decode_with_kv_cache(
+            q,
+            pair,
+            workspace,
+            tables,
+            lengths,
+            16,
+            kv_cache_sf=sf_pair,
+            **decode,  # type: ignore[arg-type]
+        ),
+    }
 
 
 def main() -> None:

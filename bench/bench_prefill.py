@@ -25,8 +25,8 @@ import jitfp4
 from bench.bench_attention import CACHES, HEAD_DIM, Case, Pool
 from bench.harness import write_results
 from bench.stamp import stamp
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.tuning import GRAPH_BYTES, Call, time_us
 
 CELLS = (

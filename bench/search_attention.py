@@ -17,8 +17,8 @@ from bench.bench_prefill import call, cells
 from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic
 from jitfp4.operation import Observed, observed
 from jitfp4.tuning import on_gpu, time_us
 
@@ -49,7 +49,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
             case = Case(cache, 64, 8, layout, page, batch, context)
             if case.bytes > POOL_BYTES:
                 continue
-            tactic = Tactic(*fields)
+            tactic = DecodeTactic(*fields)
             try:
                 with ATTENTION.forced(tactic):
                     us = time_us(lambda case=case: pool.call(case), case.bytes)  # type: ignore[misc]

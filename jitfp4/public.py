@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from types import NoneType
@@ -20,6 +19,7 @@ from jitfp4.tensors import check_strided
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OVER = (2.0 - 2.0**-24) * 2.0**127  # from here on float32 is infinite
 _MOST_BITS = 63  # of an int without its sign: an operator takes 64-bit ints
 
 # By annotation: the exact types that a value may have, and their name in an error.
@@ -45,8 +45,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     this alone, and calls one that is ``public``.
 
     An argument of a type that its annotation does not name is an ArgumentTypeError (a bool is no number, and a number
-    is no bool), and so is a sparse tensor. A number that is NaN, infinite or too large for float64 is an ArgumentError,
-    and so is an int of more than 64 bits. Arguments whose annotations name other types are not checked.
+    is no bool), and so is a sparse, quantized or negated tensor. A number that is NaN, infinite or too large for
+    float32 is an ArgumentError, and so is an int of more than 64 bits. Of arguments whose annotations name other types,
+    only tensors are looked at.
     """
     hints = get_type_hints(function)
     names = list(inspect.signature(function).parameters)
@@ -63,13 +64,15 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 value = values[number]
                 if rule is not None:
                     _check(name, value, *rule)
-                elif value.layout is not _strided:
+                elif value.layout is not _strided or value.is_neg() or value.is_quantized:
                     check_strided(name, value)
             return function(*args, **kwargs)
         given = (*zip(names, args, strict=False), *kwargs.items())
         for name, value in given:
             if name in rules:
                 _check(name, value, *rules[name])
+            elif isinstance(value, torch.Tensor):
+                check_strided(name, value)
         if kinds:
             known[kinds] = tuple(_watched(given, rules))
         return function(*args, **kwargs)
@@ -85,7 +88,7 @@ _strided = torch.strided
 
 def _watched(given: Sequence[tuple[str, Any]], rules: dict[str, _Rule]) -> Iterator[_Watched]:
     for number, (name, value) in enumerate(given):
-        if name in rules and isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             yield number, name, None
         elif name in rules and type(value) in (int, float):
             yield number, name, rules[name]
@@ -115,7 +118,8 @@ def _check(name: str, value: Any, types: frozenset[type], may_be_tensor: bool, w
 
 
 def _is_finite(number: float) -> bool:
+    """As float32, which is what kernels take."""
     try:
-        return math.isfinite(number)
+        return abs(float(number)) < _OVER
     except OverflowError:  # an int beyond the range of float64
         return False

@@ -216,10 +216,12 @@ class _Numbers:
 
     def add(self, tensor: Any) -> None:
         """Give a tensor the next number. Raises _Unrepeatable when another one begins at its address."""
-        if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() in self._places:
+        if not isinstance(tensor, torch.Tensor):
             raise _Unrepeatable
-        self._places[tensor.data_ptr()] = len(self._known), 0
+        number, offset = self._places.setdefault(tensor.data_ptr(), (len(self._known), 0))
         self._known.append(tensor)
+        if offset or self._known[number] is not tensor:
+            raise _Unrepeatable
 
     def add_part(self, view: torch.Tensor, source: torch.Tensor) -> None:
         """Let the address of a view stand for an offset from the tensor of which it is a view."""

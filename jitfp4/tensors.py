@@ -7,14 +7,16 @@ do not depend on addresses, which ``torch.compile`` does not see; operations che
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 
 import torch
 
 from jitfp4 import replay
 from jitfp4.arch import Arch
-from jitfp4.dispatch import current_stream, differ, exchange_device, is_among
+from jitfp4.dispatch import current_stream, differ, exchange_device, is_among, is_watched
 from jitfp4.dtypes import FLOATS
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
@@ -22,6 +24,11 @@ from jitfp4.layouts import SfLayout
 Pair = torch.Tensor | Sequence[torch.Tensor]
 """K and V of a cache: one tensor with both in its second dimension, or a pair of tensors."""
 
+LEAST = 2.0**-150
+"""float32 rounds it, and what is less, to 0."""
+_MOST_NUMBERS = 1024
+_numbers: dict[tuple[float, torch.device], torch.Tensor | None] = {}  # None for a number that came once
+_numbering = threading.Lock()
 _LAYOUTS = {int(layout): layout for layout in SfLayout}
 
 
@@ -34,10 +41,16 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype]
 
 
 def check_strided(name: str, *tensors: torch.Tensor) -> None:
-    """Check that no tensor is sparse, or of another layout than torch's usual one."""
+    """Check that the memory of every tensor holds its values: none is sparse, quantized, or a negated view."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ArgumentTypeError(name, f"a tensor of layout {tensor.layout}", "a strided tensor")
+        if torch.compiler.is_dynamo_compiling():
+            continue
+        if tensor.is_quantized:
+            raise ArgumentTypeError(name, f"a quantized tensor, {tensor.dtype}", "a plain tensor")
+        if tensor.is_neg():
+            raise ArgumentTypeError(name, "a negated view", "a tensor whose memory holds its values: resolve_neg()")
 
 
 def check_device(name: str, tensor: torch.Tensor) -> None:
@@ -84,7 +97,7 @@ def pair(name: str, tensors: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         if tensors.dim() != 5 or tensors.shape[1] != 2:
             raise ArgumentError(name, f"shape {tuple(tensors.shape)}", "[pages, 2, ...], five dimensions, or a pair")
         check_strided(name, tensors)
-        return tensors[:, 0], tensors[:, 1]
+        return tensors[:, 0], replay.part(tensors[:, 1], tensors)
     allowed = "a tensor [pages, 2, ...] or a pair of tensors, K and V"
     if not isinstance(tensors, (tuple, list)):
         raise ArgumentTypeError(name, type(tensors).__name__, allowed)
@@ -100,16 +113,40 @@ def scales_f32(name: str, scales: torch.Tensor | float, sizes: Sequence[int], li
     The values of a tensor are never read by the host.
     """
     if isinstance(scales, (int, float)):
-        if not scales > 0:
-            raise ArgumentError(name, scales, "a finite number above 0")
-        value, device = float(scales), like.device
-        return replay.temporary(lambda: torch.full((1,), value, dtype=torch.float32, device=device))
+        if not scales > LEAST:
+            raise ArgumentError(name, scales, "a finite number above 0, as float32")
+        return number_f32(float(scales), like)
     check_dtype(name, scales, FLOATS)
     if not is_among(scales.numel(), sizes):
         raise ArgumentError(name, f"{scales.numel()} elements", " or ".join(map(str, dict.fromkeys(sizes))))
     check_same_device(name, scales, like)
     check_contiguous(name, scales)
     return scales if scales.dtype == torch.float32 else replay.temporary(torch.Tensor.float, scales)
+
+
+def number_f32(value: float, like: torch.Tensor) -> torch.Tensor:
+    """A number as one float32 on ``like``'s device, for a launch to read."""
+    return replay.temporary(functools.partial(_number, value, like.device))
+
+
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    """A new tensor; for a number that comes again on a GPU one that stays, which nobody writes.
+
+    The host waits until that one is filled, because launches on every stream and in every graph may read it.
+    """
+    if device.type == "cuda" and not (torch.compiler.is_dynamo_compiling() or is_watched()):
+        key = value, device
+        if (known := _numbers.get(key)) is not None:
+            return known
+        if not torch.cuda.is_current_stream_capturing():
+            with _numbering, torch.inference_mode(False):
+                if key in _numbers:
+                    if (known := _numbers[key]) is None:
+                        known = _numbers[key] = torch.tensor([value], dtype=torch.float32, device=device)
+                    return known
+                if len(_numbers) < _MOST_NUMBERS:
+                    _numbers[key] = None
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def scalar_f32(name: str, scalar: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
@@ -153,6 +190,15 @@ def output(
         raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{shape}")
     check_contiguous(name, out)
     return out
+
+
+def writing(*tensors: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which torch's operations write into ``tensors`` as a kernel does: without autograd, and also into
+    those that were made in torch.inference_mode().
+    """
+    if not torch.compiler.is_dynamo_compiling() and any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()
 
 
 @functools.cache

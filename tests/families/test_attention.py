@@ -7,8 +7,9 @@ import torch
 
 from jitfp4 import sim
 from jitfp4.arch import Arch
-from jitfp4.families.attention.operation import ATTENTION, KERNEL
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.kernels.decode import KERNEL, DecodeTactic
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
 from jitfp4.formats import DType
 from tests.support.attention import NAN_BYTE, Case, counted
 from tests.support.sample import SIM_ARCHS
@@ -86,7 +87,7 @@ def test_no_races(name: str, arch: str) -> None:
 def test_kernels_of_any_size_share_a_workspace() -> None:
     case = Case(kv_heads=8, kv_layout="NHD", lengths=(300, 70))
     case.workspace[:] = NAN_BYTE
-    for tactic in (Tactic(8, 3, 1, 8), Tactic(4, 3, 3)):  # the first adds up groups of parts
+    for tactic in (DecodeTactic(8, 3, 1, 8), DecodeTactic(4, 3, 3)):  # the first adds up groups of parts
         with sim.device("sm_90a"), ATTENTION.forced(tactic), counted():
             case.check(case.run(), _BOUND)
 
@@ -97,7 +98,7 @@ def test_kernels_of_any_size_share_a_workspace() -> None:
 def test_parts_of_many_ctas_are_added_up(head_dim: int) -> None:
     """Ten of each item, more than are read at a time, and of fewer dimensions than a warp reads at once, or more."""
     case = Case(lengths=(300,), kv_heads=1, head_dim=head_dim)
-    with sim.device("sm_90a", races=True), ATTENTION.forced(Tactic(1, 2, 1)):
+    with sim.device("sm_90a", races=True), ATTENTION.forced(DecodeTactic(1, 2, 1)):
         case.check(case.run(), _BOUND)
 
 
@@ -106,7 +107,7 @@ def test_parts_of_many_ctas_are_added_up(head_dim: int) -> None:
 def test_warps_add_up_items_while_others_go_on() -> None:
     """A CTA of four warps takes several whole items, some of them shorter than it has warps."""
     case = Case(lengths=(130, 40, 5, 0, 100) * 30, kv_heads=4, page=16)
-    with sim.device("sm_90a", races=True), ATTENTION.forced(Tactic(4, 3, 1)):
+    with sim.device("sm_90a", races=True), ATTENTION.forced(DecodeTactic(4, 3, 1)):
         case.check(case.run(), _BOUND)
 
 

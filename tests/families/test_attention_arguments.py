@@ -12,8 +12,8 @@ import jitfp4
 from jitfp4 import sim
 from jitfp4.arch import Arch
 from jitfp4.dtypes import CODE_DTYPES
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic
 from tests.support.attention import Case, relative_error
 
 
@@ -187,7 +187,7 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     workspace = torch.full((32 << 20,), 0x7F, dtype=torch.uint8)
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     few = dataclasses.replace(Arch.of("sm_90a"), num_sms=4)
-    with sim.device(few), ATTENTION.forced(Tactic(1, 2, 1)):  # which divide requests
+    with sim.device(few), ATTENTION.forced(DecodeTactic(1, 2, 1)):  # which divide requests
         wrapper.plan(
             indptr,
             torch.cat(lists),
@@ -264,8 +264,11 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("tactic", [Tactic(2, 2, 1), Tactic(4, 3, 3), Tactic(8, 3, 1, head_warps=2), Tactic(12, 3, 1)])
-def test_how_the_work_is_split_hardly_matters(tactic: Tactic) -> None:
+@pytest.mark.parametrize(
+    "tactic",
+    [DecodeTactic(2, 2, 1), DecodeTactic(4, 3, 3), DecodeTactic(8, 3, 1, head_warps=2), DecodeTactic(12, 3, 1)],
+)
+def test_how_the_work_is_split_hardly_matters(tactic: DecodeTactic) -> None:
     case = Case(lengths=(300, 40, 0, 7), kv_layout="NHD")
     expected, _ = case.expected()
     with sim.device("sm_90a"), ATTENTION.forced(tactic):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from jitfp4 import sim
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import Tactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
 from tests.support.attention import NAN_BYTE, Case
 
 _ONE: dict[str, Any] = {"kv_heads": 2, "group": 2, "lengths": (70, 33), "window_left": 20, "with_sinks": True}
@@ -21,10 +21,10 @@ _BF16 = {"cache": torch.bfloat16}
 _E4M3 = {"cache": torch.float8_e4m3fn}
 _BY_FOUR = {"v_scale_layout": "interleaved4"}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "decode_nvfp4": (Tactic(2, 2, 1), _ONE),
-    "decode_interleaved": (Tactic(2, 2, 1), _ONE | _BY_FOUR),
-    "decode_bf16": (Tactic(2, 2, 1), _ONE | _BF16),
-    "decode_e4m3": (Tactic(2, 2, 1), _ONE | _E4M3),
+    "decode_nvfp4": (DecodeTactic(2, 2, 1), _ONE),
+    "decode_interleaved": (DecodeTactic(2, 2, 1), _ONE | _BY_FOUR),
+    "decode_bf16": (DecodeTactic(2, 2, 1), _ONE | _BF16),
+    "decode_e4m3": (DecodeTactic(2, 2, 1), _ONE | _E4M3),
     "prefill_nvfp4": (PrefillTactic(4, 16, 64, 1), _MANY),
     "prefill_interleaved": (PrefillTactic(4, 16, 64, 1), _MANY | _BY_FOUR),
     "prefill_bf16": (PrefillTactic(4, 16, 64, 1), _MANY | _BF16),
@@ -64,7 +64,7 @@ SPOILED: dict[str, Callable[[Case], None]] = {
 def _call(case: Case, tactic: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full_like(case.query, 7.0)
     with ATTENTION.forced(tactic):
-        run = case.run if isinstance(tactic, Tactic) else case.run_context
+        run = case.run if isinstance(tactic, DecodeTactic) else case.run_context
         return run(out=out)
 
 

@@ -13,10 +13,11 @@ from jitfp4 import ArgumentError, nvrtc, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.api import WORKSPACE_BYTES
 from jitfp4.families.attention.counters import COUNTER_BYTES
-from jitfp4.families.attention.operation import ATTENTION, KERNEL_WGMMA
-from jitfp4.families.attention.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import KERNEL as KERNEL_WGMMA
+from jitfp4.families.attention.kernels.prefill_wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
-from jitfp4.families.attention.wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case, counted
 from tests.support.sass import disassemble

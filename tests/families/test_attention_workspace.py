@@ -18,15 +18,15 @@ from jitfp4 import driver, sim
 from jitfp4.arch import Arch
 from jitfp4.errors import LaunchError
 from jitfp4.families.attention import counters
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import Tactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
 from tests.support.attention import Case, counted
 
 CALLS: dict[str, tuple[Any, bool, dict[str, Any]]] = {
-    "decode": (Tactic(4, 3, 1), False, {"lengths": (300, 70), "kv_heads": 1}),
-    "decode_groups": (Tactic(8, 3, 1, 8), False, {"lengths": (300, 70), "kv_heads": 8, "kv_layout": "NHD"}),
+    "decode": (DecodeTactic(4, 3, 1), False, {"lengths": (300, 70), "kv_heads": 1}),
+    "decode_groups": (DecodeTactic(8, 3, 1, 8), False, {"lengths": (300, 70), "kv_heads": 8, "kv_layout": "NHD"}),
     "prefill": (PrefillTactic(4, 16, 64, 1), True, {"lengths": (90,), "q_lens": (40,), "kv_heads": 1, "group": 2}),
     "prefill_wgmma": (
         WgmmaTactic(tile=64, stages=4),

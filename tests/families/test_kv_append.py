@@ -287,18 +287,20 @@ def test_a_scale_that_was_changed_is_checked_again() -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_take_only_scales_on_the_device() -> None:
+@pytest.mark.parametrize(("numbers", "before"), [(False, 1), (True, 1), (True, 3)])
+def test_graphs_take_numbers_and_scales_on_the_device(numbers: bool, before: int) -> None:
     k, v = tokens(3, 2, 64).cuda(), tokens(3, 2, 64, 1).cuda()
     scales = [torch.tensor([s], device="cuda") for s in SCALES]
+    given = SCALES if numbers else scales
     slots = torch.tensor([1, 5, -1], device="cuda")
     cache, want = (paged_cache(2, 4, 2, (64, 64), "NHD", "stacked", x) for x in ("cuda", "cpu"))
-    append_by_slot(k, v, torch.full_like(slots, -1), cache.codes, cache.sf, *scales)  # compiles
+    for _ in range(before):  # the first compiles
+        append_by_slot(k, v, torch.full_like(slots, -1), cache.codes, cache.sf, *given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for bad in (0.5, torch.tensor([0.5])):
-            with pytest.raises(ArgumentError, match="k_scale"):
-                append_by_slot(k, v, slots, cache.codes, cache.sf, bad, scales[1])
-        append_by_slot(k, v, slots, cache.codes, cache.sf, *scales)
+        with pytest.raises(ArgumentError, match="k_scale"):
+            append_by_slot(k, v, slots, cache.codes, cache.sf, torch.tensor([0.5]), scales[1])
+        append_by_slot(k, v, slots, cache.codes, cache.sf, *given)
     slots.copy_(torch.tensor([0, 7, 2]))
     graph.replay()
     write_by_hand(want, k.cpu(), v.cpu(), [0, 7, 2])

@@ -10,9 +10,12 @@ import torch
 
 from jitfp4 import nvrtc, sim
 from jitfp4.arch import ARCHS
-from jitfp4.families.attention.operation import ATTENTION, KERNEL_PREFILL, Arguments
-from jitfp4.families.attention.prefill import PrefillTactic, rejects, specialise
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem, Tactic
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import KERNEL as KERNEL_PREFILL
+from jitfp4.families.attention.kernels.prefill import PrefillTactic, rejects, specialise
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
@@ -230,12 +233,12 @@ def _problem(**changes: Any) -> Problem:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
     for rows in (8, 16):
-        assert isinstance(ATTENTION.select(_problem(rows=rows, blocks=0), ARCHS[arch]), Tactic)
+        assert isinstance(ATTENTION.select(_problem(rows=rows, blocks=0), ARCHS[arch]), DecodeTactic)
     for rows in (64, 128, 256):
         for cache in Cache:
             for head_dim in (64, 128, 256):
                 problem = _problem(rows=rows, cache=cache, head_dim=head_dim)
-                assert not isinstance(ATTENTION.select(problem, ARCHS[arch]), Tactic)
+                assert not isinstance(ATTENTION.select(problem, ARCHS[arch]), DecodeTactic)
                 assert list(KERNEL_PREFILL.candidates(problem, ARCHS[arch]))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from jitfp4.arch import ARCHS, Arch
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, Cache, Pages
 from jitfp4.families.attention.problem import Problem as AttentionProblem
-from jitfp4.families.attention.problem import Tactic as DecodeTactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, StateLayout, WalkTactic
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem

@@ -127,7 +127,13 @@ def verdict(bad: Bad) -> str:
 
 def _fits_no_other(bad: Bad) -> bool:
     """The function would take the value if another argument fitted it: the error may name that one."""
-    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (*_LISTS, "k", "q", "x")
+    sized = bad.what in ("one element too many", "one element too few") and bad.argument in (
+        *_LISTS,
+        "k",
+        "q",
+        "x",
+        "topk_ids",
+    )
     return (
         sized
         or bad.what.removeprefix("K ").removeprefix("V ") in ("on meta", "of another rank", "one row too many")
@@ -164,7 +170,9 @@ def is_allowed(bad: Bad) -> bool:
         )  # not used
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
-        or (bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0"))  # a factor like another
+        or (
+            bad.argument in ("bmm1_scale", "bmm2_scale") and bad.what in ("0.0", "-1.0", "1e-300")
+        )  # a factor like another
         or (
             bad.function.startswith("xqa")
             and bad.argument == "mask"
@@ -187,6 +195,11 @@ _LEGAL = {
     ("window_right", "0"),
     ("num_qo_heads", "7"),
     ("named", "data on meta"),  # a weight without memory, as torch's modules may have
+    ("named", "without bias13"),  # biases are optional
+    ("named", "without bias2"),
+    *itertools.product(("expert_map",), ("one element too many", "one element too few")),  # any number of experts
+    ("w13_alpha", "one element too few"),  # one for both halves
+    *itertools.product(("expert",), ("0",)),
     ("q", "one row too many"),  # another head
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
@@ -218,11 +231,12 @@ def _runs_a_kernel(bad: Bad) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return plain and not (value.is_meta or value.is_quantized)  # type: ignore[attr-defined]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+    return tensor.resolve_neg().contiguous().view(torch.uint8) if tensor.dim() else tensor
 
 
 def _bad_values(parameter: inspect.Parameter, given: Any) -> Iterator[tuple[str, Any]]:
@@ -292,6 +306,9 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
     yield "on meta", good.to("meta")
     yield "sparse", good.float().to_sparse() if good.dim() else good.float().reshape(1).to_sparse()
     yield "of another rank", good.unsqueeze(0).unsqueeze(0).unsqueeze(0)
+    if good.is_floating_point() and good.dtype.itemsize > 1:
+        yield "negated", torch._neg_view(good)  # its memory holds the values with the other sign
+        yield "quantized", torch.quantize_per_tensor(good.float(), 1.0, 0, torch.quint8)
     yield "a number of int16", torch.tensor(3, dtype=torch.int16, device=good.device)
     if good.dim() and good.numel() > 1:
         yield "one element too many", torch.cat([good, good], -1)[..., : good.shape[-1] + 1].contiguous()
@@ -304,7 +321,7 @@ def _bad_tensors(good: torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _bad_scales(*, positive: bool) -> Iterator[tuple[str, Any]]:
-    yield from (("a str", "1.0"), ("nan", math.nan), ("inf", math.inf), ("10**400", _HUGE))
+    yield from (("a str", "1.0"), ("nan", math.nan), ("inf", math.inf), ("10**400", _HUGE), ("1e300", 1e300))
     yield from (("complex", 1j), ("six elements", torch.ones(3, 2)))
     if positive:
-        yield from (("0.0", 0.0), ("-1.0", -1.0))
+        yield from (("0.0", 0.0), ("-1.0", -1.0), ("1e-300", 1e-300))

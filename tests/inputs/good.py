@@ -153,6 +153,7 @@ def good_calls() -> Calls:
         **_kv_calls(),
         **_attention_calls(),
         **_gemm_calls(),
+        **_experts_calls(),
     }
 
 
@@ -377,4 +378,50 @@ def _gemm_calls() -> Calls:
             "format": MXFP4,
         },
         "Fp4Weight.from_tensors": lambda: {"named": weight().tensors()},
+    }
+
+
+def _experts_calls() -> Calls:
+    """Two experts of 64 by 64 in blocks of 32, three tokens with two slots."""
+
+    def raw() -> Arguments:
+        return {
+            "w13": _codes(2, 128, 32),
+            "w13_scales": _codes(2, 128, 2),
+            "w2": _codes(2, 64, 32),
+            "w2_scales": _codes(2, 64, 2),
+            "order": "interleaved",
+            "sf_layout": jitfp4.SfLayout.layout_linear,
+            "block_size": 32,
+            "w13_alpha": torch.ones(2, 2),
+            "w2_alpha": torch.ones(2),
+            "w13_bias": _half(2, 128),
+            "w2_bias": _half(2, 64),
+        }
+
+    def experts() -> Any:
+        return jitfp4.prepare_fp4_experts(**raw())
+
+    def parts() -> Arguments:
+        made = experts()
+        return {name: value for name, value in made.tensors().items() if name != "size"}
+
+    return {
+        "prepare_fp4_experts": raw,
+        "fp4_experts": lambda: {
+            "x": _half(3, 64),
+            "experts": experts(),
+            "topk_ids": torch.tensor([[0, 1], [1, 0], [-1, -1]], dtype=torch.int32),
+            "topk_weights": torch.ones(3, 2),
+            "activation": "swigluoai",
+            "swiglu_alpha": 1.5,
+            "swiglu_beta": 1.0,
+            "swiglu_limit": 5.0,
+            "expert_map": _ints(1, 0),
+            "apply_router_weight_on_input": True,
+            "out": _half(3, 64),
+        },
+        "Fp4Experts": lambda: {**parts(), "hidden": 64, "inter": 64, "gated": True, "format": MXFP4},
+        "Fp4Experts.from_tensors": lambda: {"named": experts().tensors()},
+        "Fp4Experts.dequantize": lambda: {"self": experts(), "expert": 1},
     }

@@ -16,6 +16,7 @@ NO_LAUNCH = (
     *("block_scale_interleave", "nvfp4_block_scale_interleave", "make_nvfp4_global_scale"),
     *("silu_and_mul", "shuffle_matrix_a", "shuffle_matrix_sf_a", "prepare_fp4_weight", "Fp4Weight"),
     "Fp4Weight.from_tensors",
+    *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     "NVFP44Over6Config",
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
@@ -73,6 +74,15 @@ def _more() -> Calls:
         key = "append_value" if "append" in name else "output_v"
         return arguments | {key: _half(*arguments[key].shape[:-1], 128)}
 
+    def layer(tokens: int) -> Arguments:
+        ids = torch.stack([torch.randperm(2) for _ in range(tokens)])
+        return {
+            "x": _half(tokens, 64),
+            "experts": good["fp4_experts"]()["experts"],
+            "topk_ids": ids,
+            "topk_weights": None,
+        }
+
     append, dequantize = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_kv_dequantize_paged"
     return {
         "nvfp4_quantize many": lambda: {"a": torch.zeros(8192, 4096).bfloat16(), "a_global_sf": torch.ones(1)},
@@ -94,6 +104,8 @@ def _more() -> Calls:
             **good["single_prefill_with_kv_cache"](),
             "q": _half(80, 2, 64),
         },
+        "fp4_experts listed": lambda: layer(9),
+        "fp4_experts wide": lambda: layer(40),
         f"{append} sides": lambda: sides(append),
         f"{dequantize} sides": lambda: sides(dequantize),
     }

@@ -7,10 +7,19 @@ import random
 import pytest
 import torch
 
-from jitfp4 import engine, mm_bf16_fp4, nvfp4_quantize, prepare_fp4_weight, trtllm_batch_decode_with_kv_cache, warmup
+from jitfp4 import (
+    SfLayout,
+    engine,
+    mm_bf16_fp4,
+    nvfp4_quantize,
+    prepare_fp4_weight,
+    trtllm_batch_decode_with_kv_cache,
+    warmup,
+)
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentTypeError
-from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.problem import Product
@@ -106,7 +115,7 @@ def test_the_simulator_loads_nothing() -> None:
 @pytest.mark.gpu
 def test_products_load_nothing_after_the_start() -> None:
     codes, scales = nvfp4_quantize(torch.randn(512, 1024, device="cuda").bfloat16(), torch.ones(1, device="cuda"))
-    weight = prepare_fp4_weight(codes, scales)
+    weight = prepare_fp4_weight(codes, scales, sf_layout=SfLayout.layout_128x4)
     load_products(weight, torch.bfloat16, 700)
     before = engine.loaded(), engine.cache_info().builds
     assert before[0] > 0

@@ -13,8 +13,8 @@ import torch
 
 from jitfp4 import SfLayout, sim
 from jitfp4.arch import Arch
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn import gated_delta_rule_mtp
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic

@@ -13,8 +13,8 @@ import torch
 
 import jitfp4
 from jitfp4 import engine, sim
+from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import Tactic as DecodeTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from jitfp4 import SfLayout
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic

@@ -14,7 +14,7 @@ import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
 from jitfp4.remembered import Step
-from tests.support.launches import FakeLaunch, plain  # noqa: F401 - a fixture
+from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
 
 
 class Public:
@@ -241,12 +241,26 @@ class TestLogic:
         function(tensors[0], (tensors[1], aligned(4).double()))
         function(tensors[0], (tensors[1], tensors[2]), "other")
         assert len(ran) == 4, "a call was taken for another"
-        for cache in ((tensors[1], None), (tensors[1], "k")):  # the checks of the function say what is wrong
+        for cache in ((tensors[1], None), (tensors[1], "k")):  # what is wrong with them is for the function to say
             function(tensors[0], cache), function(tensors[0], cache)
         for wrong in (tuple(tensors[:1]), ()):
             with pytest.raises(ValueError, match="unpack"):
                 function(tensors[0], wrong)
         assert len(ran) == 10 and len(launch.repeated) == 1
+
+    def test_groups_of_other_lengths_are_other_calls(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
+            ran.append((len(first), len(second)))
+            replay.note(Step(FakeLaunch(), (*first, *second), (), ()))
+
+        a, b, c = (aligned(4) for _ in "abc")
+        calls: list[Any] = [((a,), (b, c)), ((a, b), (c,)), ((a, b, c), ()), ((), (a, b, c)), ((a,), (b,))]
+        for first, second in calls * 2:
+            function(first, second)
+        assert ran == [(1, 2), (2, 1), (3, 0), (0, 3), (1, 1)]
 
     def test_a_call_without_a_result_returns_none(self) -> None:
         ran = []
@@ -275,7 +289,7 @@ class TestLogic:
         function(first, out)
         function(second, out)
         assert launch.repeated == [(second.data_ptr(), second.data_ptr() + 16, out.data_ptr())] and len(ran) == 1
-        function(second, second.view(-1)[8:12])  # within the extent of V
+        function(second, second.view(-1)[12:16])  # V of the second page
         assert len(ran) == 2, "overlapping"
 
     def test_a_part_where_another_argument_begins_is_not_understood(self) -> None:
@@ -454,6 +468,31 @@ class TestLogic:
             jitfp4.fp4_quantize(a, scale, is_global_scale_inversed=True)
         assert scales == [3.0, pytest.approx(1 / 3), 5.0, pytest.approx(0.2)]
         assert len(launch.repeated) == 6
+
+    def test_a_scale_of_a_cache_that_changed_is_checked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        launches = Launches(monkeypatch, "sm_90a")
+        x, slots = aligned(2, 1, 64).bfloat16(), torch.arange(2)
+        codes, sf = (torch.zeros(4, 2, 4, 1, width, dtype=torch.uint8) for width in (32, 4))
+        scales = torch.ones(1), torch.ones(1)
+
+        def append() -> None:
+            given = x, x.clone(), slots, codes, sf.view(torch.float8_e4m3fn), *scales
+            jitfp4.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*given)
+
+        append(), append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (1, 2), "a cache with K and V in one tensor"
+        scales[1].fill_(0.5)
+        append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        scales[0].fill_(-1.0)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="k_scale"):
+                append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 3)
+        with torch.inference_mode():
+            scales = torch.ones(1), torch.ones(1)
+            append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (4, 3), "no version says whether their values changed"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []

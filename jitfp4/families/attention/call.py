@@ -9,7 +9,8 @@ import torch
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.operation import ATTENTION, Arguments
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import DTYPES
 from jitfp4.replay import replayed
 from jitfp4.tensors import output

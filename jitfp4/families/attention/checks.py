@@ -11,7 +11,7 @@ import torch
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.attention.operation import by_token
+from jitfp4.families.attention.arguments import by_token
 from jitfp4.families.attention.problem import (
     CACHES,
     DTYPES,

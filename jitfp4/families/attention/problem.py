@@ -1,8 +1,7 @@
-"""The problem that selects a kernel; and of the kernel for few query rows tactics, spec and launch."""
+"""The problem that selects a kernel, the sizes that kernels are made for, and the problem of a call."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -10,10 +9,9 @@ import torch
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES
-from jitfp4.families.attention.counters import COUNTER_BYTES
+from jitfp4.families.attention.arguments import Arguments, heads_and_page, strides
 from jitfp4.formats import DType
-from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.layouts import ceil_div
 
 DTYPES = ACTIVATIONS
 """The dtypes of queries and outputs."""
@@ -27,11 +25,6 @@ MAX_GROUP = 16
 MAX_ROWS = 16  # query rows that the decode kernel takes at a time
 ROW_BLOCK = 64
 MANY_ROWS = 32 * ROW_BLOCK  # of a request and a KV head: more are not told apart
-
-_WARP = 32
-_LINE = 128  # bytes
-_WIDE_WARPS = 8  # of an SM
-_MOST_CTAS = _WARP**2
 
 
 class Cache(StrEnum):
@@ -120,96 +113,37 @@ class Problem(NamedTuple):
         return self.head_dim * self.rows > 128 * 8
 
 
-@dataclass(frozen=True, slots=True)
-class Tactic:
-    """How the kernel divides the work: fields of Spec."""
-
-    warps: int
-    stages: int
-    min_ctas: int
-    head_warps: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec(KernelSpec):
-    """A warp takes tiles of 32 tokens of one KV head for ``rows`` query rows, and copies later tiles meanwhile.
-
-    ``interleaved`` is the order of V's scales. In a ``packed`` cache the rows of a page and head follow each other
-    without gaps. With ``two_tables``, K and V have different page numbers. A warp has ``stages`` tiles in shared
-    memory. An SM holds ``min_ctas`` CTAs of ``warps`` warps; ``head_warps`` warps of a CTA take the same tokens for
-    different KV heads.
-    """
-
-    cache: Cache
-    q_dtype: DType
-    out_dtype: DType
-    head_dim: int
-    rows: int
-    interleaved: bool
-    pages: Pages
-    packed: bool
-    two_tables: bool
-    warps: int
-    stages: int
-    min_ctas: int
-    head_warps: int
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a tile: K and V, their scales."""
-        scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
-        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales)
-
-    @property
-    def ring_bytes(self) -> int:
-        """Shared memory of a warp's tiles, with 8 bytes about each, in whole lines."""
-        return round_up(self.stages * (self.stage_bytes + 8), _LINE)
-
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of a warp's results in shared memory: padded rows of outputs, with their references and sums."""
-        return 4 * self.rows * (self.head_dim + 4 + 2)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
-        of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
-        return round_up(round_up(of_warps, 16) + round_up(self.warps * 4, 16) + 48, _LINE)
-
-    def workspace_bytes(self, grid: int) -> int:
-        """Bytes of two partial results of each CTA: for the first and the last item of its share."""
-        return 2 * grid * self.head_warps * self.rows * (self.head_dim + 2) * 4
-
-
-def specialise(problem: Problem, tactic: Tactic) -> Spec:
-    """The kernel that a tactic makes for a problem."""
-    fields = {name: value for name, value in problem._asdict().items() if name in Spec.__slots__}
-    return Spec(**fields, **asdict(tactic))
-
-
-def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
-    """Why a tactic cannot run a problem; None where it can."""
-    if problem.rows > MAX_ROWS:
-        return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
-    if problem.heads % tactic.head_warps:
-        return f"{tactic.head_warps} warps take different heads"
-    if arch.num_sms * tactic.min_ctas > _MOST_CTAS:
-        return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
-    if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
-        return f"registers suffice for {_WIDE_WARPS} warps"
-    lines = tactic.head_warps * problem.rows
-    if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
-        return f"there are {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
-    shared = specialise(problem, tactic).shared_bytes
-    if shared > arch.shared_of(tactic.min_ctas):
-        return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
-    return None
-
-
-def geometry(problem: Problem, tactic: Tactic, arch: Arch) -> Geometry:
-    """As many CTAs as the GPU holds at once; each finds its share of the work."""
-    return Geometry(
-        grid=(arch.num_sms * tactic.min_ctas, 1, 1),
-        block=(tactic.warps * _WARP, 1, 1),
-        shared_bytes=specialise(problem, tactic).shared_bytes,
+def problem_of(a: Arguments) -> Problem:
+    heads, page = heads_and_page(a)
+    d = a.query.shape[2]
+    sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
+    packed = all(strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
+    batch, group = a.seq_lens.shape[0], a.query.shape[1] // heads
+    causal = a.causal or a.q_len_per_req == 1
+    few, rows = causal and a.q_len_per_req <= MAX_Q_LEN, group * a.q_len_per_req
+    blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
+    tiles = ceil_div(a.max_tokens, TILE)
+    if a.page_ends is not None:  # one list for all requests
+        tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
+    tiles = _power_of_two(tiles)
+    return Problem(
+        cache=CACHES[a.key_cache.dtype],
+        q_dtype=DTYPES[a.query.dtype],
+        out_dtype=DTYPES[a.out.dtype],
+        head_dim=d,
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), MANY_ROWS),
+        heads=heads & -heads if heads & -heads < 8 else 8,
+        interleaved=a.interleaved,
+        pages=Pages.of(page),
+        packed=packed,
+        two_tables=a.block_tables.dim() == 3,
+        tiles=tiles,
+        units=tiles * _power_of_two(batch * heads),
+        causal=causal,
+        blocks=0 if few else _power_of_two(blocks),
     )
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(0, n - 1).bit_length()

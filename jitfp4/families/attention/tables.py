@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from jitfp4.arch import Arch
-from jitfp4.families.attention.prefill import PrefillTactic
-from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, Cache, Pages, Problem, Tactic
-from jitfp4.families.attention.wgmma import WgmmaTactic
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
+from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, Cache, Pages, Problem
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table, rows
 
@@ -35,28 +36,28 @@ _SOME_ROWS = 16 * ROW_BLOCK  # of a request and a KV head
 TABLE: Table[Any] = Table(
     (
         *rows(
-            (Tactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
-            (Tactic(4, 3, 1), {"cache": Cache.E4M3}),
-            (Tactic(4, 3, 1), {"cache": Cache.BF16}),
-            (Tactic(4, 3, 1), {"cache": Cache.F16}),
+            (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
+            (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
+            (DecodeTactic(4, 3, 1), {"cache": Cache.BF16}),
+            (DecodeTactic(4, 3, 1), {"cache": Cache.F16}),
         ),
         *rows(
-            (Tactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
-            (Tactic(12, 2, 1), {"packed": True, "items_per_sm": 1}),
-            (Tactic(6, 2, 2, head_warps=2), {"packed": True, "tiles": _SHORT}),
-            (Tactic(6, 2, 2), {"packed": True, "tiles": _SHORT}),
-            (Tactic(8, 2, 1), {"packed": False, "items_per_sm": 1, "units_per_sm": _SOME_UNITS}),
-            (Tactic(12, 2, 1, head_warps=4), {}),
-            (Tactic(12, 2, 1, head_warps=2), {}),
-            (Tactic(12, 2, 1), {}),
-            (Tactic(4, 3, 1), {}),
+            (DecodeTactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
+            (DecodeTactic(12, 2, 1), {"packed": True, "items_per_sm": 1}),
+            (DecodeTactic(6, 2, 2, head_warps=2), {"packed": True, "tiles": _SHORT}),
+            (DecodeTactic(6, 2, 2), {"packed": True, "tiles": _SHORT}),
+            (DecodeTactic(8, 2, 1), {"packed": False, "items_per_sm": 1, "units_per_sm": _SOME_UNITS}),
+            (DecodeTactic(12, 2, 1, head_warps=4), {}),
+            (DecodeTactic(12, 2, 1, head_warps=2), {}),
+            (DecodeTactic(12, 2, 1), {}),
+            (DecodeTactic(4, 3, 1), {}),
             wide=False,
         ),
-        Row(Tactic(4, 3, 2)),
-        Row(Tactic(4, 2, 2)),
-        Row(Tactic(4, 2, 1)),
-        Row(Tactic(2, 2, 1)),
-        Row(Tactic(1, 2, 1)),
+        Row(DecodeTactic(4, 3, 2)),
+        Row(DecodeTactic(4, 2, 2)),
+        Row(DecodeTactic(4, 2, 1)),
+        Row(DecodeTactic(2, 2, 1)),
+        Row(DecodeTactic(1, 2, 1)),
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
@@ -88,21 +89,6 @@ TABLE: Table[Any] = Table(
         Row(PrefillTactic(4, 16, 16, 1)),
     ),
     measured="h200/attention_search.csv",
-)
-
-TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, Tactic)))
-PREFILL_TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows if isinstance(row.tactic, PrefillTactic)))
-
-WGMMA_TACTICS = tuple(
-    dict.fromkeys(
-        (
-            *(row.tactic for row in TABLE.rows if isinstance(row.tactic, WgmmaTactic)),
-            *(WgmmaTactic(3, 1, 64, stages, turns) for stages in (3, 4) for turns in (True, False)),
-            *(WgmmaTactic(2, producers, 128, stages, True) for producers in (1, 2) for stages in (2, 3)),
-            *(WgmmaTactic(3, 1, 64, stages, True, 2) for stages in (3, 4)),
-            *(WgmmaTactic(2, producers, 128, stages, True, 2) for producers in (1, 2) for stages in (2, 3)),
-        )
-    )
 )
 
 

@@ -193,6 +193,8 @@ def _experts(
             ids=topk_ids,
             expert_map=expert_map,
             weights=None if on_input else topk_weights,
+            x=x,
+            input_weights=topk_weights if on_input else None,
             items=items,
             order=order,
             y=y,
@@ -201,7 +203,7 @@ def _experts(
             mxfp4=mxfp4,
             item_rows=item_rows,
             enable_pdl=enable_pdl,
-            names=f"{names},weights=topk_weights",
+            names=f"{names},weights=topk_weights,input_weights=topk_weights",
         )
     )
     return out

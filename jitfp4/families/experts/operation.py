@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
+from jitfp4.families.experts.kernels.combine import COMBINE
 from jitfp4.families.experts.kernels.few_down import FEW_DOWN
 from jitfp4.families.experts.kernels.narrow import NARROW_DOWN, NARROW_UP
 from jitfp4.families.experts.kernels.route import ROUTE
+from jitfp4.families.experts.kernels.wide import WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
     DOWN_TABLE,
+    HOPPER_DOWN,
+    HOPPER_UP,
     ROUTE_TABLE,
     UP_TABLE,
     down_problems,
@@ -151,10 +155,10 @@ EXPERTS_ROUTE = Operation(
 EXPERTS_UP = Operation(
     UpArguments,
     name="experts_up",
-    kernels=(NARROW_UP,),
+    kernels=(NARROW_UP, WIDE_UP),
     problem=_up_problem,
     problems=up_problems,
-    tables=(UP_TABLE,),
+    tables=(UP_TABLE, HOPPER_UP),
     reference=_up_reference,
     output="h",
     aligned=("x", "w13", "scale13", "bias13", "items", "h"),
@@ -165,10 +169,10 @@ EXPERTS_UP = Operation(
 EXPERTS_DOWN = Operation(
     DownArguments,
     name="experts_down",
-    kernels=(FEW_DOWN, NARROW_DOWN),
+    kernels=(FEW_DOWN, NARROW_DOWN, COMBINE),
     problem=_down_problem,
     problems=down_problems,
-    tables=(DOWN_TABLE,),
+    tables=(DOWN_TABLE, HOPPER_DOWN),
     reference=_down_reference,
     output="out",
     aligned=("h", "w2", "scale2", "bias2", "items", "y", "out"),

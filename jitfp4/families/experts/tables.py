@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,17 +11,19 @@ from typing import Any
 
 from jitfp4 import replay
 from jitfp4.arch import Arch
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.wide import WideTactic
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
-_FOUND = 64  # assignments up to which each CTA finds its rows by itself, without a list
-_TOKENS = (1, 2, 8, 64, 128, 256, 2048)
-_ITEM_ROWS = (8, 16, 32, 64)
-
+_FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
+_TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
+# Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
+_ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (96, 72), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
@@ -32,7 +35,7 @@ def item_rows_of(assignments: int, experts: int) -> int:
     if assignments <= _FOUND:
         return 0
     mean = assignments / experts
-    return next((item_rows for item_rows in _ITEM_ROWS if mean <= item_rows / 2), _ITEM_ROWS[-1])
+    return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most)
 
 
 @contextmanager
@@ -48,22 +51,47 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
 
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 
-# a model: as many bytes in flight as an SM needs, in tiles that all SMs have about as many of
-_NARROW = (
+# bench.bench_experts --part search: as many bytes in flight as an SM needs, in many small CTAs
+_SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
+_UP: tuple[Row[Any], ...] = (
+    Row(NarrowTactic(8, 2, 1, 8, 2, 3, split=2), {"item_rows": 0, "tiles_per_sm": 0.5}),
+    Row(_SMALL_CTAS, {"item_rows": 8}),
+)
+_DOWN: tuple[Row[Any], ...] = (
     *rows(
-        (NarrowTactic(8, 2, 1, 6, 3, 3), {"tiles_per_sm": 1.0}),
-        (NarrowTactic(8, 4, 1, 4, 3, 3), {}),
-        item_rows=8,
+        (FewTactic(1, 16, 3, 2), {"k": 1024}),
+        (FewTactic(4, 8, 2, 2), {"tiles_per_sm": 1.0}),
+        (NarrowTactic(8, 4, 1, 8, 2, 2), {"tiles_per_sm": 2.0}),
+        (FewTactic(4, 16, 2, 1), {}),
+        item_rows=0,
     ),
-    Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16}),
+    Row(NarrowTactic(8, 4, 1, 2, 3, 5), {"item_rows": 8, "k": 1024}),
+    Row(_SMALL_CTAS, {"item_rows": 8}),
+)
+_SIXTEEN: Row[Any] = Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16})
+_NARROW: tuple[Row[Any], ...] = (
+    _SIXTEEN,
     Row(NarrowTactic(32, 4, 2, 2, 3, 2), {"item_rows": 32}),
     Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
     # less shared memory
     *(Row(NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1), {"item_rows": tile_m}) for tile_m in (8, 16, 32)),
     Row(NarrowTactic(32, 1, 4, 2, 2, 1)),
 )
-UP_TABLE: Table[Any] = Table(_NARROW, measured=None)
-DOWN_TABLE: Table[Any] = Table((Row(FewTactic(1, 16, 3, 2)), *_NARROW), measured=None)
+UP_TABLE: Table[Any] = Table((*_UP, *_NARROW), measured=None)
+DOWN_TABLE: Table[Any] = Table((*_DOWN, *_NARROW), measured=None)
+
+_WIDE: tuple[Row[Any], ...] = (
+    _SIXTEEN,
+    Row(WideTactic(32, 8, 4), {"item_rows": 32}),
+    Row(WideTactic(64, 16, 4), {"item_rows": 64}),
+    Row(WideTactic(96, 16, 3), {"item_rows": 96}),
+    Row(WideTactic(160, 32, 3), {"item_rows": 160}),
+    Row(WideTactic(256, 64, 2)),
+)
+HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_DOWN: Table[Any] = Table(
+    (*_DOWN, Row(CombineTactic(128), {"n": 1024}), Row(CombineTactic(256))), measured=None, needs="has_wgmma"
+)
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
@@ -76,13 +104,14 @@ def up_problems(_arch: Arch) -> Iterator[Problem]:
 
 def down_problems(_arch: Arch) -> Iterator[Problem]:
     yield from _problems((Product.DOWN,), 2048, 768)
+    yield from _problems((Product.DOWN,), 2880, 2880)
 
 
 def _problems(products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
-    """One, few and many rows of each expert, of a layer and of a small one."""
-    experts, slots = 128, 8
-    for kind, dtype, block_format, tokens, size in product(
-        products, DTYPES.values(), BlockFormat, _TOKENS, (n, n // 64)
+    """One, few and many rows of each expert, of a layer, of the same with one slot, and of a small one."""
+    experts = 128
+    for kind, dtype, block_format, tokens, (size, slots) in product(
+        products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
         item_rows = item_rows_of(tokens * slots, experts)
         yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
-from jitfp4.errors import ArgumentError, ArgumentTypeError
+from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout, ceil_div, padded_shape, round_up
 from jitfp4.public import checked
@@ -21,10 +21,12 @@ from jitfp4.tensors import (
     check_dtype,
     check_layout,
     check_same_device,
+    check_strided,
 )
 from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, prepare, tile_bytes
 
 MULTIPLE = 32  # of the hidden and of the intermediate size
+_MOST_SIZE = 1 << 31
 MOST_EXPERTS = 1024
 _HALF_BLOCK = 8  # features whose gate rows lie together
 _ORDER = 1  # the number of the order of a prepared layer: another one whenever it changes, with that of Fp4Weight
@@ -65,8 +67,8 @@ class Fp4Experts:
         for name, size in (("hidden", self.hidden), ("inter", self.inter)):
             if type(size) is not int:
                 raise ArgumentTypeError(name, type(size).__name__, "an int")
-            if size <= 0 or size % MULTIPLE:
-                raise ArgumentError(name, size, f"a positive multiple of {MULTIPLE}")
+            if size <= 0 or size % MULTIPLE or size >= _MOST_SIZE:
+                raise ArgumentError(name, str(size)[:40], f"a positive multiple of {MULTIPLE} below 2^31")
         if not isinstance(self.format, BlockFormat):
             raise ArgumentTypeError("format", type(self.format).__name__, "a BlockFormat")
         if type(self.gated) is not bool:
@@ -85,6 +87,7 @@ class Fp4Experts:
     def _check(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         tensor = getattr(self, name)
         check_dtype(name, tensor, (dtype,))
+        check_strided(name, tensor)
         check_same_device(name, tensor, self.w13)
         if tuple(tensor.shape) != shape:
             raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"{shape}")
@@ -124,10 +127,18 @@ class Fp4Experts:
         if order != _ORDER:
             raise ArgumentError("named, size", f"order {order} of prepared experts", f"order {_ORDER}: prepare again")
         parts = {name: named.get(name) for name in _PARTS}
-        return Fp4Experts(**parts, hidden=hidden, inter=inter, gated=bool(gated), format=MXFP4 if is_mxfp4 else NVFP4)  # type: ignore[arg-type]
+        kind = MXFP4 if is_mxfp4 else NVFP4
+        try:
+            return Fp4Experts(**parts, hidden=hidden, inter=inter, gated=bool(gated), format=kind)  # type: ignore[arg-type]
+        except ArgumentError as error:
+            raise renamed(error, {part: f"named, {part}" for part in (*_PARTS, "hidden", "inter")}) from None
 
     def dequantize(self, expert: int) -> tuple[Matrix, Matrix]:
         """w13 and w2 of one expert, exact; rows of w13 are gates and then up rows."""
+        if type(expert) is not int:
+            raise ArgumentTypeError("expert", type(expert).__name__, "an int")
+        if not 0 <= expert < self.experts:
+            raise ArgumentError("expert", str(expert)[:40], f"0 to {self.experts - 1}")
         one = slice(expert, expert + 1)
         bias13, bias2 = (None if bias is None else bias[one] for bias in (self.bias13, self.bias2))
         up = matrix_of(self.w13[one], self.scale13[one], bias13, (self.rows13, self.hidden))
@@ -280,6 +291,7 @@ def _alphas(name: str, alpha: torch.Tensor | None, experts: int, gated: bool, li
         return torch.ones(experts, 1, dtype=torch.float32, device=like.device)
     check_dtype(name, alpha, (torch.float32,))
     check_same_device(name, alpha, like)
+    check_contiguous(name, alpha)
     shapes = [(experts,), (experts, 1), *([(experts, 2)] if gated else [])]
     if tuple(alpha.shape) not in shapes:
         raise ArgumentError(name, f"shape {tuple(alpha.shape)}", " or ".join(map(str, shapes)))
@@ -293,6 +305,7 @@ def _bias(
         return None
     check_dtype(name, bias, _BIASES)
     check_same_device(name, bias, like)
+    check_contiguous(name, bias)
     if tuple(bias.shape) != shape:
         raise ArgumentError(name, f"shape {tuple(bias.shape)}", f"{shape}")
     ordered = bias.float() if places is None else bias.float()[:, places]

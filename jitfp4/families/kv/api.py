@@ -29,7 +29,7 @@ from jitfp4.families.kv.calls import (
     quantize_sides,
 )
 from jitfp4.formats import E4M3_MAX, NVFP4
-from jitfp4.public import checked, public
+from jitfp4.public import public
 from jitfp4.reference.formats import divide
 from jitfp4.tensors import Pair, check_dtype, check_same_device, pair, scalar_f32
 
@@ -133,7 +133,7 @@ def nvfp4_quantize_paged_kv_cache(
     return (codes[0], codes[1]), (sf[0], sf[1]), float(scales[0]), float(scales[1])
 
 
-@checked
+@public
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -179,7 +179,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     append_by_position(append_key, append_value, *lists, *codes, *sf, *scales, kv_layout, v_sf_layout, enable_pdl)
 
 
-@checked
+@public
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -207,8 +207,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
             codes and scales may share pages.
         k_scale, v_scale: *decode* scales, recommended ``amax / (448 * 6)``, positive and finite: float32 tensors of one
             element, or numbers. The host reads a tensor once, and again after it was changed in place, but never
-            while a CUDA graph is captured or torch.compile traces. During a capture both must be tensors on
-            append_key's device.
+            while a CUDA graph is captured or torch.compile traces. During a capture a tensor must be on append_key's
+            device.
         kv_layout: "NHD" or "HND".
         v_sf_layout: "linear", or "interleaved4" as nvfp4_quantize_paged_kv_cache() describes it.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -267,7 +267,7 @@ def nvfp4_kv_dequantize(
     return out
 
 
-@checked
+@public
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: Pair,
     kv_cache_sf: Pair,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from jitfp4.dispatch import differ, reaches
+from jitfp4 import replay
+from jitfp4.dispatch import differ, known, reaches
 from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ, MAX_THREADS
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import Pair, check_contiguous, check_device, check_dtype, check_same_device, pair
+from jitfp4.tensors import LEAST, Pair, check_contiguous, check_device, check_dtype, check_same_device, number_f32, pair
 
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
 
@@ -25,7 +26,8 @@ _LIMIT = 1 << 32  # of strides in bytes, and of slots: the kernels multiply and 
 _MAX_TOKENS = 1 << 31
 _MAX_BLOCKS = MAX_GRID_YZ // 4 * MAX_THREADS  # of a token. A block is two chunks, and there are two sides
 
-_known_scales = WeakTensorKeyDictionary()  # from a scale to its version that was found positive and finite
+_known_scales: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""By identity: a scale, and its version that was found positive and finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
+    if known(tensor.numel() == 0):
+        return
     for size, step in zip(tensor.shape, steps(tensor), strict=False):
         step *= tensor.element_size()
         if step % multiple or step >= _LIMIT or (step == 0 and size > 1):
@@ -159,11 +163,16 @@ def decode_scales(
     """Both decode scales, checked to be positive and finite: one float32 each on ``like``'s device.
 
     The values of tensors are read with one copy to the host, unless they were read before and have not changed since.
-    While a CUDA graph is captured, no value may be read and no tensor made: then the scales must be float32 tensors on
-    ``like``'s device, and their values are not checked.
+    While a CUDA graph is captured, no value may be read: then tensors must be on ``like``'s device, and their values
+    are not checked.
     """
     capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
     given = {"k_scale": k_scale, "v_scale": v_scale}
+    for scale in given.values():
+        if isinstance(scale, torch.Tensor):
+            if scale.is_inference():
+                replay.note(None)  # no version says whether its value changed
+            replay.require(_is_known, scale)
     k, v = (_decode_scale(name, scale, like, capturing) for name, scale in given.items())
     if not (capturing or torch.compiler.is_compiling() or like.is_meta):
         unread = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and not _is_known(x)}
@@ -171,17 +180,23 @@ def decode_scales(
             values = torch.stack([x.detach().reshape(()).to(like.device) for x in unread.values()]).tolist()
             for (name, scale), value in zip(unread.items(), values, strict=True):
                 _check_decode_scale(name, value)
-                if not scale.is_inference():
-                    _known_scales[scale] = scale._version
+                _know(scale)
     return k, v
 
 
 def _is_known(scale: torch.Tensor) -> bool:
-    return not scale.is_inference() and _known_scales.get(scale) == scale._version
+    known = _known_scales.get(id(scale))
+    return known is not None and known[0]() is scale and known[1] == scale._version
+
+
+def _know(scale: torch.Tensor) -> None:
+    """Remember that a scale was checked. A tensor of inference mode has no version: it is read each time."""
+    if not scale.is_inference():
+        number = id(scale)
+        _known_scales[number] = weakref.ref(scale, lambda _: _known_scales.pop(number, None)), scale._version
 
 
 def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, capturing: bool) -> torch.Tensor:
-    allowed = f"one float32 on {like.device}, while a CUDA graph is captured"
     if isinstance(scale, torch.Tensor):
         check_dtype(name, scale, (torch.float32,))
         if scale.is_meta and not like.is_meta:
@@ -189,16 +204,16 @@ def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, ca
         if scale.numel() != 1:
             raise ArgumentError(name, f"{scale.numel()} elements", "one")
         if capturing and scale.device != like.device:
+            allowed = f"a number or a tensor on {like.device}, while a CUDA graph is captured"
             raise ArgumentError(name, f"a tensor on {scale.device}", allowed)
-        return scale if scale.device == like.device else scale.to(like.device)
+        device = like.device
+        return scale if scale.device == device else replay.temporary(lambda x: x.to(device), scale)
     if not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise ArgumentTypeError(name, type(scale).__name__, "a number or a tensor")
-    if capturing:
-        raise ArgumentError(name, scale, allowed)
     _check_decode_scale(name, float(scale))
-    return torch.full((1,), float(scale), dtype=torch.float32, device=like.device)
+    return number_f32(float(scale), like)
 
 
 def _check_decode_scale(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
+    if not (math.isfinite(value) and value > LEAST):
         raise ArgumentError(name, value, "a positive finite decode scale")

@@ -1,8 +1,4 @@
-"""The calls behind the public functions: check tensors and flags, then call one operator.
-
-jitfp4.replay remembers such a call and repeats its launch for arguments of the same shapes. That needs a function that
-returns a tensor, so each returns the first tensor that it writes.
-"""
+"""What the public functions have in common: checks of tensors and flags, and the call of one operator."""
 
 from __future__ import annotations
 
@@ -27,7 +23,6 @@ from jitfp4.families.kv.arguments import (
 from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
 from jitfp4.families.kv.problem import MAX_GRID_YZ
 from jitfp4.formats import NVFP4
-from jitfp4.public import public
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -36,7 +31,6 @@ Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, tor
 NO_LISTS: Lists = (None, None, None, None)
 
 
-@public
 def append_by_slot(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -50,7 +44,7 @@ def append_by_slot(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     check_list("slot_mapping", slot_mapping, append_key)
     n = slot_mapping.shape[0]
     for name, x in (("append_key", append_key), ("append_value", append_value)):
@@ -60,10 +54,8 @@ def append_by_slot(
     written = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout, APPEND_SF_DTYPES)
     rows, lists = (append_key[:n], append_value[:n]), (slot_mapping, None, None, None)
     _append(rows, written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
-    return k_codes
 
 
-@public
 def append_by_position(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -81,7 +73,7 @@ def append_by_position(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     check_list("batch_indices", batch_indices, append_key)
     n = batch_indices.shape[0]
     check_list("positions", positions, append_key, n)
@@ -98,10 +90,8 @@ def append_by_position(
     check_work("kv_indices", kv_indices.shape[0] * written[0].codes.shape[1], 0)
     lists = (positions, batch_indices, kv_indices, kv_indptr)
     _append((append_key, append_value), written, (k_scale, v_scale), lists, v_sf_layout, enable_pdl)
-    return k_codes
 
 
-@public
 def dequantize_paged(
     output_k: torch.Tensor,
     output_v: torch.Tensor,
@@ -116,7 +106,7 @@ def dequantize_paged(
     kv_layout: str,
     v_sf_layout: str,
     enable_pdl: bool | None,
-) -> torch.Tensor:
+) -> None:
     k, v = sides((k_codes, v_codes), (k_sf, v_sf), kv_layout)
     _, page_size, heads, _ = k.codes.shape
     if output_k.dim() != 4:
@@ -136,7 +126,6 @@ def dequantize_paged(
     interleaved = is_interleaved(v_sf_layout, v.head_dim, page_size)
     lists = block_tables, seq_lens
     _dequantize_sides((k, v), (k_scale, v_scale), lists, (output_k, output_v), interleaved, enable_pdl)
-    return output_k
 
 
 def _dequantize_sides(

@@ -24,7 +24,7 @@ from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
-from jitfp4.tensors import Pair, check_contiguous, check_dtype, check_same_device, output
+from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_same_device, output
 
 _ROTARY = 32  # rotated elements come in multiples of it
 _MOST_ROWS = 1 << 31
@@ -299,7 +299,7 @@ def _sides(
 def _decode(name: str, scale: torch.Tensor | float, like: torch.Tensor) -> tuple[float, torch.Tensor | None]:
     """A decode scale as a number, or as a tensor."""
     if not isinstance(scale, torch.Tensor):
-        if not scale > 0:
+        if not scale > LEAST:
             raise ArgumentError(name, scale, "a positive finite decode scale")
         return float(scale), None
     check_dtype(name, scale, (torch.float32,))

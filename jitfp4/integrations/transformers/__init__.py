@@ -13,10 +13,11 @@ from __future__ import annotations
 from jitfp4.integrations.transformers.attention import register_attention
 from jitfp4.integrations.transformers.cache import Nvfp4Cache, calibrate
 from jitfp4.integrations.transformers.config import Jitfp4Config
+from jitfp4.integrations.transformers.delta_rule import use_gated_delta_rule
 from jitfp4.integrations.transformers.experts import register_experts
 from jitfp4.integrations.transformers.quantizer import Jitfp4Quantizer, claim
 
-__all__ = ["Jitfp4Config", "Jitfp4Quantizer", "Nvfp4Cache", "calibrate", "register"]
+__all__ = ["Jitfp4Config", "Jitfp4Quantizer", "Nvfp4Cache", "calibrate", "register", "use_gated_delta_rule"]
 
 
 def register() -> None:

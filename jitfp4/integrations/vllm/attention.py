@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.api import new_workspace
-from jitfp4.families.attention.operation import Arguments
+from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.problem import HEAD_DIMS, MAX_GROUP, MAX_Q_LEN
 from jitfp4.families.kv import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from jitfp4.formats import NVFP4

@@ -17,11 +17,11 @@ from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 TILE_MS = (8, 16, 32, 64)
-FOUND = 128  # assignments among which a CTA finds its rows by itself
+FOUND = 128  # assignments that a CTA sorts by itself
 _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
-_MAX_GRID = 65535
+_MOST_TILES = 1 << 30
 _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
 
 
@@ -40,14 +40,13 @@ class NarrowTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of an expert, and 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
+    """A tile is ``tile_m`` rows of an expert by 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
 
-    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: rows are those of an item of
-    experts/route's list; otherwise a CTA finds them among all ids.
+    A CTA has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: items are those of
+    experts/route's list; otherwise every CTA sorts the ids.
     """
 
-    product: Product
     dtype: DType
     format: BlockFormat
     listed: bool
@@ -78,32 +77,46 @@ class NarrowSpec(KernelSpec):
 
     @property
     def rows(self) -> int:
-        """Rows of the weight that a CTA takes."""
+        """Rows of the weight of a tile."""
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
+    def batch_rows(self) -> int:
+        """Rows of activations, of the tiles that a CTA looks up at a time."""
+        return 128 if self.listed else 64
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums, and its rows."""
+        """Shared memory of a CTA: the ring, slots of a chunk of activations or of sums, rows, and what it has found."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
+        slot = round_up(max(self.tile_m * _ROW_BYTES, 4 * self.tile_m * (self.rows + 4)), 128)
         barriers = 8 * stages * self.row_warps
-        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
-        ring = round_up(weights, 128) + chunks + barriers
-        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(max(ring, sums), 128) + round_up(16 * self.tile_m + 8 * self.rows, 128)
+        rows = 12 * self.batch_rows + 4 * self.tile_m + 8 * self.rows + round_up(4 * self.groups, 16)
+        found = 8 if self.listed else 5 * FOUND
+        return round_up(round_up(weights, 128) + 2 * self.groups * slot + round_up(barriers, 16) + rows + found, 128)
 
 
-def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSpec(NarrowSpec):
+    """The product up."""
+
+    product: Product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownSpec(NarrowSpec):
+    """The product down."""
+
+    product = Product.DOWN
+
+
+def specialise(problem: Problem, tactic: NarrowTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
-    return NarrowSpec(
-        product=problem.product,
-        dtype=problem.dtype,
-        format=problem.format,
-        listed=problem.item_rows > 0,
-        **cut,
-    )
+    cut |= {"dtype": problem.dtype, "format": problem.format, "listed": problem.item_rows > 0}
+    return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)
 
 
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
@@ -118,24 +131,34 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     if spec.rows < COUNTER_ROWS * tactic.split:
         return f"a counter of finished slots is for {COUNTER_ROWS} rows or more"
     if problem.item_rows == 0 and problem.assignments > FOUND:
-        return f"a CTA finds its rows among up to {FOUND} assignments"
+        return f"a CTA sorts up to {FOUND} assignments"
     if problem.item_rows and tactic.tile_m > problem.item_rows:
         return "items have fewer rows"
-    if _parts(problem, tactic.tile_m) * problem.items > _MAX_GRID:
-        return f"a grid has up to {_MAX_GRID} items"
+    if _tiles(problem, tactic) > _MOST_TILES:
+        return f"CTAs walk over up to {_MOST_TILES} tiles"
     return None
 
 
 def _parts(problem: Problem, tile_m: int) -> int:
-    """CTAs that share the rows of an item."""
+    """Tiles that share the rows of an item."""
     return max(1, ceil_div(problem.item_rows, tile_m))
 
 
-def geometry(problem: Problem, tactic: NarrowTactic, _arch: Arch) -> Geometry:
-    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over parts of items."""
-    spec = specialise(problem, tactic)
-    grid = (tactic.split, ceil_div(problem.n, spec.rows), _parts(problem, tactic.tile_m) * problem.items)
-    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+def _tiles(problem: Problem, tactic: NarrowTactic) -> int:
+    rows = _BLOCK_ROWS * tactic.warp_blocks * tactic.row_warps
+    return problem.items * _parts(problem, tactic.tile_m) * ceil_div(problem.n, rows)
+
+
+def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
+    """Grid: x over the CTAs of a cluster, which split the columns; y over those that take tiles in turn."""
+    spec, split = specialise(problem, tactic), tactic.split
+    ctas = min(_tiles(problem, tactic), max(1, tactic.ctas * arch.num_sms // split))
+    return Geometry(
+        grid=(split, ctas, 1),
+        block=(spec.threads, 1, 1),
+        cluster=(split, 1, 1),
+        shared_bytes=spec.shared_bytes,
+    )
 
 
 def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) -> dict[str, Any]:
@@ -151,6 +174,7 @@ def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) ->
         "experts": experts,
         "tokens": problem.tokens,
         "slots": problem.slots,
+        "items_end": problem.items,
         "parts": _parts(problem, plan.spec.tile_m),
         "n": problem.n,
         "k": problem.k,
@@ -194,7 +218,7 @@ def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
 _ROUTING = (
     Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
     Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
-    Ptr("items", "const int4", "[gridDim.z / parts]; null without a list"),
+    Ptr("items", "const int4", "[items_end]; null without a list"),
     Ptr("order", "const int32", "[tokens * slots]; null without a list"),
 )
 _SIZES = (
@@ -203,7 +227,8 @@ _SIZES = (
     I64("experts"),
     I64("tokens"),
     I64("slots"),
-    I64("parts", "CTAs that share the rows of an item"),
+    I64("items_end"),
+    I64("parts", "tiles that share the rows of an item"),
     I64("n", "rows of the weight"),
     I64("k", "columns, a multiple of 32"),
 )
@@ -225,7 +250,9 @@ _CUTS = {  # by rows of activations: blocks and warps of a group, groups, stages
         (3, 1, 4, 3, 3),
         (3, 1, 6, 4, 2),
         (3, 1, 12, 3, 1),
-        (4, 1, 2, 3, 6),
+        (4, 1, 2, 3, 5),
+        (4, 1, 2, 4, 4),
+        (4, 1, 3, 2, 5),
         (4, 1, 3, 3, 4),
         (4, 1, 4, 2, 4),
         (4, 1, 4, 3, 3),
@@ -281,7 +308,7 @@ NARROW_TACTICS = tuple(
 
 NARROW_UP = Kernel(
     name="experts/narrow_up",
-    spec=NarrowSpec,
+    spec=UpSpec,
     params=(
         Ptr("x", "const In", "[tokens, k]"),
         Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
@@ -307,7 +334,7 @@ NARROW_UP = Kernel(
 
 NARROW_DOWN = Kernel(
     name="experts/narrow_down",
-    spec=NarrowSpec,
+    spec=DownSpec,
     params=(
         Ptr("x", "const In", "h [tokens * slots, k]"),
         Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
@@ -316,7 +343,7 @@ NARROW_DOWN = Kernel(
         Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
         *_ROUTING,
         Ptr("y", "In", "[tokens * slots, n]"),
-        Ptr("done", "int32", "[tokens, gridDim.y, gridDim.x], zero"),
+        Ptr("done", "int32", "[tokens, tiles of rows, gridDim.x], zero"),
         Ptr("out", "In", "[tokens, n]"),
         *_SIZES,
         I64("x_stride", "elements, as all strides"),

@@ -17,7 +17,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-WIDE_TILE_MS = (32, 64, 128, 256)
+TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
@@ -42,7 +42,7 @@ class WideTactic:
 
 
 # rows of x, groups, depth, splits
-_WIDE_CUTS = (
+_CUTS = (
     (32, 1, 2, (1, 2)),
     (32, 2, 2, (1, 2)),
     (32, 4, 1, (1,)),
@@ -57,7 +57,7 @@ _WIDE_CUTS = (
     (256, 1, 2, (1, 2)),
     (256, 2, 1, (1, 2)),
 )
-_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _WIDE_CUTS for split in splits)
+_whole = (WideTactic(tile_m, groups, depth, split) for tile_m, groups, depth, splits in _CUTS for split in splits)
 _divided = (
     WideTactic(tile_m, groups, cluster=cluster, divided=True, band=band)
     for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
@@ -91,7 +91,7 @@ class WideSpec(KernelSpec):
     def __post_init__(self) -> None:
         for name, allowed in zip(
             ("tile_m", "depth", "cluster", "groups", "split"),
-            (WIDE_TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            (TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
@@ -106,6 +106,11 @@ class WideSpec(KernelSpec):
     def teams(self) -> int:
         """Warpgroups that multiply."""
         return self.groups * self.depth
+
+    @property
+    def product_rows(self) -> tuple[int, ...]:
+        """The rows of x of a product on the tensor cores."""
+        return (self.tile_m,)
 
     @property
     def threads(self) -> int:
@@ -206,7 +211,7 @@ def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometr
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
 
 
-def workspace(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
+def scratch(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
     """The memory in which CTAs leave sums of divided tiles for each other."""
     size = plan.spec.workspace_bytes(plan.geometry.grid[0])
     return {"workspace": Scratch((size,), torch.uint8)} if size else {}
@@ -249,5 +254,5 @@ KERNEL = Kernel(
     specialise=specialise,
     geometry=geometry,
     bind=_bind,
-    scratch=workspace,
+    scratch=scratch,
 )

@@ -46,7 +46,7 @@ def specialise(problem: Fp4Problem, tactic: WideTactic) -> Fp4WideSpec:
 
 def rejects(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture. The smallest tiles take any number of rows."""
-    return wide.rejects(problem._replace(m=max(problem.m, wide.WIDE_TILE_MS[0])), tactic, arch)
+    return wide.rejects(problem._replace(m=max(problem.m, wide.TILE_MS[0])), tactic, arch)
 
 
 def geometry(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> Geometry:
@@ -57,7 +57,7 @@ def geometry(problem: Fp4Problem, tactic: WideTactic, arch: Arch) -> Geometry:
 def _scratch(arguments: Fp4Arguments, plan: Plan) -> dict[str, Scratch]:
     """x, which is a expanded, and a workspace."""
     shape = plan.problem.m, round_up(plan.problem.k, TILE_COLS)
-    return {"x": Scratch(shape, TORCH_DTYPES[plan.spec.dtype]), **wide.workspace(arguments, plan)}
+    return {"x": Scratch(shape, TORCH_DTYPES[plan.spec.dtype]), **wide.scratch(arguments, plan)}
 
 
 def _expansion(arguments: Fp4Arguments, _plan: Plan, x: torch.Tensor, **_workspace: torch.Tensor) -> ExpandArguments:

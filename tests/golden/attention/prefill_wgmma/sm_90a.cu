@@ -405,6 +405,12 @@ template <bool kFirst, typename A, typename B> struct Choice { using Type = A; }
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
 
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.
@@ -444,9 +450,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- attention/products ----------------------------------------------------

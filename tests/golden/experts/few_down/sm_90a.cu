@@ -479,12 +479,15 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -677,14 +680,10 @@ struct Weights {
 };
 
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
-
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
+__device__ __forceinline__ void store_sums(float (&to)[kTileM][kPitch], const Accumulators& sums, int first, int lane) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int b = 0; b < kWarpBlocks; ++b) {
@@ -692,7 +691,7 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, in
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        to[8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
       }
     }
   }
@@ -766,6 +765,9 @@ struct Ring {
   alignas(128) uint8 x[kGroups][2][kRowBytes];  // one row of a chunk
   alignas(128) uint8 zeros[kRowBytes];
   Barrier full[kGroups][kStages];  // the weight is copied
+};
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
 };
 struct Shared {
   union {
@@ -909,7 +911,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   ptx::copy_async_wait();  // for scales, in warps without a turn
   __syncthreads();         // the sums take the place of the ring
 
-  store_sums(s.sums, sums, warp, 0, lane);
+  store_sums(s.sums.rows[warp], sums, 0, lane);
   __syncthreads();
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < count * kQuads; i += kThreads) {

@@ -492,12 +492,15 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;

@@ -469,6 +469,12 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.
@@ -508,9 +514,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/store_matrices -----------------------------------------------
@@ -533,7 +536,7 @@ namespace ptx {
 // The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
 // the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
 __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
-// d = a b, or d += a b, of a 64 x 16 by a 16 x 32 matrix.
+// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
 // / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
 // before a wait.
@@ -598,12 +601,15 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -695,6 +701,7 @@ constexpr bool kDivided    = true;
 constexpr int kSlots       = 15;
 constexpr int kWeightSlots = 8;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
+constexpr int kStepM       = kTileM;  // no other products
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
 constexpr int kConsumers = kTeams * 128;      // threads
@@ -786,6 +793,8 @@ class Schedule {
 };
 
 // ---- weight ----------------------------------------------------------------
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
 using Sums = float[kSums];
 using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
 
@@ -875,14 +884,16 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
   }
 }
 
-// ---- products --------------------------------------------------------------
-// One thread of a consumer warpgroup.
+// ---- gemm/wide_mainloop ----------------------------------------------------
+// Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
+// Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
 struct Consumer {
   Shared& shared;
   uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
   Place   place;
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
+  uint32 rows;  // of x, up to kTileM
 
   // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
@@ -897,14 +908,22 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
+  template <int kRows = kStepM>
+  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
+    if constexpr (kRows < kTileM)
+      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
+    ptx::wgmma_commit();
+  }
   __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
     const uint32 slot = ring.slot + half;
     ptx::mbarrier_wait(&shared.full[slot], ring.parity);
-    const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::wgmma(sums, a[i], x + 2 * i, add || i > 0);
-    ptx::wgmma_commit();
+    start_product(sums, a, ptx::wgmma_tile(ptx::shared_address(shared.x[slot])), add);
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) ring.advance();
   }
@@ -918,10 +937,10 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Two sets of fragments: while the tensor cores read one, the other is filled.
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
-    const uint32 products = steps * (2 / kDepth);
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
       Ring<kSlots> second = ring;
       second.advance();
@@ -944,6 +963,7 @@ struct Consumer {
     }
     ptx::wgmma_wait<0>();
     release_x<1>();
+    if (kDepth == 1 && products % 2 == 1) release_weight();
 #pragma unroll
     for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
   }
@@ -1104,7 +1124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
       consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
       Sums sums;
-      consumer.accumulate(sums, work.end - work.begin);
+      consumer.accumulate(sums, (work.end - work.begin) * (2 / kDepth));
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
         ptx::fence_proxy_async();

@@ -2,9 +2,9 @@
 // spec: {"cache":"nvfp4","in_dtype":"bf16","lanes":4,"threads":64}
 //
 // Behind the product that makes queries, keys and values: rotates queries and keys by their positions, where weights
-// are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one token. A lane takes
-// a unit of a row, and kLanes lanes share the row. Every value is rounded to 16 bits after the norm and after the
-// rotation, so that the result is that of the same steps one by one.
+// are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one
+// token. A lane takes a unit of a row, and kLanes lanes share the row. Every value is rounded to 16 bits after the norm
+// and after the rotation, so that the result is that of the same steps one by one.
 // Grid: x over rows, in the order of tokens, and for each token its heads of queries, keys and values.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -625,7 +625,6 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;

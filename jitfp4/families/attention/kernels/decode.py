@@ -1,0 +1,149 @@
+"""The kernel for few query rows: each CTA takes an equal share of all tiles of all requests and KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.counters import COUNTER_BYTES
+from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, bind, scratch
+from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem
+from jitfp4.formats import DType
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import I64, Geometry, KernelSpec
+
+_WARP = 32
+_LINE = 128  # bytes
+_WIDE_WARPS = 8  # of an SM
+_MOST_CTAS = _WARP**2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTactic:
+    """How the kernel divides the work: fields of DecodeSpec."""
+
+    warps: int
+    stages: int
+    min_ctas: int
+    head_warps: int = 1
+
+
+TACTICS = (
+    DecodeTactic(8, 2, 1),
+    DecodeTactic(4, 3, 1),
+    DecodeTactic(12, 2, 1),
+    DecodeTactic(6, 2, 2, head_warps=2),
+    DecodeTactic(6, 2, 2),
+    DecodeTactic(12, 2, 1, head_warps=4),
+    DecodeTactic(12, 2, 1, head_warps=2),
+    DecodeTactic(4, 3, 2),
+    DecodeTactic(4, 2, 2),
+    DecodeTactic(4, 2, 1),
+    DecodeTactic(2, 2, 1),
+    DecodeTactic(1, 2, 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSpec(KernelSpec):
+    """A warp takes tiles of 32 tokens of one KV head for ``rows`` query rows, and copies later tiles meanwhile.
+
+    ``interleaved`` is the order of V's scales. In a ``packed`` cache the rows of a page and head follow each other
+    without gaps. With ``two_tables``, K and V have different page numbers. A warp has ``stages`` tiles in shared
+    memory. An SM holds ``min_ctas`` CTAs of ``warps`` warps; ``head_warps`` warps of a CTA take the same tokens for
+    different KV heads.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    rows: int
+    interleaved: bool
+    pages: Pages
+    packed: bool
+    two_tables: bool
+    warps: int
+    stages: int
+    min_ctas: int
+    head_warps: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a tile: K and V, their scales."""
+        scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
+        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of a warp's tiles, with 8 bytes about each, in whole lines."""
+        return round_up(self.stages * (self.stage_bytes + 8), _LINE)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a warp's results in shared memory: padded rows of outputs, with their references and sums."""
+        return 4 * self.rows * (self.head_dim + 4 + 2)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
+        of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
+        return round_up(round_up(of_warps, 16) + round_up(self.warps * 4, 16) + 48, _LINE)
+
+    def workspace_bytes(self, grid: int) -> int:
+        """Bytes of two partial results of each CTA: for the first and the last item of its share."""
+        return 2 * grid * self.head_warps * self.rows * (self.head_dim + 2) * 4
+
+
+def specialise(problem: Problem, tactic: DecodeTactic) -> DecodeSpec:
+    """The kernel that a tactic makes for a problem."""
+    fields = {name: value for name, value in problem._asdict().items() if name in DecodeSpec.__slots__}
+    return DecodeSpec(**fields, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem; None where it can."""
+    if problem.rows > MAX_ROWS:
+        return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
+    if problem.heads % tactic.head_warps:
+        return f"{tactic.head_warps} warps take different heads"
+    if arch.num_sms * tactic.min_ctas > _MOST_CTAS:
+        return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
+    if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
+        return f"registers suffice for {_WIDE_WARPS} warps"
+    lines = tactic.head_warps * problem.rows
+    if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
+        return f"there are {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
+    shared = specialise(problem, tactic).shared_bytes
+    if shared > arch.shared_of(tactic.min_ctas):
+        return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
+    return None
+
+
+def geometry(problem: Problem, tactic: DecodeTactic, arch: Arch) -> Geometry:
+    """As many CTAs as the GPU holds at once; each finds its share of the work."""
+    return Geometry(
+        grid=(arch.num_sms * tactic.min_ctas, 1, 1),
+        block=(tactic.warps * _WARP, 1, 1),
+        shared_bytes=specialise(problem, tactic).shared_bytes,
+    )
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    bound = bind(arguments) | scratch(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
+    return bound | {"group_inverse": ceil_div(1 << 30, bound["group"])}
+
+
+KERNEL = Kernel(
+    name="attention/decode",
+    spec=DecodeSpec,
+    params=(*INPUTS, *SCRATCH, *SIZES, I64("group_inverse", "2^30 / group, rounded up", member="int")),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

@@ -1,0 +1,117 @@
+"""The mma.sync kernel for many query rows: its tactics and spec, which problems it can run, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.families.attention.arguments import Arguments
+from jitfp4.families.attention.parameters import INPUTS, SIZES, bind
+from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem
+from jitfp4.formats import DType
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import round_up
+from jitfp4.spec import I64, Geometry, KernelSpec
+
+_WARP = 32
+_MOST_SUMS = 144  # of the 255 registers of a thread: sums of outputs, and scores
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTactic:
+    """How the kernel divides the work: fields of PrefillSpec."""
+
+    warps: int
+    warp_rows: int
+    tile: int
+    min_ctas: int
+
+
+TACTICS = (
+    PrefillTactic(4, 16, 64, 2),
+    PrefillTactic(4, 16, 32, 1),
+    PrefillTactic(4, 32, 64, 2),
+    PrefillTactic(8, 16, 64, 1),
+    PrefillTactic(8, 16, 32, 1),
+    PrefillTactic(4, 16, 16, 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpec(KernelSpec):
+    """Each CTA has ``warps`` * ``warp_rows`` query rows, and takes tiles of ``tile`` tokens.
+
+    ``interleaved`` is the order of V's scales. An SM holds ``min_ctas`` CTAs.
+    """
+
+    cache: Cache
+    q_dtype: DType
+    out_dtype: DType
+    head_dim: int
+    interleaved: bool
+    warps: int
+    warp_rows: int
+    tile: int
+    min_ctas: int
+
+    @property
+    def rows(self) -> int:
+        return self.warps * self.warp_rows
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: two tiles as 16-bit floats, two as in the cache, places of four tiles, queries."""
+        bits = self.cache.bits
+        scales = self.head_dim // 16 if bits == 4 else 0
+        raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
+        halves = 2 * self.tile * self.head_dim * 2
+        queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
+        return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
+
+
+def specialise(problem: Problem, tactic: PrefillTactic) -> PrefillSpec:
+    """The kernel that a tactic makes for a problem."""
+    fields = {name: value for name, value in problem._asdict().items() if name in PrefillSpec.__slots__}
+    return PrefillSpec(**fields, **asdict(tactic))
+
+
+def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    if problem.rows <= MAX_ROWS:
+        return "few query rows leave most of its products empty"
+    sums = (problem.head_dim + tactic.tile) * tactic.warp_rows // _WARP
+    if sums > _MOST_SUMS:
+        return f"{sums} registers of a thread for sums of outputs and scores are more than {_MOST_SUMS}"
+    shared = specialise(problem, tactic).shared_bytes
+    if shared > arch.shared_of(tactic.min_ctas):
+        return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
+    return None
+
+
+def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
+    """A CTA for each possible block of query rows. CTAs without a block return at once."""
+    del arch  # the grid is the same for every one
+    spec = specialise(problem, tactic)
+    return Geometry(
+        grid=(problem.blocks * ROW_BLOCK // spec.rows, 1, 1),
+        block=(tactic.warps * _WARP, 1, 1),
+        shared_bytes=spec.shared_bytes,
+    )
+
+
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    del plan  # no parameter depends on it
+    return bind(arguments) | {"causal": int(arguments.causal)}
+
+
+KERNEL = Kernel(
+    name="attention/prefill",
+    spec=PrefillSpec,
+    params=(*INPUTS, *SIZES, I64("causal", "0 or 1", member="int")),
+    tactics=TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind,
+)

@@ -1,0 +1,1253 @@
+// experts_wide_down, generated from templates/experts/wide_down.cu.j2
+// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"product":"down","step_m":8,"tile_m":32}
+//
+// y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The rows
+// of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
+// experts/combine adds up the slots of a token.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
+namespace ptx {
+// To be called before the first product, and whenever registers of a product were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of products are complete.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+}  // namespace ptx
+
+// ---- partials/tma ----------------------------------------------------------
+// A tensor map: what the host encodes to describe a tensor to TMA.
+struct alignas(64) TensorMap { uint64 opaque[16]; };
+
+namespace ptx {
+// Returns true in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32 chosen;
+  asm volatile("{\n"
+               "  .reg .pred p;\n"
+               "  elect.sync _|p, 0xffffffff;\n"
+               "  selp.u32 %0, 1, 0, p;\n"
+               "}"
+               : "=r"(chosen));
+  return chosen;
+}
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box at (row, col) of a matrix to shared memory; its bytes count towards the barrier.
+__device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)) : "memory");
+}
+}  // namespace ptx
+
+// The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
+__device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
+
+// ---- partials/ring ---------------------------------------------------------
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/products ---------------------------------------------------------
+// The matrix product of warpgroups, and the copies around it.
+namespace ptx {
+// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
+// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
+// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
+// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
+// before a wait.
+__device__ __forceinline__ void wgmma(float (&d)[4], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%8, 0x40000040};\n"
+               "  setp.ne.b32 add, %9, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3"
+               "}, {%4, %5, %6, %7}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+__device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%12, 0x40000040};\n"
+               "  setp.ne.b32 add, %13, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7"
+               "}, {%8, %9, %10, %11}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+__device__ __forceinline__ void wgmma(float (&d)[12], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%16, 0x40000040};\n"
+               "  setp.ne.b32 add, %17, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+               "}, {%12, %13, %14, %15}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%20, 0x40000040};\n"
+               "  setp.ne.b32 add, %21, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %0, %1;\n"
+               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
+               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+}
+
+// Copies `bytes` bytes, which count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+// Stores a box, as a group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
+// ---- gemm/weight -----------------------------------------------------------
+// A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
+// 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
+// g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
+constexpr int   kTileRows = 64, kTileCols = 128;
+constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
+constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
+constexpr float kWeightUnit = 0x1p8f;
+
+// Pairs in the order of a fragment: rows g and g + 8, columns 2 t and 2 t + 1; the same rows, columns 2 t + 8 and
+// 2 t + 9. As sign, last bits of the exponent and first bit of the mantissa, a code is its value times a power of two.
+constexpr uint32 kPairCodes = 0x81C081C0u, kPairValues = 0x01C001C0u;  // with signs, without
+template <typename T> __device__ void decode_codes(uint32 (&pairs)[4], uint32 w);
+template <> __device__ __forceinline__ void decode_codes<bf16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-126
+  pairs[0] = w & kPairCodes;
+  pairs[1] = w << 6 & kPairCodes;
+  pairs[2] = __funnelshift_r(w, w, 6) & kPairCodes;
+  pairs[3] = (w << 4 ^ w >> 4) & kPairCodes;
+}
+template <> __device__ __forceinline__ void decode_codes<f16>(uint32 (&pairs)[4], uint32 w) {  // times 2^-14
+  decode_codes<bf16>(pairs, w);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] += 7 * (pairs[i] & kPairValues);  // their sign stays, the others move by three
+}
+
+// Two scales of a word of four: rows g and g + 8, in the first or the second half of its columns. A scale byte has five
+// bits of exponent, with a bias of 21, and three of mantissa. The bytes of the first lie in the middle of a half of the
+// word, those of the second after its bytes have changed places.
+template <typename T> __device__ uint32 decode_scales(uint32 v, bool second);
+template <> __device__ __forceinline__ uint32 decode_scales<bf16>(uint32 v, bool second) {  // times 2^118
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(d) : "r"(second ? __byte_perm(v, 0, 0x2301) : v), "r"(0x0FF00FF0u), "r"(0x70007000u));
+  return d;  // v & mask | constant
+}
+template <> __device__ __forceinline__ uint32 decode_scales<f16>(uint32 v, bool second) {  // times 2^6
+  return (second ? __byte_perm(v, 0, 0x2301) : v) << 3 & 0x7F807F80u;
+}
+
+// Products of pairs with the first (`upper`) and with the second (`lower`) half of another pair. As one statement, they
+// need no copies of a half.
+template <typename T>
+__device__ void mul_pairs(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales);
+template <> __device__ __forceinline__ void mul_pairs<f16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  mul.rn.f16x2 %0, %0, a;\n"
+      "  mul.rn.f16x2 %1, %1, a;\n"
+      "  mul.rn.f16x2 %2, %2, b;\n"
+      "  mul.rn.f16x2 %3, %3, b;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales));
+}
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+template <> __device__ __forceinline__ void mul_pairs<bf16>(uint32 (&upper)[2], uint32 (&lower)[2], uint32 scales) {
+  asm("{\n"
+      "  .reg .b16 first, second;\n"
+      "  .reg .b32 a, b;\n"
+      "  mov.b32 {first, second}, %4;\n"
+      "  mov.b32 a, {first, first};\n"
+      "  mov.b32 b, {second, second};\n"
+      "  fma.rn.bf16x2 %0, %0, a, %5;\n"
+      "  fma.rn.bf16x2 %1, %1, a, %5;\n"
+      "  fma.rn.bf16x2 %2, %2, b, %5;\n"
+      "  fma.rn.bf16x2 %3, %3, b, %5;\n"
+      "}"
+      : "+r"(upper[0]), "+r"(upper[1]), "+r"(lower[0]), "+r"(lower[1]) : "r"(scales), "r"(0x80008000u));
+}
+
+// One 16 x 16 piece: `scales` of rows g and g + 8 as a pair.
+template <typename T>
+__device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, uint32 scales) {
+  decode_codes<T>(pairs, codes);
+  uint32 upper[2] = {pairs[0], pairs[2]}, lower[2] = {pairs[1], pairs[3]};
+  mul_pairs<T>(upper, lower, scales);
+  pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
+}
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
+  int32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
+  int64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
+__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+struct Routing {
+  const uint8* ids;
+  const int32* map;  // null: the identity
+  int64 id_bytes, end, experts;
+
+  __device__ __forceinline__ int64 id(int64 assignment) const {
+    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
+    return ptx::ld_fresh_4(ids + 4 * assignment);
+  }
+  // -1 where the slot is skipped: never an expert that is not there.
+  __device__ __forceinline__ int32 expert(int64 id) const {
+    if (id < 0 || id >= end) return -1;
+    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
+    return local < 0 || local >= experts ? -1 : int32(local);
+  }
+  // A bit for each slot of a token that is not skipped; there are up to 32.
+  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
+    uint32 mask = 0;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
+    return mask;
+  }
+};
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = In;
+constexpr Format kFormat   = Format::kNvfp4;
+constexpr int kTileM       = 32;  // the most rows of an item
+constexpr int kStepM       = 8;  // products have a multiple of as many rows
+constexpr int kGroups      = 4;  // of 64 rows of the weight
+constexpr int kSlots       = 15;
+constexpr int kWeightSlots = 8;
+constexpr int kTileBytes   = 4608;
+
+constexpr int kDepth = 1, kCluster = 1;
+constexpr int kTeams     = kGroups;  // consumer warpgroups
+constexpr int kConsumers = kTeams * 128;  // threads
+constexpr int kThreads   = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
+// others.
+constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+
+// ---- shared memory ---------------------------------------------------------
+constexpr int kTileN       = kGroups * kTileRows;
+constexpr int kHalf        = kTileCols / 2;
+constexpr int kSums        = kTileM / 2;  // of a thread
+constexpr int kCopiers     = 64;  // threads that copy x
+constexpr int kStagedRows  = 32;  // of results, which a warpgroup writes at a time
+constexpr int kStagedBytes = 64 * 2;  // of a row
+
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   x[kSlots][kTileM * kHalf * 2];
+  uint8   weight[kWeightSlots][kGroups][kTileBytes];
+  uint8   staged[kTeams][kStagedRows * kStagedBytes];
+  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
+  Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+};
+static_assert(sizeof(Shared) == 228352, "the launch counts on it");
+static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
+
+enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
+
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
+using Sums = float[kSums];
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("{\n"
+               "  .reg .b32 a;\n"
+               "  mapa.shared::cluster.u32 a, %4, %5;\n"
+               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
+               "}"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gemm/prepared_weight --------------------------------------------------
+// The weight in tiles that lie in memory as decode_weight() takes them.
+constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
+
+struct Weight {
+  const uint8* tiles;
+  const float* row_scale;
+  const Out*   bias;
+  int64        n;
+
+  // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
+  __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
+                                       Barrier* full) const {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const uint64 from = uint64(min(row / kTileRows + i, uint32(ceil_div(n, kTileRows)) - 1)) * steps + step;
+      ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
+    }
+  }
+  __device__ __forceinline__ Affine affine(int64 row, float alpha) const {
+    Affine of{alpha * kWeightUnit, 0.0f};
+    if (row >= n) return of;
+    if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
+    if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
+    return of;
+  }
+};
+
+// Half `half` of the columns of a tile; each warp has 16 of its rows.
+__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+  const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+  const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                       + half * (kBlockScales / 16);
+  if constexpr (kFormat == Format::kNvfp4) {
+    const uint2 scales = ptx::ld_shared_8(from);
+    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+  } else {
+    const uint32 scales = ptx::ld_shared_4(from);
+    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
+    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
+    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
+    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+  }
+}
+
+// ---- gemm/wide_mainloop ----------------------------------------------------
+// Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
+// Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
+struct Consumer {
+  Shared& shared;
+  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
+  Place   place;
+  Ring<kSlots>       ring;
+  Ring<kWeightSlots> weight_ring;
+  uint32 rows;  // of x, up to kTileM
+
+  // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
+  template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
+    const uint32 slot = weight_ring.slot;
+    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
+    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
+  }
+  // To be called after the fragments were used: only then are the loads complete for sure.
+  __device__ __forceinline__ void release_weight() {
+    __syncwarp();
+    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
+    weight_ring.advance();
+    place.columns -= kTileCols;
+  }
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
+  template <int kRows = kStepM>
+  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
+    if constexpr (kRows < kTileM)
+      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
+    const uint32 slot = ring.slot + half;
+    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
+    start_product(sums, a, ptx::wgmma_tile(ptx::shared_address(shared.x[slot])), add);
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) ring.advance();
+  }
+  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
+  template <int kBack> __device__ __forceinline__ void release_x() {
+    constexpr int kDistance = kBack * kDepth;
+    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
+    if constexpr (kCluster == 1) {
+      if (place.lane == 0) ptx::mbarrier_arrive(b);
+    } else {
+      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
+    }
+  }
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
+    Fragments a, b;
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
+    decode_next<0>(a);
+    for (uint32 done = 0;;) {
+      multiply(sums, a, done > 0);
+      if constexpr (kDepth == 2) release_weight();
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release_x<2>();
+      if (++done == products) break;
+      decode_next<1>(b);
+      multiply(sums, b, true);
+      release_weight();
+      ptx::wgmma_wait<1>();  // a is free
+      release_x<2>();
+      if (++done == products) break;
+      decode_next<0>(a);
+    }
+    ptx::wgmma_wait<0>();
+    release_x<1>();
+    if (kDepth == 1 && products % 2 == 1) release_weight();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+};
+
+// ---- experts/wide ----------------------------------------------------------
+// A persistent CTA takes tiles of up to kTileM rows of an item by kTileN rows of its expert's weight, in steps of 128
+// columns, as gemm/wide does. Each slot of a ring goes round:
+//
+//   x, half a step      copiers, warps 0 and 1    wait for empty -> copy rows -> arrive at written: 64 threads
+//                       publisher, warp 3         wait for written -> fence.proxy.async -> arrive at full
+//                       consumer warpgroups       wait for full -> products -> arrive at empty: 4 warps of each
+//   weight, a step      warp 2                    wait for weight_empty -> bulk copies -> weight_full, by bytes
+//                       consumer warpgroups       wait for weight_full -> decode -> arrive at weight_empty, as above
+namespace ptx {
+// Arrives at b when the copies that this thread has started are complete.
+__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Starts a copy of a float, or writes zero.
+__device__ __forceinline__ void copy_async_float_or_zero(float* to, const float* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0) : "memory");
+}
+}  // namespace ptx
+
+// A product of a layer: rows of x by the weight [n, k] of each expert.
+struct Layer {
+  const In*    x;
+  const float* input_weights;  // of each assignment, or null
+  const uint8* weight;
+  const float* scale;
+  const float* bias;
+  const int4*  items;
+  const int32* order;
+  uint32 items_end, slots, n, k;
+  int64  x_stride;
+
+  __device__ __forceinline__ uint32 tiles() const { return ceil_div(n, kTileRows); }
+  __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
+  // Half steps. At least two: some warpgroups wait for a second one.
+  __device__ __forceinline__ uint32 halves() const { return max(2u, uint32(ceil_div(k, kHalf))); }
+};
+
+// The same value, which all lanes of the warp have: now the compiler knows that, too.
+__device__ __forceinline__ uint32 uniform(uint32 v) { return __reduce_max_sync(~0u, v); }
+
+// ---- work ------------------------------------------------------------------
+struct Work {
+  uint32 expert, first, rows, row;  // the item, and its first row of the weight
+};
+
+// Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
+// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because
+// the thread has not waited for the kernel ahead.
+template <bool kFresh> class Schedule {
+ public:
+  __device__ __forceinline__ explicit Schedule(const Layer& layer)
+      : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN)), next_(blockIdx.x) {}
+
+  __device__ __forceinline__ bool take(Work& work) {
+    const uint32 item = next_ / tiles_;
+    const int4* const at = items_ + min(item, end_ - 1);
+    uint4 of;  // expert, first, rows
+    if constexpr (kFresh) {
+      const int4 v = ptx::ld_fresh_16(at);
+      of = make_uint4(v.x, v.y, v.z, v.w);
+    } else {
+      of = ptx::ld<uint4>(at);
+    }
+    work = {uniform(of.x), uniform(of.y), uniform(item < end_ ? of.z : 0), (next_ - item * tiles_) * kTileN};
+    next_ += gridDim.x;
+    return work.rows > 0;
+  }
+
+ private:
+  const int4* items_;
+  uint32 end_, tiles_, next_;
+};
+
+// ---- producers -------------------------------------------------------------
+// x times a factor, rounded: 8 elements.
+__device__ __forceinline__ uint4 scaled(uint4 v, float factor) {
+  const auto both = [&](uint32 pair) { return to_pair<In>(low<In>(pair) * factor, high<In>(pair) * factor); };
+  return {both(v.x), both(v.y), both(v.z), both(v.w)};
+}
+
+// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row, and keeps where those begin in registers.
+// kGathered: the rows of x belong to tokens, else they are in the order of the list.
+template <bool kGathered> struct Copier {
+  static constexpr int kRows = kTileM / 8;
+
+  Shared&      shared;
+  const Layer& layer;
+  uint32 place, chunk, to;  // of the first row in the tile; of 16 bytes of its half step; shared address of those
+  uint32 from[kRows];       // in 16 bytes, from the first row of x
+  uint32 rows = 0;          // of the item
+
+  __device__ __forceinline__ Copier(Shared& shared, const Layer& layer, uint32 thread)
+      : shared(shared), layer(layer), place(thread / 8), chunk(thread % 8),
+        to(ptx::shared_address(shared.x) + swizzle_128(thread / 8, thread % 8)) {}
+
+  __device__ __forceinline__ void begin(const Work& work) {
+    const uint32 stride = layer.x_stride / 8;
+    rows = work.rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32 at = work.first + min(place + 8 * i, rows - 1);
+      from[i] = kGathered ? ptx::ld<uint32>(layer.order + at) : at;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) from[i] = (kGathered ? from[i] / layer.slots : from[i]) * stride;
+  }
+  __device__ __forceinline__ void copy(uint32 slot, uint32 half) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+    const bool   has = col < layer.k;
+    const In* const x = layer.x + (has ? col : 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (i * 8 >= ceil_div(rows, kStepM) * kStepM) break;
+      ptx::copy_async_or_zero(at + i * 1024, x + uint64(from[i]) * 8, has && place + 8 * i < rows ? 16 : 0);
+    }
+    ptx::copy_async_arrive(&shared.written[slot]);
+  }
+  // The same for rows that are multiplied by the weight of their assignment first.
+  __device__ __forceinline__ void scale(uint32 slot, uint32 half, uint32 first) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+#pragma unroll 1
+    for (uint32 row = place; row < ceil_div(rows, kStepM) * kStepM; row += 8) {
+      uint4 v{};
+      if (row < rows && col < layer.k) {
+        const uint32 assignment = ptx::ld<uint32>(layer.order + first + row);
+        v = scaled(ptx::ld<uint4>(layer.x + assignment / layer.slots * layer.x_stride + col),
+                   ptx::ld_f32(layer.input_weights + assignment));
+      }
+      ptx::st_shared(at + (row - place) * 128, v);
+    }
+    ptx::mbarrier_arrive(&shared.written[slot]);
+  }
+};
+
+template <bool kGathered>
+__device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint32 thread) {
+  Schedule<false> schedule(layer);
+  Copier<kGathered> copier(shared, layer, thread);
+  Ring<kSlots> ring;
+  for (Work work; schedule.take(work);) {
+    copier.begin(work);
+    for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      if (kGathered && layer.input_weights != nullptr) {
+        copier.scale(ring.slot, half, work.first);
+      } else {
+        copier.copy(ring.slot, half);
+      }
+    }
+  }
+  ptx::copy_async_wait();
+}
+
+// Hands over what the threads above have written: the tensor cores see it past a fence. A thread that copies would wait
+// in the fence for its latest copies.
+__device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
+  Schedule<false> schedule(layer);
+  Ring<kSlots> ring;
+  for (Work work; schedule.take(work);) {
+    for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
+      ptx::mbarrier_wait(&shared.written[ring.slot], ring.parity);
+      ptx::fence_proxy_async();
+      if (ptx::elect_one()) ptx::mbarrier_arrive(&shared.full[ring.slot]);
+    }
+  }
+}
+
+template <bool kFresh> __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
+  const uint32 tiles = layer.tiles(), steps = layer.steps();
+  Schedule<kFresh> schedule(layer);
+  Ring<kWeightSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const Weight weight{layer.weight + uint64(work.expert) * tiles * steps * kTileBytes, nullptr, nullptr, layer.n};
+    for (uint32 step = 0; step < steps; ++step, ring.advance()) {
+      Barrier* full = &shared.weight_full[ring.slot];
+      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+        weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+      }
+    }
+  }
+}
+
+// ---- consumers -------------------------------------------------------------
+// The place of a 16-byte chunk of a row of results in shared memory: two or one rows in 128 bytes.
+__device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
+  if constexpr (kStagedBytes == 64) return swizzle_128(row / 2, row % 2 * 4 + chunk);
+  return swizzle_128(row, chunk);
+}
+
+// Starts copies of the scales and biases of a warpgroup's rows of the weight, from col on. No register holds them while
+// the warpgroup multiplies.
+__device__ __forceinline__ void copy_affine(Shared& shared, const Layer& layer, uint32 team, uint64 col) {
+  const uint32 thread = ptx::thread_index() % 128, row = thread % kTileRows;
+  const bool   is_bias = thread >= kTileRows;
+  const float* const from = is_bias ? layer.bias : layer.scale;
+  ptx::copy_async_float_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
+                                from == nullptr ? layer.scale : from + col + row, from != nullptr);
+}
+__device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
+  return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
+}
+
+// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
+// and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
+template <class Pair, class Store>
+__device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
+                                           const Store& store) {
+  constexpr int kChunks = kStagedBytes / 16, kStoredRows = 128 / kChunks;
+  const uint32 thread = ptx::thread_index() % 128, warp = thread / kWarp, lane = thread % kWarp;
+  const uint32 staged = ptx::shared_address(shared.staged[team]);
+#pragma unroll
+  for (int from = 0; from < kTileM; from += kStagedRows) {
+    if (from >= rows) break;
+    if (from > 0) ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
+#pragma unroll
+    for (int row = from; row < from + kStagedRows && row < kTileM; row += 16) {
+      if (row >= rows) break;
+      const uint32 at = row - from + lane % 8;
+      if constexpr (kStagedBytes == 64) {
+        const uint32 pairs[2] = {pair(row / 8, false), pair(row / 8 + 1, false)};
+        ptx::store_matrices(staged + staged_at(at + lane / 8 % 2 * 8, warp), pairs);
+      } else {
+        const uint32 pairs[4] = {pair(row / 8, false), pair(row / 8, true), pair(row / 8 + 1, false),
+                                 pair(row / 8 + 1, true)};
+        ptx::store_matrices(staged + staged_at(at + lane / 16 * 8, warp * 2 + lane / 8 % 2), pairs);
+      }
+    }
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    const uint32 end = min(rows - from, uint32(kStagedRows));
+    for (uint32 row = thread / kChunks; row < end; row += kStoredRows)
+      store(from + row, thread % kChunks, ptx::ld_shared(staged + staged_at(row, thread % kChunks)));
+  }
+}
+
+// ---- CTA -------------------------------------------------------------------
+// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the
+// weight begin at col. The producer warp that is idle at the end calls last(lane).
+template <bool kGathered, class Finish, class Last>
+__device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
+  const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
+  const uint32 team = number / 4, warp = number % 4;
+  if (number == kTeams * 4 && ptx::elect_one()) {
+    for (int s = 0; s < kSlots; ++s) {
+      ptx::mbarrier_init(&shared.written[s], kCopiers);
+      ptx::mbarrier_init(&shared.full[s], 1);
+      ptx::mbarrier_init(&shared.empty[s], 4 * kGroups);
+    }
+    for (int s = 0; s < kWeightSlots; ++s) {
+      ptx::mbarrier_init(&shared.weight_full[s], 1);
+      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kGroups);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (team == kTeams) {
+    ptx::registers_fewer<kProducerRegisters>();
+    if (warp < kCopiers / kWarp) {
+      ptx::griddep_wait();
+      copy_x<kGathered>(shared, layer, ptx::thread_index() % kCopiers);
+    } else if (warp == 2) {
+      // The list and the weight are not what the previous kernel writes, unless that made the list.
+      if constexpr (kGathered) ptx::griddep_wait();
+      produce_weight<!kGathered>(shared, layer);
+    } else {
+      ptx::griddep_wait();
+      ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
+      publish_x(shared, layer);
+      last(ptx::thread_index() % kWarp);
+    }
+    return;
+  }
+  ptx::registers_more<kConsumerRegisters>();
+  ptx::griddep_wait();
+  const uint32 lane = ptx::thread_index() % kWarp;
+  Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
+  Schedule<false> schedule(layer);
+  for (Work work; schedule.take(work);) {
+    const uint32 col = work.row + team * kTileRows;
+    if (col < layer.n) copy_affine(shared, layer, team, uint64(work.expert) * layer.tiles() * kTileRows + col);
+    // Warpgroups begin at different times, so that some multiply while another finishes its tile.
+    const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
+    if (behind < layer.halves())
+      ptx::mbarrier_wait(&shared.full[later % kSlots], consumer.ring.parity ^ later / kSlots);
+    Sums sums;
+    consumer.rows = work.rows;
+    consumer.accumulate(sums, layer.halves());
+    if (col >= layer.n) continue;
+    ptx::copy_async_wait();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
+    finish(work, team, col, sums, affine(shared, team, row), affine(shared, team, row + 8));
+  }
+}
+
+// ---- results ---------------------------------------------------------------
+struct Finish {
+  Shared& shared;
+  In*     y;
+  const int32* order;
+  uint32 n;
+
+  __device__ __forceinline__ void operator()(const Work& work, uint32 team, uint32 col, const Sums& sums, Affine upper,
+                                             Affine lower) const {
+    if (col >= n) return;
+    const auto pair = [&](int i, bool low) {
+      const Affine of = low ? lower : upper;
+      const float* const from = sums + 4 * i + (low ? 2 : 0);
+      return to_pair<In>(fmaf(from[0], of.scale, of.bias), fmaf(from[1], of.scale, of.bias));
+    };
+    const auto store = [&](uint32 row, uint32 chunk, uint4 v) {
+      const int64 assignment = ptx::ld<uint32>(order + work.first + row);
+      if (col + chunk * 8 < n) ptx::st(y + assignment * n + col + chunk * 8, v);
+    };
+    write_rows(shared, team, work.rows, pair, store);
+  }
+};
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
+    const In* __restrict__ x,          // h [tokens * slots, k], in the order of the list
+    const uint8* __restrict__ weight,  // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ scale,   // [experts, round_up(n, 64)]
+    const float* __restrict__ bias,    // as scale; null: none
+    const int4* __restrict__ items,    // [items_end]
+    const int32* __restrict__ order,   // [tokens * slots]
+    In* __restrict__ y,                // [tokens * slots, n], by assignment
+    int64 items_end,
+    int64 slots,                       // of a token
+    int64 n,                           // rows of the weight
+    int64 k,                           // columns, a multiple of 32
+    int64 x_stride                     // elements, as all strides
+) {
+  extern __shared__ uint8 shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const Layer layer{x, nullptr, weight, scale, bias, items, order, uint32(items_end), uint32(slots), uint32(n),
+                    uint32(k), x_stride};
+  run<false>(shared, layer, Finish{shared, y, order, uint32(n)}, [](uint32) {});
+}
