@@ -42,8 +42,8 @@ class NarrowTactic:
 class NarrowSpec(KernelSpec):
     """A tile is ``tile_m`` rows of an expert by 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
 
-    A CTA has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: items are those of
+    A CTA has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring
+    of ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: items are those of
     experts/route's list; otherwise every CTA sorts the ids.
     """
 

@@ -1040,6 +1040,7 @@ struct Finish {
       __threadfence();
       of.finished[number] = before + 1 == __popc(of.taken[tile][number]) ? of.target[tile][number] / slots : -1;
     }
+    __syncwarp();
   }
   // `quads` is the number of quads of rows that each of the CTAs of a cluster has.
   __device__ __forceinline__ void add_up(const Rows& of, int thread, int quads) const {
