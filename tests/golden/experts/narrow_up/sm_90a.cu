@@ -5,14 +5,14 @@
 // have rows once from memory. On the tensor cores the weight is the left operand, so that rows of activations, up to
 // kTileM of one expert, are columns of the product.
 //
-// CTAs stay: each walks over tiles, kRows rows of the weight by up to kTileM rows of one expert, and takes a share of the
-// columns, which are divided among the CTAs of a cluster. Its warps are kGroups groups of kRowWarps: groups take chunks
-// of 128 columns in turn, and the warps of a group share a chunk of activations, each with different rows of the weight.
-// A warp has a ring of stages: copies fill those that are free, also with pieces of the next tiles, while the warp
-// multiplies another, and while the sums of a tile are added up. Sums are float32: over a group's chunks in order, then
-// over groups, from that of the first chunk on, then over the cluster, always in the same order.
+// CTAs stay: each walks over tiles, kRows rows of the weight by up to kTileM rows of one expert, and takes a share of
+// the columns, which are divided among the CTAs of a cluster. Its warps are kGroups groups of kRowWarps: groups take
+// chunks of 128 columns in turn, and the warps of a group share a chunk of activations, each with different rows of
+// the weight. A warp has a ring of stages: copies fill those that are free, also with pieces of the next tiles, while
+// the warp multiplies another, and while the sums of a tile are added up. Sums are float32: over a group's chunks in
+// order, then over groups, from that of the first chunk on, then over the cluster, always in the same order.
 //
-//   a warp    multiply its chunks of tile i -> sums to shared memory -> barrier -> results of tile i -> barrier -> i + 1
+//   a warp    multiply its chunks of tile i -> sums to shared memory -> barrier -> results of tile i -> barrier
 //   copies    pieces of the weight, kStages ahead; the next chunk of activations; scales of tile i
 //
 // Up: rows are gathered from x; the results go through the activation to h. Down: rows are those of h; results are
@@ -773,8 +773,9 @@ struct Routing {
 };
 
 // ---- experts/rows ----------------------------------------------------------
-// The tiles of a CTA: up to kTileM rows of activations of one expert, by kRows rows of its weight. Tiles of an item, which
-// has the rows, follow each other, and CTAs take them in turn: in batches, of which lane i of every warp has tile i.
+// The tiles of a CTA: up to kTileM rows of activations of one expert, by kRows rows of its weight. Tiles of an item,
+// which has the rows, follow each other, and CTAs take them in turn: in batches, of which lane i of every warp has
+// tile i.
 constexpr int kFound = 128;  // assignments that a CTA sorts by itself
 constexpr int kBatch = kWarp * kTileM <= kBatchRows ? kWarp : kBatchRows / kTileM;
 static_assert(kBatch > 0, "a tile at least");
@@ -842,8 +843,8 @@ __device__ __forceinline__ uint32 found_item(const Found& found, int at, int lan
   return item;
 }
 
-// The chunks that a group multiplies, one after the other through the tiles of a batch. Groups take the chunks of a tile
-// in turn, and the next tile begins with the group behind that of the last chunk.
+// The chunks that a group multiplies, one after the other through the tiles of a batch. Groups take the chunks of a
+// tile in turn, and the next tile begins with the group behind that of the last chunk.
 struct Walk {
   uint32 left;       // a bit for each tile ahead
   int tile, chunk;   // -1 behind the last
