@@ -607,6 +607,7 @@ constexpr int kRows         = kRowWarps * kWarpRows;
 constexpr int kGroupThreads = kRowWarps * kWarp;
 constexpr int kHalf         = kTileCols / 2;
 constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
+constexpr int kSlotWords    = (kGroups + 3) / 4 * 4;
 constexpr int kBatchRows    = 64;  // of activations, of the tiles that are looked up at a time
 
 // ---- gemm/multiply ---------------------------------------------------------
@@ -891,7 +892,7 @@ struct Rows {
   int32 finished[kTileM];          // the token, or -1; down only
   alignas(16) float scale[kRows];  // of the rows of the weight, of this tile
   float bias[kRows];
-  alignas(16) int32 slot[(kGroups + 3) / 4 * 4];  // of each group, which has its sums
+  alignas(16) int32 slot[kSlotWords];  // of each group, which has its sums
 };
 struct Shared {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
@@ -1089,6 +1090,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     if constexpr (!kDown) ptx::griddep_wait();
     ptx::griddep_launch();
   }
+  if (thread < kSlotWords) s.rows.slot[thread] = 0;  // others of the cluster read whole vectors
   if constexpr (!kListed) {
     find(s.found, reinterpret_cast<int32*>(s.slots), routing, int(tokens * slots), thread);
   }
