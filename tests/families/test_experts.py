@@ -174,7 +174,7 @@ def test_a_second_call_gives_equal_bits(device: str) -> None:
 @pytest.mark.parametrize("slots", [0, 33])
 def test_numbers_of_slots_that_cannot_be(slots: int) -> None:
     layer = make_layer(2, 64, 32)
-    with pytest.raises(ArgumentError, match="topk_ids: got shape .*1 to 32 slots"):
+    with pytest.raises(ArgumentError, match=r"topk_ids: got shape .*1 to 32 slots"):
         fp4_experts(make_x(3, 64), layer, torch.zeros(3, slots, dtype=torch.int32), None)
 
 
