@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from jitfp4 import fp4_experts, sim
+from jitfp4 import ArgumentError, fp4_experts, sim
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import FOUND, NarrowTactic, geometry, rejects
@@ -169,6 +169,13 @@ def test_a_second_call_gives_equal_bits(device: str) -> None:
     assert torch.equal(first, assert_layer(layer, x, ids, weights))
     with forced_item_rows(8):
         assert torch.equal(first, assert_layer(layer, x, ids, weights))
+
+
+@pytest.mark.parametrize("slots", [0, 33])
+def test_numbers_of_slots_that_cannot_be(slots: int) -> None:
+    layer = make_layer(2, 64, 32)
+    with pytest.raises(ArgumentError, match=r"topk_ids: got shape .*1 to 32 slots"):
+        fp4_experts(make_x(3, 64), layer, torch.zeros(3, slots, dtype=torch.int32), None)
 
 
 # ---- simulated -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype,
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MOST_ASSIGNMENTS = 1 << 24
+_MOST_SLOTS = 32
 # alpha, beta and limit of an activation
 _SWIGLU: dict[str, tuple[float, float, float | None]] = {
     "swiglu": (1.0, 0.0, None),
@@ -50,8 +51,8 @@ def fp4_experts(
             Never copied.
         experts: from prepare_fp4_experts(), on x's device. Must be complete when the call is made: with programmatic
             dependent launch the kernels read it while their predecessors still run.
-        topk_ids: [tokens, slots], int32 or int64, contiguous: the experts of each token. A slot with an id of -1, or
-            any other outside the experts, is skipped, and a token without a slot gives zeros.
+        topk_ids: [tokens, slots], int32 or int64, contiguous, 1 to 32 slots: the experts of each token. A slot with an
+            id of -1, or any other outside the experts, is skipped, and a token without a slot gives zeros.
         topk_weights: [tokens, slots], float32, contiguous; None means 1.
         activation: "swiglu": ``silu(gate) * up``; "swigluoai": with the constants of gpt-oss, see Numerics; "relu2":
             the square of ``max(up, 0)``, for experts without a gate.
@@ -219,8 +220,8 @@ def _check_routing(
     check_dtype("topk_ids", topk_ids, _ID_DTYPES)
     check_same_device("topk_ids", topk_ids, x)
     tokens = x.shape[0]
-    if topk_ids.dim() != 2 or topk_ids.shape[0] != tokens or topk_ids.shape[1] == 0:
-        raise ArgumentError("topk_ids", f"shape {tuple(topk_ids.shape)}", f"[{tokens}, slots], with a slot or more")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != tokens or not 0 < topk_ids.shape[1] <= _MOST_SLOTS:
+        raise ArgumentError("topk_ids", f"shape {tuple(topk_ids.shape)}", f"[{tokens}, 1 to {_MOST_SLOTS} slots]")
     check_contiguous("topk_ids", topk_ids)
     if topk_ids.numel() > _MOST_ASSIGNMENTS:
         raise ArgumentError("topk_ids", f"{topk_ids.numel()} elements", f"at most {_MOST_ASSIGNMENTS}")

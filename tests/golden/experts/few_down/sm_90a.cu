@@ -1,15 +1,15 @@
 // experts_few_down, generated from templates/experts/few_down.cu.j2
 // spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"stages":3,"warp_blocks":1}
 //
-// The product "down" of a layer of experts for up to eight assignments of tokens to experts, such as those of one token:
-// a CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results of every
-// slot and adds them up by itself.
+// The product "down" of a layer of experts for up to eight assignments of tokens to experts, such as those of one
+// token: a CTA takes its rows of the weights of all of their experts, one behind the other, so that it has the results
+// of every slot and adds them up by itself.
 //
-// On the tensor cores the weight is the left operand. An assignment is a column of the product: the other columns of its
-// expert's part are zero, so that the sums of all experts fit in the registers of one product. A CTA takes kRows rows of
-// the weights and a share of their chunks of 128 columns, which are divided among the CTAs of a cluster; its warps take
-// chunks in turn, each with a ring of stages. Sums are float32: over a warp's chunks in order, then over warps, then
-// over the cluster, always in the same order.
+// On the tensor cores the weight is the left operand. An assignment is a column of the product: the other columns of
+// its expert's part are zero, so that the sums of all experts fit in the registers of one product. A CTA takes kRows
+// rows of the weights and a share of their chunks of 128 columns, which are divided among the CTAs of a cluster; its
+// warps take chunks in turn, each with a ring of stages. Sums are float32: over a warp's chunks in order, then over
+// warps, then over the cluster, always in the same order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a

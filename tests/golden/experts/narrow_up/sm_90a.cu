@@ -5,14 +5,14 @@
 // have rows once from memory. On the tensor cores the weight is the left operand, so that rows of activations, up to
 // kTileM of one expert, are columns of the product.
 //
-// CTAs stay: each walks over tiles, kRows rows of the weight by up to kTileM rows of one expert, and takes a share of the
-// columns, which are divided among the CTAs of a cluster. Its warps are kGroups groups of kRowWarps: groups take chunks
-// of 128 columns in turn, and the warps of a group share a chunk of activations, each with different rows of the weight.
-// A warp has a ring of stages: copies fill those that are free, also with pieces of the next tiles, while the warp
-// multiplies another, and while the sums of a tile are added up. Sums are float32: over a group's chunks in order, then
-// over groups, from that of the first chunk on, then over the cluster, always in the same order.
+// CTAs stay: each walks over tiles, kRows rows of the weight by up to kTileM rows of one expert, and takes a share of
+// the columns, which are divided among the CTAs of a cluster. Its warps are kGroups groups of kRowWarps: groups take
+// chunks of 128 columns in turn, and the warps of a group share a chunk of activations, each with different rows of
+// the weight. A warp has a ring of stages: copies fill those that are free, also with pieces of the next tiles, while
+// the warp multiplies another, and while the sums of a tile are added up. Sums are float32: over a group's chunks in
+// order, then over groups, from that of the first chunk on, then over the cluster, always in the same order.
 //
-//   a warp    multiply its chunks of tile i -> sums to shared memory -> barrier -> results of tile i -> barrier -> i + 1
+//   a warp    multiply its chunks of tile i -> sums to shared memory -> barrier -> results of tile i -> barrier
 //   copies    pieces of the weight, kStages ahead; the next chunk of activations; scales of tile i
 //
 // Up: rows are gathered from x; the results go through the activation to h. Down: rows are those of h; results are
@@ -617,6 +617,7 @@ constexpr int kRows         = kRowWarps * kWarpRows;
 constexpr int kGroupThreads = kRowWarps * kWarp;
 constexpr int kHalf         = kTileCols / 2;
 constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
+constexpr int kSlotWords    = (kGroups + 3) / 4 * 4;
 constexpr int kBatchRows    = 64;  // of activations, of the tiles that are looked up at a time
 
 // ---- gemm/multiply ---------------------------------------------------------
@@ -783,8 +784,9 @@ struct Routing {
 };
 
 // ---- experts/rows ----------------------------------------------------------
-// The tiles of a CTA: up to kTileM rows of activations of one expert, by kRows rows of its weight. Tiles of an item, which
-// has the rows, follow each other, and CTAs take them in turn: in batches, of which lane i of every warp has tile i.
+// The tiles of a CTA: up to kTileM rows of activations of one expert, by kRows rows of its weight. Tiles of an item,
+// which has the rows, follow each other, and CTAs take them in turn: in batches, of which lane i of every warp has
+// tile i.
 constexpr int kFound = 128;  // assignments that a CTA sorts by itself
 constexpr int kBatch = kWarp * kTileM <= kBatchRows ? kWarp : kBatchRows / kTileM;
 static_assert(kBatch > 0, "a tile at least");
@@ -852,8 +854,8 @@ __device__ __forceinline__ uint32 found_item(const Found& found, int at, int lan
   return item;
 }
 
-// The chunks that a group multiplies, one after the other through the tiles of a batch. Groups take the chunks of a tile
-// in turn, and the next tile begins with the group behind that of the last chunk.
+// The chunks that a group multiplies, one after the other through the tiles of a batch. Groups take the chunks of a
+// tile in turn, and the next tile begins with the group behind that of the last chunk.
 struct Walk {
   uint32 left;       // a bit for each tile ahead
   int tile, chunk;   // -1 behind the last
@@ -900,7 +902,7 @@ struct Rows {
   int32 finished[kTileM];          // the token, or -1; down only
   alignas(16) float scale[kRows];  // of the rows of the weight, of this tile
   float bias[kRows];
-  alignas(16) int32 slot[(kGroups + 3) / 4 * 4];  // of each group, which has its sums
+  alignas(16) int32 slot[kSlotWords];  // of each group, which has its sums
 };
 struct Shared {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
@@ -1098,6 +1100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     if constexpr (!kDown) ptx::griddep_wait();
     ptx::griddep_launch();
   }
+  if (thread < kSlotWords) s.rows.slot[thread] = 0;  // others of the cluster read whole vectors
   if constexpr (!kListed) {
     find(s.found, reinterpret_cast<int32*>(s.slots), routing, int(tokens * slots), thread);
   }
