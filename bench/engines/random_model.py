@@ -3,7 +3,7 @@
     python -m bench.engines.random_model [--layers 2 8 32]
 
 A quarter of Llama-3.1-8B's width, prompts of 16 tokens, the logits of each last token. ``noise`` is a run whose
-products differ by 2^-10 before they are rounded to bf16, as those of another kernel do; ``nvfp4`` rounds keys and values.
+products differ by 2^-10 before they are rounded to bf16, as another kernel's do; ``nvfp4`` rounds keys and values.
 """
 
 from __future__ import annotations
