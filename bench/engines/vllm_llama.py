@@ -9,7 +9,7 @@ variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the kernels
 
 ``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
 chunks of 512, then decode steps of six requests in graphs of eight, in which every variant is given the same tokens.
-plugin-kv is right where it is to own-rounded as plugin-attention is to own: what is left is the rounding of bf16.
+plugin-kv is right where it is much nearer to own-rounded than both are to own.
 """
 
 from __future__ import annotations
