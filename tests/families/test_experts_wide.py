@@ -148,10 +148,10 @@ def test_who_takes_how_many_rows() -> None:
     for item_rows in rows:
         tactics = {EXPERTS_UP.select(problem(item_rows), SM_90A)}
         down = EXPERTS_DOWN.select(problem(item_rows), SM_90A)
-        assert type(down) is (NarrowTactic if item_rows < 32 else CombineTactic)
-        if item_rows >= 32:
+        assert type(down) is (NarrowTactic if item_rows < 16 else CombineTactic)
+        if item_rows >= 16:
             tactics.add(EXPERTS_RESULTS.select(problem(item_rows), SM_90A))
-        assert {type(tactic) for tactic in tactics} == {NarrowTactic if item_rows < 32 else WideTactic}
+        assert {type(tactic) for tactic in tactics} == {NarrowTactic if item_rows < 16 else WideTactic}
         assert all(tactic.tile_m >= item_rows for tactic in tactics)
     assert isinstance(EXPERTS_UP.select(problem(256), Arch.of("sm_100a")), NarrowTactic)
 

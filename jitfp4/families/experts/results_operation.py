@@ -16,9 +16,10 @@ from jitfp4.reference import experts as reference
 from jitfp4.selection import Row, Table
 
 _ITEM_ROWS = {
+    16: WideTactic(16, 8, 4),
     32: WideTactic(32, 8, 4),
     64: WideTactic(64, 16, 4),
-    96: WideTactic(96, 16, 3),
+    80: WideTactic(80, 16, 4),
     160: WideTactic(160, 32, 3),
 }
 TABLE: Table[WideTactic] = Table(

@@ -41,12 +41,13 @@ class WideSpec(KernelSpec):
     The rows of an item are rounded up to a multiple of ``step_m``, and there is code for each multiple.
     """
 
-    product: Product
     dtype: DType
     format: BlockFormat
     tile_m: int
     step_m: int
     groups: int
+
+    gated = False
 
     def __post_init__(self) -> None:
         if not 0 < self.tile_m <= _MOST_ROWS or self.tile_m % 16:
@@ -61,10 +62,6 @@ class WideSpec(KernelSpec):
     def product_rows(self) -> range:
         """The rows of x of products on the tensor cores."""
         return range(self.step_m, self.tile_m + 1, self.step_m)
-
-    @property
-    def gated(self) -> bool:
-        return self.product is Product.GATED
 
     @property
     def staged_rows(self) -> int:
@@ -112,9 +109,28 @@ def _weight_slots(slots: int) -> int:
     return slots // 2 + 1
 
 
-def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSpec(WideSpec):
+    """The product up."""
+
+    product: Product
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.product is Product.GATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownSpec(WideSpec):
+    """The product down."""
+
+    product = Product.DOWN
+
+
+def specialise(problem: Problem, tactic: WideTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
-    return WideSpec(product=problem.product, dtype=problem.dtype, format=problem.format, **asdict(tactic))
+    cut = {"dtype": problem.dtype, "format": problem.format, **asdict(tactic)}
+    return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)
 
 
 def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
@@ -206,7 +222,7 @@ WIDE_TACTICS = (
 
 WIDE_UP = Kernel(
     name="experts/wide_up",
-    spec=WideSpec,
+    spec=UpSpec,
     params=(
         Ptr("x", "const In", "[tokens, k]"),
         *_WEIGHT,
@@ -229,7 +245,7 @@ WIDE_UP = Kernel(
 
 WIDE_DOWN = Kernel(
     name="experts/wide_down",
-    spec=WideSpec,
+    spec=DownSpec,
     params=(
         Ptr("x", "const In", "h [tokens * slots, k], in the order of the list"),
         *_WEIGHT,

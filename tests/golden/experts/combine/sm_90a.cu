@@ -1,5 +1,5 @@
 // experts_combine, generated from templates/experts/combine.cu.j2
-// spec: {"dtype":"bf16","threads":256}
+// spec: {"dtype":"bf16","threads":128}
 //
 // out [tokens, n] = for each token the sum over its slots, in their order, of weight times y. A token of which every
 // slot is skipped becomes zeros. A thread has four columns of a token.
@@ -350,7 +350,7 @@ template <typename T> struct SlotSum {
 
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(

@@ -1,5 +1,5 @@
 // experts_wide_down, generated from templates/experts/wide_down.cu.j2
-// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"product":"down","step_m":8,"tile_m":32}
+// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"step_m":8,"tile_m":16}
 //
 // y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The rows
 // of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
@@ -494,34 +494,6 @@ __device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
-__device__ __forceinline__ void wgmma(float (&d)[12], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%16, 0x40000040};\n"
-               "  setp.ne.b32 add, %17, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
-               "}, {%12, %13, %14, %15}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%20, 0x40000040};\n"
-               "  setp.ne.b32 add, %21, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
@@ -703,11 +675,11 @@ struct Routing {
 using In  = bf16;
 using Out = In;
 constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 32;  // the most rows of an item
+constexpr int kTileM       = 16;  // the most rows of an item
 constexpr int kStepM       = 8;  // products have a multiple of as many rows
 constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kSlots       = 15;
-constexpr int kWeightSlots = 8;
+constexpr int kSlots       = 18;
+constexpr int kWeightSlots = 10;
 constexpr int kTileBytes   = 4608;
 
 constexpr int kDepth = 1, kCluster = 1;
@@ -725,7 +697,7 @@ constexpr int kTileN       = kGroups * kTileRows;
 constexpr int kHalf        = kTileCols / 2;
 constexpr int kSums        = kTileM / 2;  // of a thread
 constexpr int kCopiers     = 64;  // threads that copy x
-constexpr int kStagedRows  = 32;  // of results, which a warpgroup writes at a time
+constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
 constexpr int kStagedBytes = 64 * 2;  // of a row
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
@@ -735,7 +707,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
   Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 228352, "the launch counts on it");
+static_assert(sizeof(Shared) == 232448, "the launch counts on it");
 static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
