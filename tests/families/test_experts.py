@@ -201,8 +201,7 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str) -> None:
     """More chunks than stages, last tiles and chunks that are not whole, items of several sizes."""
     layer = make_layer(3, 416, 416)
     x, (ids, weights) = make_x(2 * tactic.tile_m - 5, 416), make_routing(2 * tactic.tile_m - 5, 2, 3, skipped=True)
-    few_sms = replace(Arch.of(arch), num_sms=2)  # so that CTAs take several tiles
-    with sim.device(few_sms, races=True), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic):
+    with sim.device(arch, races=True), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic):
         with forced_item_rows(tactic.tile_m):
             assert_layer(layer, x, ids, weights)
         with forced_item_rows(0):
@@ -233,28 +232,12 @@ def test_all_slots_in_a_cta_without_a_race(
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("sms", [1, 132])
-def test_items_that_several_ctas_share(sms: int) -> None:
+def test_items_that_several_ctas_share() -> None:
     layer, tactic = make_layer(3, 64, 64), NarrowTactic(8, 4, 1, 2, 2, 1)
     x, (ids, weights) = make_x(40, 64), make_routing(40, 2, 3)
     forced = EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic), forced_item_rows(32)
-    with sim.device(replace(Arch.of("sm_90a"), num_sms=sms), races=True), forced[0], forced[1], forced[2]:
+    with sim.device("sm_90a", races=True), forced[0], forced[1], forced[2]:
         assert_layer(layer, x, ids, weights)
-
-
-@pytest.mark.sim
-@pytest.mark.compile
-@pytest.mark.parametrize(("tokens", "item_rows"), [(4, 0), (20, 0), (40, 8)])
-def test_bits_do_not_depend_on_the_number_of_ctas(tokens: int, item_rows: int) -> None:
-    """A CTA that takes many tiles, in more than one batch, has the sums of CTAs that have one each."""
-    layer, tactic = make_layer(6, 416, 416), NarrowTactic(8, 1, 1, 3, 2, 1)
-    x, (ids, weights) = make_x(tokens, 416), make_routing(tokens, 3, 6, skipped=True)
-    found = []
-    for sms in (1, 1000):
-        few = sim.device(replace(Arch.of("sm_90a"), num_sms=sms), races=sms == 1)
-        with few, EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic), forced_item_rows(item_rows):
-            found.append(assert_layer(layer, x, ids, weights))
-    assert torch.equal(*found)
 
 
 @pytest.mark.sim
@@ -266,8 +249,7 @@ def test_dependent_launches(item_rows: int, seed: int | None) -> None:
     layer = make_layer(4, 64, 64)
     x, (ids, weights) = make_x(4, 64), make_routing(4, 2, 4, skipped=True)
     chain = sim.Chain(constant=list(layer.tensors().values()), after_unknown=True)
-    few_sms = replace(Arch.of("sm_90a"), num_sms=1)
-    with sim.device(few_sms, races=True, chain=chain, seed=seed), forced_item_rows(item_rows):
+    with sim.device("sm_90a", races=True, chain=chain, seed=seed), forced_item_rows(item_rows):
         once = fp4_experts(x, layer, ids, weights)
         fp4_experts(once, layer, ids, weights)
 
@@ -309,17 +291,16 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "shared memory" in str(rejects(problem(8, 0), NarrowTactic(8, 4, 1, 16, 4, 1), sm_90a))
     assert "clusters" in str(rejects(problem(8, 0), replace(tactic, split=2), sm_80))
     assert "counter" in str(rejects(problem(8, 0), NarrowTactic(8, 1, 1, 4, 2, 1, split=2), sm_90a))
-    assert "sorts" in str(rejects(problem(64, 0), tactic, sm_90a))
+    assert "among" in str(rejects(problem(64, 0), tactic, sm_90a))
     assert "fewer rows" in str(rejects(problem(64, 8), replace(tactic, tile_m=16), sm_90a))
-    assert "tiles" in str(rejects(problem(1 << 27, 8), tactic, sm_90a))
+    assert "grid" in str(rejects(problem(1 << 20, 8), tactic, sm_90a))
 
 
 def test_the_grid_has_room_for_any_routing() -> None:
     assert most_items(5, 128, 8) == 5
     assert most_items(512, 128, 8) == 128 + 48
-    assert geometry(problem(64, 8), NarrowTactic(8, 4, 1, 4, 2, 4), Arch.of("sm_90a")).grid == (1, 4 * 132, 1)
-    assert geometry(problem(1, 0), NarrowTactic(8, 4, 1, 4, 2, 4), Arch.of("sm_90a")).grid == (1, 8 * 32, 1)
-    assert geometry(problem(64, 32), NarrowTactic(8, 4, 1, 4, 2, 3, split=2), Arch.of("sm_90a")).grid == (2, 198, 1)
+    assert geometry(problem(64, 8), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 176)
+    assert geometry(problem(64, 32), NarrowTactic(8, 4, 1, 4, 2, 1), Arch.of("sm_90a")).grid == (1, 32, 140 * 4)
     assert [item_rows_of(a, 128) for a in (8, 64)] == [0, 8]
 
 

@@ -65,7 +65,7 @@ _DOWN: tuple[Row[Any], ...] = (
         (FewTactic(4, 16, 2, 1), {}),
         item_rows=0,
     ),
-    Row(NarrowTactic(8, 4, 1, 2, 3, 5), {"item_rows": 8, "k": 1024}),
+    Row(NarrowTactic(8, 4, 1, 2, 3, 6), {"item_rows": 8, "k": 1024}),
     Row(_SMALL_CTAS, {"item_rows": 8}),
 )
 _NARROW: tuple[Row[Any], ...] = (

@@ -17,11 +17,11 @@ from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 TILE_MS = (8, 16, 32, 64)
-FOUND = 128  # assignments that a CTA sorts by itself
+FOUND = 128  # assignments among which a CTA finds its rows by itself
 _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
-_MOST_TILES = 1 << 30
+_MAX_GRID = 65535
 _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
 
 
@@ -40,11 +40,11 @@ class NarrowTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowSpec(KernelSpec):
-    """A tile is ``tile_m`` rows of an expert by 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
+    """A CTA takes ``tile_m`` rows of an expert, and 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
 
-    A CTA has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring
-    of ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: items are those of
-    experts/route's list; otherwise every CTA sorts the ids.
+    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
+    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: rows are those of an item of
+    experts/route's list; otherwise a CTA finds them among all ids.
     """
 
     dtype: DType
@@ -77,24 +77,19 @@ class NarrowSpec(KernelSpec):
 
     @property
     def rows(self) -> int:
-        """Rows of the weight of a tile."""
+        """Rows of the weight that a CTA takes."""
         return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
-    def batch_rows(self) -> int:
-        """Rows of activations, of the tiles that a CTA looks up at a time."""
-        return 128 if self.listed else 64
-
-    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: the ring, slots of a chunk of activations or of sums, rows, and what it has found."""
+        """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums, and its rows."""
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        slot = round_up(max(self.tile_m * _ROW_BYTES, 4 * self.tile_m * (self.rows + 4)), 128)
         barriers = 8 * stages * self.row_warps
-        rows = 12 * self.batch_rows + 4 * self.tile_m + 8 * self.rows + round_up(4 * self.groups, 16)
-        found = 8 if self.listed else 5 * FOUND
-        return round_up(round_up(weights, 128) + 2 * self.groups * slot + round_up(barriers, 16) + rows + found, 128)
+        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
+        ring = round_up(weights, 128) + chunks + barriers
+        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
+        return round_up(max(ring, sums), 128) + round_up(16 * self.tile_m + 8 * self.rows, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,34 +126,24 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     if spec.rows < COUNTER_ROWS * tactic.split:
         return f"a counter of finished slots is for {COUNTER_ROWS} rows or more"
     if problem.item_rows == 0 and problem.assignments > FOUND:
-        return f"a CTA sorts up to {FOUND} assignments"
+        return f"a CTA finds its rows among up to {FOUND} assignments"
     if problem.item_rows and tactic.tile_m > problem.item_rows:
         return "items have fewer rows"
-    if _tiles(problem, tactic) > _MOST_TILES:
-        return f"CTAs walk over up to {_MOST_TILES} tiles"
+    if _parts(problem, tactic.tile_m) * problem.items > _MAX_GRID:
+        return f"a grid has up to {_MAX_GRID} items"
     return None
 
 
 def _parts(problem: Problem, tile_m: int) -> int:
-    """Tiles that share the rows of an item."""
+    """CTAs that share the rows of an item."""
     return max(1, ceil_div(problem.item_rows, tile_m))
 
 
-def _tiles(problem: Problem, tactic: NarrowTactic) -> int:
-    rows = _BLOCK_ROWS * tactic.warp_blocks * tactic.row_warps
-    return problem.items * _parts(problem, tactic.tile_m) * ceil_div(problem.n, rows)
-
-
-def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
-    """Grid: x over the CTAs of a cluster, which split the columns; y over those that take tiles in turn."""
-    spec, split = specialise(problem, tactic), tactic.split
-    ctas = min(_tiles(problem, tactic), max(1, tactic.ctas * arch.num_sms // split))
-    return Geometry(
-        grid=(split, ctas, 1),
-        block=(spec.threads, 1, 1),
-        cluster=(split, 1, 1),
-        shared_bytes=spec.shared_bytes,
-    )
+def geometry(problem: Problem, tactic: NarrowTactic, _arch: Arch) -> Geometry:
+    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over parts of items."""
+    spec = specialise(problem, tactic)
+    grid = (tactic.split, ceil_div(problem.n, spec.rows), _parts(problem, tactic.tile_m) * problem.items)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
 
 
 def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) -> dict[str, Any]:
@@ -174,7 +159,6 @@ def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) ->
         "experts": experts,
         "tokens": problem.tokens,
         "slots": problem.slots,
-        "items_end": problem.items,
         "parts": _parts(problem, plan.spec.tile_m),
         "n": problem.n,
         "k": problem.k,
@@ -218,7 +202,7 @@ def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
 _ROUTING = (
     Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
     Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
-    Ptr("items", "const int4", "[items_end]; null without a list"),
+    Ptr("items", "const int4", "[gridDim.z / parts]; null without a list"),
     Ptr("order", "const int32", "[tokens * slots]; null without a list"),
 )
 _SIZES = (
@@ -227,8 +211,7 @@ _SIZES = (
     I64("experts"),
     I64("tokens"),
     I64("slots"),
-    I64("items_end"),
-    I64("parts", "tiles that share the rows of an item"),
+    I64("parts", "CTAs that share the rows of an item"),
     I64("n", "rows of the weight"),
     I64("k", "columns, a multiple of 32"),
 )
@@ -250,9 +233,7 @@ _CUTS = {  # by rows of activations: blocks and warps of a group, groups, stages
         (3, 1, 4, 3, 3),
         (3, 1, 6, 4, 2),
         (3, 1, 12, 3, 1),
-        (4, 1, 2, 3, 5),
-        (4, 1, 2, 4, 4),
-        (4, 1, 3, 2, 5),
+        (4, 1, 2, 3, 6),
         (4, 1, 3, 3, 4),
         (4, 1, 4, 2, 4),
         (4, 1, 4, 3, 3),
@@ -343,7 +324,7 @@ NARROW_DOWN = Kernel(
         Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
         *_ROUTING,
         Ptr("y", "In", "[tokens * slots, n]"),
-        Ptr("done", "int32", "[tokens, tiles of rows, gridDim.x], zero"),
+        Ptr("done", "int32", "[tokens, gridDim.y, gridDim.x], zero"),
         Ptr("out", "In", "[tokens, n]"),
         *_SIZES,
         I64("x_stride", "elements, as all strides"),

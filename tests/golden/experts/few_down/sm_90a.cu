@@ -687,10 +687,14 @@ struct Weights {
 };
 
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
+};
+
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(float (&to)[kTileM][kPitch], const Accumulators& sums, int first, int lane) {
+__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int b = 0; b < kWarpBlocks; ++b) {
@@ -698,7 +702,7 @@ __device__ __forceinline__ void store_sums(float (&to)[kTileM][kPitch], const Ac
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        to[8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
       }
     }
   }
@@ -772,9 +776,6 @@ struct Ring {
   alignas(128) uint8 x[kGroups][2][kRowBytes];  // one row of a chunk
   alignas(128) uint8 zeros[kRowBytes];
   Barrier full[kGroups][kStages];  // the weight is copied
-};
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
 };
 struct Shared {
   union {
@@ -918,7 +919,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   ptx::copy_async_wait();  // for scales, in warps without a turn
   __syncthreads();         // the sums take the place of the ring
 
-  store_sums(s.sums.rows[warp], sums, 0, lane);
+  store_sums(s.sums, sums, warp, 0, lane);
   __syncthreads();
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < count * kQuads; i += kThreads) {

@@ -5,15 +5,11 @@
 // have rows once from memory. On the tensor cores the weight is the left operand, so that rows of activations, up to
 // kTileM of one expert, are columns of the product.
 //
-// CTAs stay: each walks over tiles, kRows rows of the weight by up to kTileM rows of one expert, and takes a share of
-// the columns, which are divided among the CTAs of a cluster. Its warps are kGroups groups of kRowWarps: groups take
-// chunks of 128 columns in turn, and the warps of a group share a chunk of activations, each with different rows of
-// the weight. A warp has a ring of stages: copies fill those that are free, also with pieces of the next tiles, while
-// the warp multiplies another, and while the sums of a tile are added up. Sums are float32: over a group's chunks in
-// order, then over groups, from that of the first chunk on, then over the cluster, always in the same order.
-//
-//   a warp    multiply its chunks of tile i -> sums to shared memory -> barrier -> results of tile i -> barrier
-//   copies    pieces of the weight, kStages ahead; the next chunk of activations; scales of tile i
+// A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
+// warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
+// chunk of activations, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a
+// piece of the weight while the warp multiplies others. Sums are float32: over a warp's chunks in order, then over
+// groups, then over the cluster, always in the same order.
 //
 // Up: rows are gathered from x; the results go through the activation to h. Down: rows are those of h; results are
 // weighted and added up over the slots of a token by the CTA that finishes the last of them. What this kernel reads
@@ -617,8 +613,6 @@ constexpr int kRows         = kRowWarps * kWarpRows;
 constexpr int kGroupThreads = kRowWarps * kWarp;
 constexpr int kHalf         = kTileCols / 2;
 constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
-constexpr int kSlotWords    = (kGroups + 3) / 4 * 4;
-constexpr int kBatchRows    = 64;  // of activations, of the tiles that are looked up at a time
 
 // ---- gemm/multiply ---------------------------------------------------------
 // A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
@@ -719,10 +713,14 @@ struct Weights {
 };
 
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
+struct Sums {
+  float rows[kGroups][kTileM][kPitch];
+};
+
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(float (&to)[kTileM][kPitch], const Accumulators& sums, int first, int lane) {
+__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
   const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int b = 0; b < kWarpBlocks; ++b) {
@@ -730,10 +728,25 @@ __device__ __forceinline__ void store_sums(float (&to)[kTileM][kPitch], const Ac
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        to[8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
       }
     }
   }
+}
+
+// ---- gemm/group_sums -------------------------------------------------------
+// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
+__device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
 }
 
 // ---- experts/routing -------------------------------------------------------
@@ -784,165 +797,112 @@ struct Routing {
 };
 
 // ---- experts/rows ----------------------------------------------------------
-// The tiles of a CTA: up to kTileM rows of activations of one expert, by kRows rows of its weight. Tiles of an item,
-// which has the rows, follow each other, and CTAs take them in turn: in batches, of which lane i of every warp has
-// tile i.
-constexpr int kFound = 128;  // assignments that a CTA sorts by itself
-constexpr int kBatch = kWarp * kTileM <= kBatchRows ? kWarp : kBatchRows / kTileM;
-static_assert(kBatch > 0, "a tile at least");
+// The rows of activations that a CTA multiplies by the weight of one expert: up to kTileM.
+constexpr int kFound = 128;  // assignments among which a CTA finds its rows by itself
 
-struct Tile {
-  int32 expert, first;  // of its rows in the order of the list
-  int32 rows, row;      // none where there is no tile; `row` is the first of the weight
+struct Item {
+  int32 expert, first, rows;  // `first` in the order of the list
 };
 
-// Without a list: what experts/route does, in every CTA.
-struct Found {
-  uint32 items[kListed ? 1 : kFound];  // expert, first and rows, in 16, 8 and 8 bits, at its first row; 0 elsewhere
-  uint8  order[kListed ? 1 : kFound];
-};
+// Part `part` of an item of the list of experts/route.
+__device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
+  const int4 v = ptx::ld_fresh_16(items + at);
+  return {v.x, v.y + part * kTileM, min(v.z - part * kTileM, kTileM)};
+}
 
-// `experts` has room for kFound. All threads of the CTA take part.
-__device__ __forceinline__ void find(Found& found, int32* experts, const Routing& routing, int count, int thread) {
-  const int room = int(ceil_div(count, 4)) * 4;
-  for (int i = thread; i < room; i += kThreads) experts[i] = i < count ? routing.expert(routing.id(i)) : -1;
-  for (int i = thread; i < kFound; i += kThreads) found.items[i] = 0;
-  __syncthreads();
-  for (int i = thread; i < count; i += kThreads) {
-    const int32 own = experts[i];
-    if (own < 0) continue;
-    int below = 0, ahead = 0, same = 0;
-    for (int j = 0; j < room; j += 4) {
-      const int4  four = *reinterpret_cast<const int4*>(experts + j);
-      const int32 of[4] = {four.x, four.y, four.z, four.w};
+// Without a list, assignment `at` stands for the rows of its expert from its own on, if it is every kTileM-th of them.
+// Each warp finds them by itself; warp 0 writes which they are.
+__device__ __forceinline__ Item found_item(const Routing& routing, int at, int count, int32 (&rows)[kTileM], int warp,
+                                           int lane) {
+  const int64 own = routing.id(at);
+  int64 ids[kFound / kWarp];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        below += uint32(of[w]) < uint32(own);
-        same += of[w] == own;
-        ahead += of[w] == own && j + w < i;
-      }
+  for (int w = 0; w < kFound / kWarp; ++w) {
+    const int i = w * kWarp + lane;
+    ids[w] = i < count ? routing.id(i) : -1;
+  }
+  const int32 expert = routing.expert(own);
+  if (expert < 0) return {0, 0, 0};
+  uint32 same[kFound / kWarp];
+  int rank = 0, total = 0;
+#pragma unroll
+  for (int w = 0; w < kFound / kWarp; ++w) {
+    same[w] = __ballot_sync(0xFFFFFFFFu, ids[w] == own);
+    const int below = at - w * kWarp;
+    rank += __popc(below >= kWarp ? same[w] : below > 0 ? same[w] & ((1u << below) - 1) : 0);
+    total += __popc(same[w]);
+  }
+  if (rank % kTileM != 0) return {0, 0, 0};
+  if (warp == 0) {
+    int ahead = -rank;
+#pragma unroll
+    for (int w = 0; w < kFound / kWarp; ++w) {
+      const int row = ahead + __popc(same[w] & ((1u << lane) - 1));
+      if (ids[w] == own && row >= 0 && row < kTileM) rows[row] = w * kWarp + lane;
+      ahead += __popc(same[w]);
     }
-    found.order[below + ahead] = uint8(i);
-    if (ahead % kTileM == 0) {
-      found.items[below + ahead] = uint32(own) << 16 | uint32(below + ahead) << 8 | uint32(min(same - ahead, kTileM));
-    }
   }
-  __syncthreads();
+  return {expert, 0, min(total - rank, kTileM)};
 }
-
-// The place of the set bit number `at`; one that is not there gives any.
-__device__ __forceinline__ int place_of_bit(uint32 bits, int at) {
-  int place = 0;
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    const int below = __popc(bits >> place & ((1u << step) - 1));
-    if (at >= below) at -= below, place += step;
-  }
-  return place;
-}
-
-// Item number `at` of those that are found.
-__device__ __forceinline__ uint32 found_item(const Found& found, int at, int lane) {
-  uint32 item = 0;
-#pragma unroll
-  for (int w = 0; w < kFound; w += kWarp) {
-    const uint32 there = __ballot_sync(0xFFFFFFFFu, found.items[w + lane] != 0);
-    const int    count = __popc(there);
-    if (at >= 0 && at < count) item = found.items[w + place_of_bit(there, at)];
-    at -= count;
-  }
-  return item;
-}
-
-// The chunks that a group multiplies, one after the other through the tiles of a batch. Groups take the chunks of a
-// tile in turn, and the next tile begins with the group behind that of the last chunk.
-struct Walk {
-  uint32 left;       // a bit for each tile ahead
-  int tile, chunk;   // -1 behind the last
-  int group, first, last;  // the CTA's chunks
-  int skew;          // the group that the next tile begins with
-
-  __device__ __forceinline__ Walk(uint32 tiles, int skew, int group, int first, int last)
-      : left(tiles), group(group), first(first), last(last), skew(skew) {
-    skip_tile();
-  }
-  __device__ __forceinline__ void advance() {
-    chunk += kGroups;
-    skip();
-  }
-  __device__ __forceinline__ void skip_tile() {
-    enter();
-    skip();
-  }
-
- private:
-  __device__ __forceinline__ void enter() {
-    tile = __ffs(left) - 1;
-    left &= left - 1;
-    chunk = first + (group + kGroups - skew) % kGroups;
-    skew = (skew + last - first) % kGroups;
-  }
-  __device__ __forceinline__ void skip() {
-    while (tile >= 0 && chunk >= last) enter();
-  }
-};
 
 // ---- shared memory ---------------------------------------------------------
-union Slot {
-  alignas(128) uint8 x[kXBytes];  // a chunk of activations
-  float sums[kTileM][kPitch];     // of a tile, when its chunks are multiplied
+struct Ring {
+  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
+  alignas(128) uint8 x[kGroups][2][kXBytes];
+  Barrier full[kWarps][kStages];  // the weight is copied
 };
 struct Rows {
-  int32 source[kBatch][kTileM];  // row of x
-  int32 target[kBatch][kTileM];  // row of h, or of y
+  int32  assignment[kTileM];
+  int32  source[kTileM];    // row of x
+  uint32 taken[kTileM];     // slots of its token; down only
   union {
-    float  factor[kBatch][kTileM];  // of x; up only
-    uint32 taken[kBatch][kTileM];   // slots of its token; down only
+    float factor[kTileM];   // of x; up only
+    int32 finished[kTileM]; // the token, or -1; down only
   };
-  int32 finished[kTileM];          // the token, or -1; down only
-  alignas(16) float scale[kRows];  // of the rows of the weight, of this tile
+  alignas(16) float scale[kRows];  // of the rows of the weight
   float bias[kRows];
-  alignas(16) int32 slot[kSlotWords];  // of each group, which has its sums
 };
 struct Shared {
-  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  Slot    slots[kGroups][2];
-  Barrier full[kWarps][kStages];  // the weight is copied
-  Rows    rows;
-  Found   found;
+  union {
+    Ring ring;
+    Sums sums;  // once every warp is through
+  };
+  Rows rows;
 };
 
-static_assert(sizeof(Shared) <= 56320, "the launch counts on it");
+static_assert(sizeof(Shared) <= 54016, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
-// What a thread copies of a group's chunks of activations: 16 bytes of each half of some rows.
+// The chunks of activations for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half
+// of a row.
 struct Chunks {
-  const In* x;
-  int64 stride;  // of x
-  int   columns, row, column;  // of all; the first of this thread in a chunk
+  const In* x;        // its first column in row 0
+  int64 stride;       // of x
+  int   rows, columns;  // left from there on; columns past the last become zero
+  int   first;        // its first row in the chunk
 
-  __device__ __forceinline__ void load(uint32 to, const int32 (&source)[kTileM], int rows, int chunk) const {
-    const int at = chunk * kTileCols + column;
+  __device__ __forceinline__ void load(uint32 to, const Rows& of) {
 #pragma unroll
-    for (int i = 0; i < kTileM; i += kTurnRows) {
-      if (row + i >= rows) continue;  // nobody stores their sums
-      const In* from = x + source[row + i] * stride + at;
+    for (int row = 0; row < kTileM; row += kTurnRows) {
+      if (first + row >= rows) continue;  // nobody stores their sums
+      const In* from = x + of.source[first + row] * stride;
 #pragma unroll
-      for (int half = 0; half < kTileCols; half += kHalf) {
-        ptx::copy_async_or_zero(place(to, i, half), from + half, at + half < columns ? 16 : 0);
+      for (int i = 0; i < kTileCols; i += kHalf) {
+        ptx::copy_async_or_zero(place(to, row, i), from + i, i < columns ? 16 : 0);
       }
     }
+    x += kGroups * kTileCols, columns -= kGroups * kTileCols;
   }
   // Multiplies what this thread has copied by the factors of its rows.
-  __device__ __forceinline__ void scale(uint32 at, const float (&factors)[kTileM], int rows) const {
+  __device__ __forceinline__ void scale(uint32 at, const Rows& of) const {
 #pragma unroll 1
-    for (int i = 0; row + i < rows; i += kTurnRows) {
-      const float factor = factors[row + i];
+    for (int row = 0; first + row < rows; row += kTurnRows) {
+      const float factor = of.factor[first + row];
 #pragma unroll
-      for (int half = 0; half < kTileCols; half += kHalf) {
-        uint4 v = ptx::ld_shared(place(at, i, half));
+      for (int i = 0; i < kTileCols; i += kHalf) {
+        uint4 v = ptx::ld_shared(place(at, row, i));
         v.x = scaled(v.x, factor), v.y = scaled(v.y, factor), v.z = scaled(v.z, factor), v.w = scaled(v.w, factor);
-        ptx::st_shared(place(at, i, half), v);
+        ptx::st_shared(place(at, row, i), v);
       }
     }
   }
@@ -965,54 +925,18 @@ __device__ __forceinline__ void group_sync(int group) {
 }
 
 // ---- results ---------------------------------------------------------------
-// The sums of a tile: of the groups, in the order of their first chunks, and of the CTAs of a cluster.
 struct Results {
-  Shared& s;
-  const float* of[kGroups];
-  bool   has_bias;
-  int    shares;
-  uint32 slots = 0;  // a bit for each CTA: which slot of its first group has its sums
+  const Rows& of;
+  bool has_bias;
+  int  shares;
 
-  __device__ __forceinline__ Results(Shared& s, bool has_bias, int shares, int skew)
-      : s(s), has_bias(has_bias), shares(shares) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const int group = (i + skew) % kGroups;
-      of[i] = s.slots[group][s.rows.slot[group]].sums[0];
-    }
-  }
-  __device__ __forceinline__ float4 sum_groups(int column, int row) const {
-    float4 sum = *reinterpret_cast<const float4*>(of[0] + column * kPitch + row);
-#pragma unroll
-    for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(of[i] + column * kPitch + row));
-    return sum;
-  }
-  // Sums of this CTA go to the slot of the first group, where the others of the cluster find them.
-  __device__ __forceinline__ void exchange(int rows, int thread) {
-    constexpr int kQuads = kRows / 4;
-    const int own = s.rows.slot[0];
-    for (int i = thread; i < rows * kQuads; i += kThreads) {
-      const float4 sum = sum_groups(i / kQuads, i % kQuads * 4);
-      *reinterpret_cast<float4*>(&s.slots[0][own].sums[i / kQuads][i % kQuads * 4]) = sum;
-    }
-    ptx::cluster_sync();
-    for (int i = 0; i < shares; ++i) {
-      slots |= uint32(__float_as_int(ptx::ld_cluster(reinterpret_cast<const float*>(s.rows.slot), i).x)) << i;
-    }
-  }
   // Four sums of neighbouring rows of the weight, scaled, and with their bias.
-  __device__ __forceinline__ float4 of_sums(int column, int row) const {
-    float4 v;
-    if (kHasClusters && shares > 1) {
-      v = ptx::ld_cluster(&s.slots[0][slots & 1].sums[column][row], 0);
-      for (int i = 1; i < shares; ++i) v = add(v, ptx::ld_cluster(&s.slots[0][slots >> i & 1].sums[column][row], i));
-    } else {
-      v = sum_groups(column, row);
-    }
-    const float4 by = *reinterpret_cast<const float4*>(&s.rows.scale[row]);
+  __device__ __forceinline__ float4 of_sums(const float* sums, int row) const {
+    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
+    const float4 by = *reinterpret_cast<const float4*>(&of.scale[row]);
     const float4 y  = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z,
                        v.w * kWeightUnit * by.w};
-    return has_bias ? add(y, *reinterpret_cast<const float4*>(&s.rows.bias[row])) : y;
+    return has_bias ? add(y, *reinterpret_cast<const float4*>(&of.bias[row])) : y;
   }
 };
 
@@ -1036,13 +960,13 @@ struct Activation {
   __device__ __forceinline__ static float relu2(float v) { return v < 0.0f ? 0.0f : v * v; }
 
   // Four features, from a column of sums.
-  __device__ __forceinline__ float4 of_sums(const Results& results, int column, int quad) const {
+  __device__ __forceinline__ float4 of_sums(const Results& results, const float* sums, int quad) const {
     if constexpr (kProduct == Product::kGated) {
       const int    at = quad / 2 * 16 + quad % 2 * 4;
-      const float4 g = results.of_sums(column, at), u = results.of_sums(column, at + 8);
+      const float4 g = results.of_sums(sums + at, at), u = results.of_sums(sums + at + 8, at + 8);
       return {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
     } else {
-      const float4 v = results.of_sums(column, 4 * quad);
+      const float4 v = results.of_sums(sums + 4 * quad, 4 * quad);
       return {relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)};
     }
   }
@@ -1062,7 +986,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     const float* __restrict__ input_weights,  // [tokens, slots], factors of x; null: none
     const uint8* __restrict__ ids,            // [tokens, slots] of id_bytes bytes
     const int32* __restrict__ expert_map,     // [ids_end]; null: the identity
-    const int4* __restrict__ items,           // [items_end]; null without a list
+    const int4* __restrict__ items,           // [gridDim.z / parts]; null without a list
     const int32* __restrict__ order,          // [tokens * slots]; null without a list
     In* __restrict__ h,                       // [tokens * slots, n, with gates n / 2]
     int32* __restrict__ done,                 // [counters]
@@ -1071,8 +995,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     int64 experts,
     int64 tokens,
     int64 slots,
-    int64 items_end,
-    int64 parts,                              // tiles that share the rows of an item
+    int64 parts,                              // CTAs that share the rows of an item
     int64 n,                                  // rows of the weight
     int64 k,                                  // columns, a multiple of 32
     int64 x_stride,                           // elements, as all strides
@@ -1082,16 +1005,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     float swiglu_limit
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Shared& s    = *reinterpret_cast<Shared*>(dynamic);
+  Ring&   ring = s.ring;
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
-  const int group = warp / kRowWarps, place = thread % kGroupThreads, warp_row = warp % kRowWarps * kWarpRows;
+  const int group = warp / kRowWarps, place = thread % kGroupThreads;
   const int shares = kHasClusters ? gridDim.x : 1, share = blockIdx.x;  // of the columns; a cluster is a line along x
+  const int first_row = blockIdx.y * kRows, warp_row = warp % kRowWarps * kWarpRows;
   const Routing routing = {ids, expert_map, id_bytes, ids_end, experts};
 
   if constexpr (kHasTma) {
     if (lane == 0) {
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&s.full[warp][i], 1);
+      for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&ring.full[warp][i], 1);
       ptx::fence_mbarrier_init();
     }
     __syncwarp();
@@ -1100,142 +1025,103 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
     if constexpr (!kDown) ptx::griddep_wait();
     ptx::griddep_launch();
   }
-  if (thread < kSlotWords) s.rows.slot[thread] = 0;  // others of the cluster read whole vectors
-  if constexpr (!kListed) {
-    find(s.found, reinterpret_cast<int32*>(s.slots), routing, int(tokens * slots), thread);
+  Item item;
+  if constexpr (kListed) {
+    item = listed_item(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
+  } else {
+    item = found_item(routing, blockIdx.z, int(tokens * slots), s.rows.assignment, warp, lane);
   }
-  for (int64 i = cta_number() * kThreads + thread; i < counters; i += ctas() * kThreads) done[i] = 0;
+  const bool is_idle = item.rows <= 0;
 
-  const int chunks = int(ceil_div(k, kTileCols)), row_tiles = int(ceil_div(n, kRows));
+  const int chunks = int(ceil_div(k, kTileCols));
   const int first  = int(int64(chunks) * share / shares), last = int(int64(chunks) * (share + 1) / shares);
+  const int turns = is_idle ? 0 : int(ceil_div(last - first - group, kGroups));
+  const int row = first_row + warp_row, rows = item.rows;
+  const bool has_rows = row < n;  // the last CTA may have warps to spare
   const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = s.weight[warp];
-  Barrier* const full = s.full[warp];
-  const int x_row = place / 8;
-  const Chunks chunk = {x, x_stride, int(k), x_row, place % 8 * 8};
-  const uint32 x_place  = x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
-  const uint32 x_slots  = ptx::shared_address(&s.slots[group][0]);
-  const uint32 all_rows = uint32(items_end) * uint32(parts) * uint32(row_tiles);
+  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes;
+  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  Barrier* const full = ring.full[warp];
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (has_rows && i < turns) weights_of.load(stages[i], tile + i * (kGroups * kTileBytes), &full[i], lane);
+  }
+  tile += (kStages - 1) * (kGroups * kTileBytes);
+  for (int64 i = cta_number() * kThreads + thread; i < counters; i += ctas() * kThreads) done[i] = 0;
+  if (is_idle) {
+    if constexpr (kHasPdl && kDown) ptx::griddep_wait();
+    return;
+  }
+  const int64 of_expert = item.expert * tiles * kTileRows + first_row;
+  for (int i = thread * 4; i < kRows && first_row + i < n; i += kThreads * 4) {
+    ptx::copy_async(ptx::shared_address(&s.rows.scale[i]), scale + of_expert + i);
+    if (bias != nullptr) ptx::copy_async(ptx::shared_address(&s.rows.bias[i]), bias + of_expert + i);
+  }
+  if constexpr (!kListed) __syncthreads();  // warp 0 has written which rows they are
+  if (thread < rows) {
+    if constexpr (kListed) s.rows.assignment[thread] = ptx::ld_fresh_4(order + item.first + thread);
+    const int assignment = s.rows.assignment[thread], token = assignment / int(slots);
+    s.rows.source[thread] = !kDown ? token : kListed ? item.first + thread : assignment;
+    if (input_weights != nullptr) s.rows.factor[thread] = ptx::ld_f32(input_weights + assignment);
+  }
+  __syncthreads();
+  if constexpr (kHasPdl && kDown) ptx::griddep_wait();
 
-  bool   is_first = true;
-  int    stage = 0, turn = 0, skew = 0, number = 0;
+  const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
+  Chunks chunk = {x + column, x_stride, rows, int(k) - column, x_row};
+  const uint32 x_stages = ptx::shared_address(ring.x[group]);
+  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  if (turns > 0) chunk.load(x_to, s.rows);
+  ptx::copy_async_commit();
+
+  Accumulators sums = {};
+  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int x_lane = min(8 * n + lane % 8, rows - 1);
+    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+  }
+  int    stage  = 0;
   uint32 parity = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    ptx::copy_async_wait_for<0>();
+    if (input_weights != nullptr) chunk.scale(x_to + turn % 2 * kXBytes, s.rows);
+    group_sync(group);
+    const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
+    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], tile, &full[read], lane);
+    tile += kGroups * kTileBytes;
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes, s.rows);
+    ptx::copy_async_commit();
+    if (has_rows) {
+      if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+    }
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  ptx::copy_async_wait();  // for scales, in warps without a turn
+  __syncthreads();         // the sums take the place of the ring
+
+  store_sums(s.sums, sums, group, warp_row, lane);
+  __syncthreads();
+  if (kHasClusters && shares > 1) {
+    constexpr int kQuads = kRows / 4;
+    for (int i = thread; i < rows * kQuads; i += kThreads) {
+      float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
+      *reinterpret_cast<float4*>(at) = sum_groups(at);
+    }
+    ptx::cluster_sync();
+  }
+  const Results results = {s.rows, bias != nullptr, shares};
+  constexpr int kQuads = kFeatures / 4;
   const Activation activation = {swiglu_alpha, swiglu_beta, swiglu_limit};
   const int features = int(kProduct == Product::kGated ? n / 2 : n);
-#pragma unroll 1
-  for (uint32 base = blockIdx.y; base < all_rows; base += kBatch * gridDim.y) {
-    const uint32 at = base + lane * gridDim.y, position = at / row_tiles;
-    Tile own = {0, 0, 0, int(at % row_tiles) * kRows};
-    if constexpr (kListed) {
-      if (lane < kBatch && at < all_rows) {
-        const int4 item = ptx::ld_fresh_16(items + position / uint32(parts));
-        const int  part = int(position % uint32(parts)) * kTileM;
-        own = {item.x, item.y + part, min(item.z - part, kTileM), own.row};
-      }
-    } else {
-      const uint32 item = found_item(s.found, int(position), lane);
-      if (lane < kBatch && at < all_rows) own = {int(item >> 16), int(item >> 8 & 255), int(item & 255), own.row};
-    }
-    const uint32 there = __ballot_sync(0xFFFFFFFFu, own.rows > 0);
-    if (there == 0 && parts == 1) break;  // behind the last item
-    if (there == 0) continue;
-    const auto of = [&](int32 v, int tile) { return __shfl_sync(0xFFFFFFFFu, v, tile); };
-
-    Walk ahead(there, skew, group, first, last);  // the next piece of the weight to load
-    const auto load = [&](int to) {
-      if constexpr (kRowWarps > 1) {  // the last tile may have warps to spare
-        while (ahead.tile >= 0 && of(own.row, ahead.tile) + warp_row >= n) ahead.skip_tile();
-      }
-      if (ahead.tile < 0) return;
-      const int row = of(own.row, ahead.tile) + warp_row;
-      const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-      const uint8* tile = weight + (of(own.expert, ahead.tile) * tiles + row / kTileRows) * strip;
-      weights_of.load(stages[to], tile + ahead.chunk * int64(kTileBytes), &full[to], lane);
-      ahead.advance();
-    };
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) load(stage + i < kStages ? stage + i : stage + i - kStages);
-    for (int i = warp * kWarp; i < kBatch * kTileM; i += kThreads) {
-      const int tile = (i + lane) / kTileM, row = (i + lane) % kTileM;
-      const int from = of(own.first, tile % kWarp) + row, rows = of(own.rows, tile % kWarp);
-      if (tile >= kBatch || row >= rows) continue;
-      const int assignment = kListed ? ptx::ld_fresh_4(order + from) : s.found.order[from];
-      const int token = assignment / int(slots);
-      s.rows.source[tile][row] = !kDown ? token : kListed ? from : assignment;
-      s.rows.target[tile][row] = !kDown && kListed ? from : assignment;
-      if (input_weights != nullptr) s.rows.factor[tile][row] = ptx::ld_f32(input_weights + assignment);
-    }
-    __syncthreads();
-    if constexpr (kHasPdl && kDown) {
-      if (is_first) ptx::griddep_wait();
-    }
-    is_first = false;
-
-    Walk next(there, skew, group, first, last);  // the next chunk of activations to load
-    const auto load_x = [&]() {
-      const uint32 to = x_slots + turn % 2 * int(sizeof(Slot)) + x_place;
-      if (next.tile >= 0) chunk.load(to, s.rows.source[next.tile], of(own.rows, next.tile), next.chunk);
-    };
-    load_x();
-    ptx::copy_async_commit();
-#pragma unroll 1
-    for (uint32 left = there; left != 0; left &= left - 1) {
-      const int tile = __ffs(left) - 1, rows = of(own.rows, tile), first_row = of(own.row, tile);
-      const bool has_rows = kRowWarps == 1 || first_row + warp_row < n;
-      const bool is_ahead = group == skew;  // it has the first chunk
-      Accumulators sums = {};
-      uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const int x_lane = min(8 * i + lane % 8, rows - 1);
-        matrix[i] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
-      }
-#pragma unroll 1
-      for (bool is_begun = false; next.tile == tile; is_begun = true) {
-        ptx::copy_async_wait_for<0>();
-        const uint32 x_stage = x_slots + turn % 2 * int(sizeof(Slot));
-        if (input_weights != nullptr) chunk.scale(x_stage + x_place, s.rows.factor[tile], rows);
-        group_sync(group);
-        ++turn;
-        next.advance();
-        load_x();
-        if (is_ahead && !is_begun) {
-          const int64 of_expert = of(own.expert, tile) * tiles * kTileRows + first_row;
-          for (int i = place * 4; i < kRows && first_row + i < n; i += kGroupThreads * 4) {
-            ptx::copy_async(ptx::shared_address(&s.rows.scale[i]), scale + of_expert + i);
-            if (bias != nullptr) ptx::copy_async(ptx::shared_address(&s.rows.bias[i]), bias + of_expert + i);
-          }
-        }
-        ptx::copy_async_commit();
-        if (has_rows) {
-          if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-          multiply(sums, ptx::shared_address(stages[stage]), x_stage, matrix, lane);
-          __syncwarp();
-          load(stage);
-          if (++stage == kStages) stage = 0, parity ^= 1;
-        }
-      }
-      if (is_ahead) ptx::copy_async_wait();  // for scales
-      group_sync(group);                     // the sums take the place of the last chunk
-      const int free = (turn + 1) % 2;
-      store_sums(s.slots[group][free].sums, sums, warp_row, lane);
-      if (place == 0) s.rows.slot[group] = free;
-      __syncthreads();
-      Results results(s, bias != nullptr, shares, skew);
-      if (kHasClusters && shares > 1) results.exchange(rows, thread);
-      constexpr int kQuads = kFeatures / 4;
-      for (int i = thread * shares + share; i < rows * kQuads; i += kThreads * shares) {
-        const int column = i / kQuads, quad = i % kQuads, feature = first_row / kRows * kFeatures + 4 * quad;
-        if (feature >= features) continue;
-        store(h + s.rows.target[tile][column] * int64(features) + feature, activation.of_sums(results, column, quad));
-      }
-      if (kHasClusters && shares > 1) {
-        ptx::cluster_sync();  // the others have read the sums of this CTA
-      } else {
-        __syncthreads();
-      }
-      skew = (skew + last - first) % kGroups;
-      ++number;
-    }
+  for (int i = thread * shares + share; i < rows * kQuads; i += kThreads * shares) {
+    const int column = i / kQuads, quad = i % kQuads, feature = blockIdx.y * kFeatures + 4 * quad;
+    if (feature >= features) continue;
+    const int64 to = kListed ? item.first + column : s.rows.assignment[column];
+    store(h + to * features + feature, activation.of_sums(results, s.sums.rows[0][column], quad));
   }
+  if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }
