@@ -1,8 +1,9 @@
 """Golden sources: what the templates generate, committed so that a review sees what a change of a template does.
 
-Two files for each kernel and each of its architectures in GOLDEN_ARCHS, or the first that it has, below
-``tests/golden``: ``<kernel>/<arch>.cu`` is the source of the first specialisation, and ``<kernel>/<arch>.csv`` has a
-line for each with its fields and the digest of its source.
+Files of each kernel below ``tests/golden``: ``<kernel>/<arch>.cu`` is the source of its first specialisation on the
+first of its architectures in GOLDEN_ARCHS, or the first that it has. On another one ``<kernel>/<arch>.diff`` says how
+the source of the same specialisation differs; if it has no such, another is whole. ``<kernel>/<arch>.csv`` has a line
+for each specialisation with its fields and the digest of its source.
 """
 
 from __future__ import annotations
@@ -54,10 +55,19 @@ def goldens(pattern: str | None = None) -> dict[str, str]:
     texts = {}
     for kernel in kernels(pattern):
         having = [arch for arch in ARCHS.values() if kernel.specs(arch)]
+        shown: tuple[KernelSpec, Arch, str] | None = None
         for arch in [arch for arch in having if arch.name in GOLDEN_ARCHS] or having[:1]:
             rendered = {spec: kernel.render(spec, arch) for spec in kernel.specs(arch)}
-            texts[f"{kernel.name}/{arch.name}.cu"] = next(iter(rendered.values()))
             texts[f"{kernel.name}/{arch.name}.csv"] = _table(rendered)
+            if shown is not None and shown[0] in rendered:
+                spec, whole, text = shown
+                texts[f"{kernel.name}/{arch.name}.diff"] = _diff(
+                    f"{whole.name}.cu", f"{arch.name}.cu", text, rendered[spec]
+                )
+            else:
+                spec, text = next(iter(rendered.items()))
+                texts[f"{kernel.name}/{arch.name}.cu"] = text
+                shown = shown or (spec, arch, text)
     return texts
 
 
@@ -69,7 +79,7 @@ def drift(root: Path, pattern: str | None = None) -> Iterator[Drift]:
         old, new = committed.get(path), generated.get(path)
         if old != new:
             kind = "missing" if old is None else "extra" if new is None else "changed"
-            yield Drift(path, kind, _diff(path, old or "", new or ""))
+            yield Drift(path, kind, _diff(f"golden/{path}", f"generated/{path}", old or "", new or ""))
 
 
 def update(root: Path, pattern: str | None = None) -> list[Drift]:
@@ -122,8 +132,6 @@ def _read(root: Path, pattern: str | None) -> dict[str, str]:
     }
 
 
-def _diff(path: str, old: str, new: str) -> str:
-    lines = difflib.unified_diff(
-        old.splitlines(keepends=True), new.splitlines(keepends=True), f"golden/{path}", f"generated/{path}"
-    )
+def _diff(left: str, right: str, old: str, new: str) -> str:
+    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), left, right)
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)

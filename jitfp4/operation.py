@@ -26,6 +26,7 @@ from jitfp4.remembered import Step
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
+from jitfp4.tensors import writing
 
 ArgumentsT = TypeVar("ArgumentsT", bound=tuple[Any, ...])
 ProblemT = TypeVar("ProblemT")
@@ -234,7 +235,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if sim.active_device() is not None:
             self._launch(arguments)
         elif getattr(arguments, self._output).numel():
-            with torch.no_grad():
+            with writing(*(tensor for field in self.written if (tensor := getattr(arguments, field)) is not None)):
                 self._reference(arguments)
 
     def _launch(self, arguments: ArgumentsT) -> None:

@@ -63,6 +63,14 @@ def render(template: str, spec: KernelSpec, arch: Arch, *, symbol: str, params: 
         raise RenderError(f"{template} with {spec} for {arch.name}: {type(error).__name__}: {error}") from error
 
 
+def render_partial(partial: str, arch: Arch) -> str:
+    """Generate the text of a partial and of what it includes, as of a file of its own. Raises RenderError."""
+    try:
+        return _environment().get_template(partial).render(arch=arch)
+    except jinja2.TemplateError as error:
+        raise RenderError(f"{partial} for {arch.name}: {type(error).__name__}: {error}") from error
+
+
 @functools.cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(

@@ -12,6 +12,7 @@ into ``require``, and a view that does not begin where its tensor does is a ``pa
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -122,15 +123,19 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         values: tuple[Any, ...] = (*args, *kwargs.values()) if kwargs else args
         if len(values) == 1 and isinstance(values[0], tuple):  # a record of arguments
             (values,) = values
-        sort = _sort((*map(type, values),), (*kwargs,))
+        kinds = (*map(type, values),)
+        sort = _sort(kinds, (*kwargs,))
         if sort is None:
             return function(*args, **kwargs)
-        tensors_of, flags_of, pairs = sort
-        for number in pairs:
-            pair = values[number]
-            if len(pair) != 2 or type(pair[0]) not in _TENSOR_TYPES or type(pair[1]) not in _TENSOR_TYPES:
+        tensors_of, flags_of, groups_of = sort
+        if groups_of is not None:
+            groups = groups_of(values)
+            gathered = (*itertools.chain.from_iterable(groups),)
+            sort = _sort(kinds, (*kwargs,), (*map(len, groups),))
+            if sort is None or not _TENSOR_TYPES.issuperset(map(type, gathered)):
                 return function(*args, **kwargs)
-            values = (*values, *pair)
+            tensors_of, flags_of, _ = sort
+            values = (*values, *gathered)
         tensors = tensors_of(values)
         if not tensors[0].is_cuda:
             return function(*args, **kwargs)
@@ -149,35 +154,42 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 class _Sort(NamedTuple):
     """For arguments of certain types: functions that return the tensors among them, and the other values.
 
-    Both take all arguments, and behind them what is in ``pairs``, the numbers of those that are pairs of tensors.
+    Both take all arguments, and behind them the tensors in ``groups``, which are the tuples and lists among them.
     """
 
     tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
     flags: Callable[[Sequence[Any]], Hashable]
-    pairs: tuple[int, ...]
+    groups: Callable[[Sequence[Any]], tuple[Sequence[torch.Tensor], ...]] | None
 
 
 _FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout)
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @functools.cache
-def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
-    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor."""
+def _sort(kinds: tuple[type, ...], names: tuple[str, ...], lengths: tuple[int, ...] = ()) -> _Sort | None:  # noqa: ARG001 - one for each way to call
+    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor.
+
+    ``lengths`` are those of the groups; without them, the result says only which arguments are groups.
+    """
     tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
     flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
-    pairs = tuple(number for number, kind in enumerate(kinds) if kind in (tuple, list))
-    if not tensors or len(tensors) + len(flags) + len(pairs) < len(kinds):
+    groups = [number for number, kind in enumerate(kinds) if kind in (tuple, list)]
+    if len(tensors) + len(flags) + len(groups) < len(kinds):
         return None
-    tensors += range(len(kinds), len(kinds) + 2 * len(pairs))
+    if groups and not lengths:
+        return _Sort(take(()), take(()), take(groups))
+    tensors += range(len(kinds), len(kinds) + sum(lengths))
+    if not tensors:
+        return None
     floats = [number for number in flags if kinds[number] is float]
     if floats:  # 0.0 == -0.0
 
         def signed(values: Sequence[Any]) -> Hashable:
             return take(flags)(values), *(math.copysign(1.0, values[number]) for number in floats)
 
-        return _Sort(take(tensors), signed, pairs)
-    return _Sort(take(tensors), take(flags), pairs)
+        return _Sort(take(tensors), signed, None)
+    return _Sort(take(tensors), take(flags), None)
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:

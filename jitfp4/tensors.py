@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 
 import torch
@@ -189,6 +190,15 @@ def output(
         raise ArgumentError(name, f"shape {tuple(out.shape)}", f"{shape}")
     check_contiguous(name, out)
     return out
+
+
+def writing(*tensors: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which torch's operations write into ``tensors`` as a kernel does: without autograd, and also into
+    those that were made in torch.inference_mode().
+    """
+    if not torch.compiler.is_dynamo_compiling() and any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return torch.no_grad()
 
 
 @functools.cache

@@ -19,9 +19,11 @@ from jitfp4.families.attention.arguments import Arguments as AttentionArguments
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE
 from jitfp4.families.attention.problem import Problem as AttentionProblem
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.problem import Product, RouteProblem
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -75,6 +77,7 @@ def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens
         shape = (HALVES[dtype], experts.format, experts.w13.shape[0], slots, max_tokens)
         _load_experts(target, EXPERTS_UP, (product, n, experts.hidden), *shape)
         _load_experts(target, EXPERTS_DOWN, (Product.DOWN, experts.hidden, experts.inter), *shape)
+        _load_experts(target, EXPERTS_RESULTS, (Product.DOWN, experts.hidden, experts.inter), *shape)
         _load(EXPERTS_ROUTE, (RouteProblem(t, slots, shape[2]) for t in _tokens(max_tokens)), target)
 
 
@@ -89,7 +92,10 @@ def _load_experts(
     slots: int,
     max_tokens: int,
 ) -> None:
-    _load(operation, expert_products(matrix, dtype, block_format, experts, slots, max_tokens), target)
+    problems = expert_products(matrix, dtype, block_format, experts, slots, max_tokens)
+    if operation is EXPERTS_RESULTS:
+        problems = (one for one in problems if isinstance(EXPERTS_DOWN.select(one, target.arch), CombineTactic))
+    _load(operation, problems, target)
 
 
 def expert_products(

@@ -192,6 +192,11 @@ class Fp4Linear(Expected):
     def prepared(self, weight: Fp4Weight) -> None:
         self.weight, self._weight = weight.data, weight
 
+    @property
+    def multiplied(self) -> Fp4Weight:
+        """The weight of the product that is called: of all siblings, where the layer is fused."""
+        return self.prepared if self._siblings is None else self._siblings.weight
+
     def dequantize(self) -> torch.Tensor:
         """The weight in float32 [out_features, in_features]."""
         values = self.prepared.dequantize()[: self.out_features, : self.in_features]

@@ -58,6 +58,7 @@ def paged_attention(
     *,
     bmm1_scale: float | torch.Tensor,
     bmm2_scale: float | torch.Tensor,
+    soft_cap: float = 0.0,
     causal: bool = True,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
@@ -69,6 +70,7 @@ def paged_attention(
         tables: [batch, 2, columns], the pages of K and those of V. A page that does not exist holds no tokens.
         q_ends: [batch + 1]; the rows of a request end where q does, and are none where its end is not behind its
             beginning.
+        soft_cap: if positive, a logit x becomes soft_cap * tanh(x / soft_cap), but for those of sinks.
         sinks: [heads], a logit that takes part in the softmax and has no value.
     Returns:
         out [tokens, heads, D] and the base-2 logarithm of the softmax's denominator [tokens, heads], both float64.
@@ -88,6 +90,8 @@ def paged_attention(
         group = heads // keys.shape[1]
         logits = bmm1_scale * torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(group, 1))
         at = length - count + torch.arange(count, device=q.device).unsqueeze(1)
+        if soft_cap > 0:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
         seen = positions <= at if causal else torch.ones_like(positions <= at)
         if window_left >= 0:
             seen &= positions >= at - window_left

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from jitfp4.formats import E2M1_VALUES, E4M3_MAX
@@ -89,7 +91,9 @@ def swizzle(scales: torch.Tensor, layout: SfLayout) -> torch.Tensor:
     padded = scales.new_zeros(*batch, padded_rows, padded_cols)
     padded[..., :rows, :cols] = scales
     outer, inner, tile_cols = tile_of(layout)
-    tiles = padded.view(-1, padded_rows // (outer * inner), outer, inner, padded_cols // tile_cols, tile_cols)
+    tiles = padded.view(
+        math.prod(batch), padded_rows // (outer * inner), outer, inner, padded_cols // tile_cols, tile_cols
+    )
     return tiles.permute(0, 1, 4, 3, 2, 5).reshape(padded.shape)
 
 
@@ -97,5 +101,7 @@ def unswizzle(scales: torch.Tensor, layout: SfLayout, rows: int, cols: int) -> t
     """The inverse of swizzle(): [..., padded rows, padded cols] in ``layout`` to the logical [..., rows, cols]."""
     *batch, padded_rows, padded_cols = scales.shape
     outer, inner, tile_cols = tile_of(layout)
-    tiles = scales.reshape(-1, padded_rows // (outer * inner), padded_cols // tile_cols, inner, outer, tile_cols)
+    tiles = scales.reshape(
+        math.prod(batch), padded_rows // (outer * inner), padded_cols // tile_cols, inner, outer, tile_cols
+    )
     return tiles.permute(0, 1, 4, 3, 2, 5).reshape(*batch, padded_rows, padded_cols)[..., :rows, :cols]

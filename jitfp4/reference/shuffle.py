@@ -22,4 +22,4 @@ def shuffle_rows(matrix: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:
             f"{m} rows",
             f"a multiple of {8 * group} rows to shuffle for an epilogue tile of {epilogue_tile_m}",
         )
-    return matrix.view(-1, 8, group, n).transpose(1, 2).reshape(m, n)
+    return matrix.view(m // (8 * group), 8, group, n).transpose(1, 2).reshape(m, n)

@@ -109,6 +109,6 @@ def test_the_counts() -> None:
     )
     counts = Counter(kinds)
     print(RECORDED["versions"], dict(counts))  # noqa: T201
-    assert counts["vllm: refused"] + counts["sglang: refused"] <= 1
+    assert counts["vllm: refused"] + counts["sglang: refused"] == len(REFUSED)
     for match, reason in (*OTHERS, *PENDING, *REFUSED):
         assert any(match(call) for call in RECORDED["calls"]), f"no call is left of {reason}"

@@ -1,7 +1,7 @@
 """overlay() and install() on the FlashInfer that is installed, in a process of their own; skipped without one.
 
 ``pip install --no-deps flashinfer-python``, with apache-tvm-ffi, nvidia-ml-py, einops, tabulate and ninja, is enough:
-its Python imports without a GPU.
+its Python imports without a GPU. With nvidia-cutlass-dsl[cu13] nothing is left.
 """
 
 from __future__ import annotations

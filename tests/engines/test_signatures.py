@@ -32,25 +32,6 @@ LACKING = {
 }
 """What jitfp4 does not have: no kernel needs the first, and there is nothing that the second could warm."""
 
-PENDING = {
-    f"{_DECODE}.begin_forward: is_causal",
-    f"{_DECODE}.plan: is_causal",
-    f"{_PREFILL}.__init__: variant_owns_mask",
-    f"{_PREFILL}.begin_forward: uniform_q_len",
-    f"{_PREFILL}.plan: uniform_q_len",
-    f"{_PREFILL}.run: lse_base",
-    f"{_PREFILL}.run: lse_layout",
-    f"{_PREFILL}.run_return_lse: lse_base",
-    f"{_PREFILL}.run_return_lse: lse_layout",
-    "trtllm_batch_context_with_kv_cache: backend",
-    "trtllm_batch_decode_with_kv_cache: causal_seqlens_kv_global",
-    "trtllm_batch_decode_with_kv_cache: cp_rank",
-    "trtllm_batch_decode_with_kv_cache: cp_world",
-    "trtllm_batch_decode_with_kv_cache: request_order",
-    "trtllm_batch_decode_with_kv_cache: request_order_plan",
-}
-"""Of attention, still to come."""
-
 RECORDED = json.loads(signatures.FIXTURE.read_text())
 
 
@@ -105,7 +86,7 @@ def _same(default: str | None) -> str | None:
 
 
 def test_as_in_the_recorded_release() -> None:
-    assert differences(RECORDED["signatures"]) == LACKING | PENDING
+    assert differences(RECORDED["signatures"]) == LACKING
 
 
 def test_every_function_but_those_of_jitfp4_is_compared() -> None:
@@ -119,7 +100,7 @@ def test_a_new_parameter_or_another_default_or_order_is_found() -> None:
     theirs["rmsnorm_fp4quant"]["parameters"][5][2] = "1e-05"
     theirs["shuffle_matrix_a"]["parameters"].reverse()
     theirs["BatchDecodeWithPagedKVCacheWrapper"]["methods"]["new"] = []
-    assert differences(theirs) - LACKING - PENDING == {
+    assert differences(theirs) - LACKING == {
         "mm_fp4: tile",
         "rmsnorm_fp4quant: eps = 1e-06, not 1e-05",
         "shuffle_matrix_a: order ['input_tensor', 'epilogue_tile_m'], not ['epilogue_tile_m', 'input_tensor']",
@@ -138,4 +119,4 @@ def test_as_in_the_release_that_is_installed() -> None:
     folder = _installed()
     assert folder is not None
     theirs = signatures.signatures(Sources.of_folder(folder, "flashinfer"))
-    assert differences(theirs) == LACKING | PENDING, importlib.metadata.version("flashinfer-python")
+    assert differences(theirs) == LACKING, importlib.metadata.version("flashinfer-python")

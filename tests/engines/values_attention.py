@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,7 +232,25 @@ def plan(call: Call) -> Iterator[Trial]:
             _attends(wrapper, case, older=call["callee"].endswith("begin_forward"))
 
         values = {**_lists(case), **_sizes(case), **_settings(case), "**": {}}
-        yield Trial(str(cache).removeprefix("torch."), values, check, _method(wrapper, call))
+        function = _method(wrapper, call)
+        if "global_override_indptr_cpu" in call["keywords"]:
+            function = _fast_decode_plan(wrapper)
+        yield Trial(str(cache).removeprefix("torch."), values, check, function)
+
+
+def _fast_decode_plan(wrapper: Any) -> Callable[..., None]:
+    """What SGLang puts in the place of begin_forward(): FlashInfer's planner, or, without FlashInfer, what this leaves
+    to a wrapper like ours (decode.py, 4865 to 4901)."""
+    try:
+        from flashinfer.decode import fast_decode_plan
+    except ImportError:
+
+        def fast_decode_plan(
+            wrapper: Any, _indptr: Any, *lists: Any, global_override_indptr_cpu: Any, **kinds: Any
+        ) -> None:
+            wrapper._plan_impl(global_override_indptr_cpu, *lists, **kinds)
+
+    return functools.partial(fast_decode_plan, wrapper)
 
 
 def run(call: Call) -> Iterator[Trial]:
@@ -306,16 +325,11 @@ OTHERS = (
     (_passes("dcp_world_size"), "vLLM's own wrapper of context parallelism"),
     (_at(2393, "flashinfer.py"), "run() of vLLM's own wrapper of context parallelism"),
     (_at(2435, "flashinfer.py"), "FlashInfer's wrapper with sinks: a class of its own"),
+    (_passes("global_override_indptr_cpu"), "FlashInfer's fast_decode_plan, which plans by the wrapper's _plan_impl()"),
 )
 """Calls of something else that looks the same."""
 
-PENDING = (
-    (_passes("global_override_indptr_cpu"), "FlashInfer's fast_decode_plan, which SGLang puts into the wrapper"),
-    (_at(195, "sparse_prefill_pages.py"), "disable_split_kv=True"),
-    (_at(1416, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-    (_at(1491, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-    (_at(1566, "flashinfer_backend.py"), "caches of three dimensions, whose pages hold one token"),
-)
+PENDING = ((_at(195, "sparse_prefill_pages.py"), "disable_split_kv=True"),)
 """Calls that are refused, and what is missing: to be emptied."""
 
 REFUSED = ((_passes("enable_block_sparse_attention"), "attention to chosen blocks, in SGLang's MiniMax models"),)

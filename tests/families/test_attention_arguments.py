@@ -226,7 +226,7 @@ def test_the_wrapper_refuses() -> None:
     sizes = (16, 2, 128, 16)
     for name, value in {
         "pos_encoding_mode": "ROPE_LLAMA",
-        "logits_soft_cap": 30.0,
+        "logits_soft_cap": -30.0,
         "rope_theta": 1e4,
         "fixed_split_size": 64,
         "disable_split_kv": True,

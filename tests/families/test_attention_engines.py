@@ -86,6 +86,24 @@ def test_a_planner_that_fills_the_buffers() -> None:
     later.check(got, _BOUND)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.uint8])
+def test_pages_of_one_token_need_no_dimension(cache: torch.dtype, layout: str) -> None:
+    case = Case(lengths=_FIRST, **_KIND | {"kv_layout": layout, "cache": cache, "kv_heads": 2})
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, layout)
+    wrapper.plan(*_lists(case), 4, 2, 128, 1, q_data_type=torch.bfloat16, kv_data_type=cache, sm_scale=case.bmm1)
+    at = 1 if layout == "NHD" else 2
+    flat = [side.squeeze(at) for side in case.kv_cache]
+    scales = None if case.kv_cache_sf is None else [side.squeeze(at) for side in case.kv_cache_sf]
+    for sides, factors in (
+        (tuple(flat), None if scales is None else tuple(scales)),
+        (torch.stack(flat, 1), None if scales is None else torch.stack(scales, 1)),
+    ):
+        case.check(wrapper.run_return_lse(case.query, sides, v_scale=case.bmm2, kv_cache_sf=factors), _BOUND)
+    with pytest.raises(jitfp4.ArgumentError, match="paged_kv_cache"):
+        wrapper.run(case.query, flat[0])
+
+
 @pytest.mark.parametrize("scale", [torch.tensor(0.6), torch.tensor([0.6]), torch.tensor(0.6, dtype=torch.float64)])
 def test_factors_may_be_tensors(scale: torch.Tensor) -> None:
     case = Case(lengths=_FIRST, **_KIND)

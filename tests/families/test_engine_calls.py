@@ -1,7 +1,4 @@
-"""Calls as engines make them, keyword for keyword, through FlashInfer's module names.
-
-Each test names the file and function of the public repository whose call it imitates.
-"""
+"""jitfp4 in FlashInfer's place: the substitution, and what engines rely on beside the calls of ``tests/engines``."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ import torch
 import jitfp4
 import jitfp4.flashinfer
 from tests.support.attention import Case
-
-CODES = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 
 
 @pytest.fixture
@@ -285,34 +280,6 @@ def test_probes(flashinfer: ModuleType) -> None:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("unswizzled", [False, True])
-def test_norm_and_quantize(flashinfer: ModuleType, residual: bool, unswizzled: bool) -> None:
-    """vllm-project/vllm, fusion of RMSNorm and NVFP4: _flashinfer_fused_add_rms_norm_nvfp4_quant()."""
-    x, weight = halves(3, 128), halves(128)
-    result, result_block_scale = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(128, 8, dtype=torch.uint8)
-    input_global_scale = torch.tensor(2.0)
-    kwargs: dict[str, Any] = {
-        "y_fp4": result.view(CODES),
-        "block_scale": result_block_scale.view(torch.float8_e4m3fn).flatten(),
-        "global_scale": input_global_scale.reshape(1),
-        "eps": 1e-6,
-        "block_size": 16,
-        "scale_format": "e4m3",
-        "is_sf_swizzled_layout": True,
-    }
-    if not residual:
-        flashinfer.norm.rmsnorm_fp4quant(x, weight, **kwargs)
-    else:
-        spare = torch.zeros(3, 8, dtype=torch.uint8).view(torch.float8_e4m3fn) if unswizzled else None
-        flashinfer.norm.add_rmsnorm_fp4quant(
-            x, x * 0, weight, output_both_sf_layouts=False, block_scale_unswizzled=spare, **kwargs
-        )
-    want = jitfp4.rmsnorm_fp4quant(x, weight, global_scale=2.0, is_sf_swizzled_layout=True)
-    assert torch.equal(result, want[0].view(torch.uint8))
-    assert torch.equal(result_block_scale.flatten(), want[1].view(torch.uint8))
-
-
 def gates(batch: int, tokens: int) -> dict[str, torch.Tensor]:
     return {
         "q": halves(batch, tokens, 2, 64),
@@ -323,114 +290,6 @@ def gates(batch: int, tokens: int) -> dict[str, torch.Tensor]:
         "dt_bias": torch.ones(4),
         "b": halves(batch, tokens, 4),
     }
-
-
-def test_delta_rule_on_gathered_states_and_on_a_pool(flashinfer: ModuleType) -> None:
-    """sgl-project/sglang, gdn_flashinfer.py: FlashInferGDNKernel.decode(), both of its branches."""
-    ssm_states, cache_indices = torch.randn(5, 4, 64, 64), torch.tensor([3, 1], dtype=torch.int32)
-    pool, decode = ssm_states.clone(), flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose
-    output, _ = decode(
-        **gates(2, 1), state=None, use_qk_l2norm=True, initial_state=pool, initial_state_indices=cache_indices
-    )
-    gathered = ssm_states[cache_indices]
-    want, new_state = decode(**gates(2, 1), state=gathered, scale=None, output=None, use_qk_l2norm=True)
-    ssm_states[cache_indices] = new_state
-    assert torch.equal(output, want)
-    assert torch.equal(pool, ssm_states)
-
-
-def test_delta_rule_that_verifies_drafts(flashinfer: ModuleType) -> None:
-    """sgl-project/sglang, gdn_flashinfer.py: FlashInferGDNKernel.target_verify()."""
-    ssm_states, buffer = torch.randn(5, 4, 64, 64), torch.zeros(2, 3, 4, 64, 64)
-    before = ssm_states.clone()
-    output, _ = flashinfer.gdn_decode.gated_delta_rule_mtp(
-        **gates(2, 3),
-        initial_state=ssm_states,
-        initial_state_indices=torch.tensor([3, 1], dtype=torch.int32),
-        scale=None,
-        output=None,
-        intermediate_states_buffer=buffer,
-        disable_state_update=True,
-        use_qk_l2norm=True,
-    )
-    assert output.view(1, 6, 4, 64).isfinite().all()
-    assert torch.equal(ssm_states, before)
-    assert buffer.flatten(2).any(-1).all()
-
-
-def test_decode_over_a_paged_cache(flashinfer: ModuleType) -> None:
-    """vllm-project/vllm, vllm/v1/attention/backends/flashinfer.py: FlashInferImpl.forward(), decode by trtllm-gen."""
-    case = Case(lengths=(20, 9), page=16, kv_layout="HND")
-    out = torch.empty_like(case.query)
-    flashinfer.decode.trtllm_batch_decode_with_kv_cache(
-        query=case.query,
-        kv_cache=case.kv_cache,
-        workspace_buffer=case.workspace,
-        block_tables=case.block_tables,
-        seq_lens=case.seq_lens,
-        max_seq_len=20,
-        bmm1_scale=case.bmm1,
-        bmm2_scale=case.bmm2,
-        window_left=-1,
-        sinks=None,
-        o_sf_scale=None,
-        out=out,
-        q_len_per_req=1,
-        kv_cache_sf=case.kv_cache_sf,
-        v_scale_layout="linear",
-    )
-    assert torch.equal(out, case.run()[0])
-
-
-@pytest.mark.parametrize("cache", [torch.bfloat16, torch.float8_e4m3fn])
-def test_decode_and_verification_as_pages_of_a_pool(flashinfer: ModuleType, cache: torch.dtype) -> None:
-    """sgl-project/sglang, trtllm_mha_backend.py: TRTLLMHAAttnBackend.forward_decode(), forward_extend() of drafts."""
-    for drafts in (1, 3):
-        case = Case(cache, lengths=(20, 9), q_lens=drafts, page=16, kv_layout="NHD")
-        kwargs = {
-            "query": case.query,
-            "kv_cache": tuple(side.permute(0, 2, 1, 3) for side in case.kv_cache),
-            "workspace_buffer": case.workspace,
-            "block_tables": case.block_tables,
-            "seq_lens": case.seq_lens,
-            "max_seq_len": 4096,
-            "bmm1_scale": case.bmm1,
-            "bmm2_scale": case.bmm2,
-            "window_left": -1,
-            "sinks": None,
-            "skip_softmax_threshold_scale_factor": None,
-            "out_dtype": torch.bfloat16,
-        }
-        verification = {} if drafts == 1 else {"q_len_per_req": drafts, "mask": None}
-        o = flashinfer.decode.trtllm_batch_decode_with_kv_cache(**kwargs, **verification)
-        assert torch.equal(o, case.run()[0])
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-def test_verification_by_xqa(flashinfer: ModuleType, ragged: bool) -> None:
-    """vllm-project/vllm, pull request 49718: XQA's function with a packed causal mask, of uniform and ragged drafts."""
-    case = Case(torch.float8_e4m3fn, lengths=(20, 9), q_lens=(3, 1) if ragged else 3, page=16, kv_layout="HND")
-    tokens = [0, 1, 2, 0] if ragged else [0, 1, 2] * 2
-    mask = torch.tensor([[(2 << token) - 1, 0] for token in tokens], dtype=torch.int16).view(torch.uint16)
-    out = torch.empty_like(case.query)
-    flashinfer.decode.xqa_batch_decode_with_kv_cache(
-        query=case.query,
-        kv_cache=case.kv_cache,
-        workspace_buffer=case.workspace,
-        block_tables=case.block_tables,
-        seq_lens=case.seq_lens,
-        max_seq_len=20,
-        bmm1_scale=case.bmm1,
-        bmm2_scale=case.bmm2,
-        window_left=-1,
-        out=out,
-        sinks=None,
-        kv_layout="HND",
-        q_len_per_req=3,
-        mask=mask if ragged else mask.view(torch.int16).view(2, 3, 2).view(torch.uint16),
-        q_cu_seq_lens=case.cum_seq_lens_q if ragged else None,
-    )
-    assert torch.equal(out, case.run()[0])
 
 
 def test_a_wrapper_over_a_paged_cache(flashinfer: ModuleType) -> None:
@@ -484,34 +343,3 @@ def test_delta_rule_into_an_output_of_another_dtype(flashinfer: ModuleType, dtyp
     output = torch.empty(2, 1, 4, 64, dtype=dtype)
     assert decode(**gates(2, 1), state=state.clone(), output=output)[0] is output
     assert torch.equal(output, want.to(dtype))
-
-
-def test_quantize_for_a_linear_layer(flashinfer: ModuleType) -> None:
-    """sgl-project/sglang, fp4_utils.py, and vllm-project/vllm, flashinfer_quant_nvfp4_8x4_sf_layout()."""
-    x, scale = halves(5, 64), torch.tensor([3.0])
-    codes, scales = flashinfer.fp4_quantize(x, scale, 16, False, True, False, backend="cute-dsl", enable_pdl=True)
-    assert (codes.shape, scales.shape) == ((5, 32), (128, 4))
-    layout = flashinfer.SfLayout.layout_8x4
-    small = flashinfer.nvfp4_quantize(x, scale, sfLayout=layout, do_shuffle=False, sf_vec_size=16)
-    assert torch.equal(small[0], codes)
-    assert small[1].view(torch.float8_e4m3fn).shape == (8, 4)
-
-
-def test_experts(flashinfer: ModuleType) -> None:
-    """vllm-project/vllm and sgl-project/sglang, masked NVFP4 experts: flashinfer_cutedsl_moe_masked()."""
-    from flashinfer import scaled_fp4_grouped_quantize, silu_and_mul_scaled_nvfp4_experts_quantize
-
-    mask, scale = torch.tensor([3, 0], dtype=torch.int32), torch.ones(2)
-    a_q, a_q_sf = scaled_fp4_grouped_quantize(halves(2, 4, 64), mask, scale)
-    assert (a_q.shape, a_q_sf.shape) == ((4, 32, 2), (32, 4, 1, 4, 1, 2))
-    q, sf = silu_and_mul_scaled_nvfp4_experts_quantize(halves(2, 4, 128), mask, scale)
-    assert (q.shape, sf.shape) == (a_q.shape, a_q_sf.shape)
-
-
-def test_weights_of_experts(flashinfer: ModuleType) -> None:
-    """vllm-project/vllm and sgl-project/sglang, weights for trtllm-gen: reorder, shuffle, interleave."""
-    weight, scales = torch.zeros(256, 32, dtype=torch.uint8), torch.zeros(256, 4, dtype=torch.uint8)
-    assert flashinfer.shuffle_matrix_a(weight.view(torch.uint8), 128).shape == weight.shape
-    shuffled = flashinfer.shuffle_matrix_sf_a(scales.view(torch.uint8), 128, num_elts_per_sf=16)
-    assert shuffled.reshape(256, 4).view(torch.float8_e4m3fn).shape == (256, 4)
-    assert flashinfer.nvfp4_block_scale_interleave(scales).shape == (1024,)

@@ -10,10 +10,12 @@ import torch
 
 from jitfp4 import ArgumentError, fp4_experts, sim
 from jitfp4.arch import Arch
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic, geometry, rejects, specialise
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import HOPPER_DOWN, HOPPER_UP, forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from tests.support.experts import assert_layer, dense, make_layer, make_raw, make_routing, make_x, prepared
@@ -31,7 +33,8 @@ def forced(tactic: WideTactic, **simulated: object) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(forced_item_rows(tactic.tile_m))
         stack.enter_context(EXPERTS_UP.forced(tactic))
-        stack.enter_context(EXPERTS_DOWN.forced(tactic))
+        stack.enter_context(EXPERTS_DOWN.forced(CombineTactic(128)))
+        stack.enter_context(EXPERTS_RESULTS.forced(tactic))
         if simulated:
             stack.enter_context(sim.device("sm_90a", **simulated))  # type: ignore[arg-type]
         yield
@@ -143,8 +146,12 @@ def test_who_takes_how_many_rows() -> None:
     rows = [item_rows_of(tokens * 8, 128) for tokens in (128, 256, 512, 1024, 2048, 1 << 16)]
     assert rows == sorted(rows)
     for item_rows in rows:
-        tactics = {EXPERTS_UP.select(problem(item_rows), SM_90A), EXPERTS_DOWN.select(problem(item_rows), SM_90A)}
-        assert {type(tactic) for tactic in tactics} == {NarrowTactic if item_rows < 32 else WideTactic}
+        tactics = {EXPERTS_UP.select(problem(item_rows), SM_90A)}
+        down = EXPERTS_DOWN.select(problem(item_rows), SM_90A)
+        assert type(down) is (NarrowTactic if item_rows < 16 else CombineTactic)
+        if item_rows >= 16:
+            tactics.add(EXPERTS_RESULTS.select(problem(item_rows), SM_90A))
+        assert {type(tactic) for tactic in tactics} == {NarrowTactic if item_rows < 16 else WideTactic}
         assert all(tactic.tile_m >= item_rows for tactic in tactics)
     assert isinstance(EXPERTS_UP.select(problem(256), Arch.of("sm_100a")), NarrowTactic)
 

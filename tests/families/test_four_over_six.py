@@ -158,3 +158,16 @@ def test_while_tracing() -> None:
     compiled = torch.compile(jitfp4.nvfp4_quantize, fullgraph=True, backend="aot_eager")
     got, want = (f(a, torch.ones(1), nvfp4_4over6=recipe) for f in (compiled, jitfp4.nvfp4_quantize))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_on_gpu(recipe: NVFP44Over6Config) -> None:
+    """The same bytes as on the CPU: every operation is correctly rounded there, too."""
+    a = halves(96, 160) * torch.logspace(-20, 20, 96, base=2).view(-1, 1)
+    for options in ({}, {"per_token_activation": True}):
+        base = torch.tensor([1 / (6 * recipe.e4m3_max) if options else 0.37])
+        want = jitfp4.nvfp4_quantize(a.bfloat16(), base, nvfp4_4over6=recipe, **options)
+        got = jitfp4.nvfp4_quantize(a.bfloat16().cuda(), base.cuda(), nvfp4_4over6=recipe, **options)
+        for name, left, right in zip(("codes", "scales", "rows"), got, want, strict=False):
+            assert_same_bytes(name, left, right)

@@ -160,7 +160,7 @@ def test_the_wrapper_refuses() -> None:
         "custom_mask": torch.ones(3, dtype=torch.bool),
         "packed_custom_mask": torch.ones(3, dtype=torch.uint8),
         "pos_encoding_mode": "ROPE_LLAMA",
-        "logits_soft_cap": 30.0,
+        "logits_soft_cap": -30.0,
         "rope_theta": 1e4,
         "prefix_len_ptr": torch.ones(1),
         "token_pos_in_items_len": 3,

@@ -33,7 +33,7 @@ def test_a_token_is_that_of_transformers(known: Any, tmp_path: Path) -> None:
     rule = getattr(modeling_qwen3_next, NAME)
     assert rule.known is known
     generator = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(3, 1, 2, 64, generator=generator).bfloat16() for _ in range(2))
+    q, k = (torch.randn(3, 1, 4, 64, generator=generator).bfloat16() for _ in range(2))
     v = torch.randn(3, 1, 4, 64, generator=generator).bfloat16()
     g = -torch.rand(3, 1, 4, generator=generator) * torch.tensor([1e-6, 0.1, 3.0, 50.0])
     beta = torch.rand(3, 1, 4, generator=generator).bfloat16()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, calibrate, register
+from jitfp4 import engine
+from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, calibrate, load_kernels, register
 from tests.support.tiny_models import load, prompts, save
 
 register()
@@ -66,3 +67,18 @@ def test_a_captured_step_goes_on(kind: str, tmp_path: Path) -> None:
         graph.replay()
         found.append(new.clone())
     assert torch.equal(torch.cat(found, 1), want[:, 12:])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+@torch.no_grad()
+def test_nothing_is_loaded_after_the_start(kind: str, tmp_path: Path) -> None:
+    model = load(save(kind, tmp_path / "floats"), quantization_config=Jitfp4Config(), attn_implementation="jitfp4")
+    model.to("cuda")
+    load_kernels(model, requests=4, max_cache_len=256, max_tokens=4 * 100)
+    before = engine.loaded(), engine.cache_info().builds
+    assert before[0] > 0
+    for rows, length in ((1, 5), (3, 100), (4, 17)):
+        cache = Nvfp4Cache(model.config, 256)
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        model.generate(prompts(rows, length).cuda(), past_key_values=cache, **options)
+    assert (engine.loaded(), engine.cache_info().builds) == before

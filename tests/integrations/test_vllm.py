@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import jitfp4.integrations.vllm as plugin
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
-from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod
+from jitfp4.integrations.vllm.experts import Fp4ExpertsMethod, GptOssFp4ExpertsMethod
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 from jitfp4.reference.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
 
@@ -135,6 +137,7 @@ def test_registering_again_changes_nothing() -> None:
     assert before == (quantization.QUANTIZATION_METHODS, AttentionBackendEnum.CUSTOM.get_path())
     assert sorted(name for name in before[0] if name.startswith("jitfp4")) == [
         "jitfp4-compressed-tensors",
+        "jitfp4-gpt-oss",
         "jitfp4-modelopt",
     ]
     assert AttentionBackendEnum.CUSTOM.get_class().__module__ == "jitfp4.integrations.vllm.attention"
@@ -324,6 +327,55 @@ def test_experts_equal_the_checkpoint(case: str) -> None:
             exact[token] += router[token, slot].double() * (own["w2"] @ h)
     assert torch.nn.functional.cosine_similarity(out.double(), exact).min() > 0.9999
     assert ((out.double() - exact).abs() <= 2**-6 * exact.abs().amax(1, keepdim=True)).all()
+
+
+def gpt_oss_claimed(model_type: str = "gpt_oss", user: str | None = None) -> str | None:
+    cls = quantization.get_quantization_config("jitfp4-gpt-oss")
+    given = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return cls.override_quantization_method(given, user, hf_config=SimpleNamespace(model_type=model_type))
+
+
+def test_gpt_oss_is_claimed_and_other_mxfp4_is_not() -> None:
+    assert gpt_oss_claimed() == gpt_oss_claimed(user="jitfp4-gpt-oss") == "jitfp4-gpt-oss"
+    assert gpt_oss_claimed("llama") is None and gpt_oss_claimed(user="gpt_oss_mxfp4") is None
+
+
+def test_experts_of_gpt_oss_equal_the_checkpoint() -> None:
+    """Biases, gates and up projections in turn, and its own SwiGLU; tensors as GptOssModel's loader gives them."""
+    config = quantization.get_quantization_config("jitfp4-gpt-oss").from_config({"quant_method": "mxfp4"})
+    layer = experts_of("mxfp4", quant_config=config, has_bias=True, activation="swigluoai")
+    method = layer.quant_method
+    assert type(method) is GptOssFp4ExpertsMethod
+    parts = {
+        name: [Part(n, k, MXFP4, 1.0, seed=10 * (name == "w2") + expert) for expert in range(EXPERTS)]
+        for name, n, k in (("w13", 2 * INTER, HIDDEN), ("w2", HIDDEN, INTER))
+    }
+    biases = {name: torch.randn(EXPERTS, own[0].weight.shape[0]).bfloat16() for name, own in parts.items()}
+    for name, own in parts.items():
+        stacked = {
+            f"{name}_weight": torch.stack([part.codes for part in own]),
+            f"{name}_weight_scale": torch.stack([part.scales for part in own]),
+            f"{name}_bias": biases[name],
+        }
+        for full, tensor in stacked.items():
+            parameter = getattr(layer, full)
+            parameter.weight_loader(parameter, tensor, weight_name=f"experts.{full}", shard_id=None, expert_id=None)
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, HIDDEN) / 64
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2], [2, 0]], dtype=torch.int32)
+    router = torch.rand(5, 2, dtype=torch.float32)
+    out = method.apply(layer, x, router, ids, None, None)
+    exact = torch.zeros(5, HIDDEN, dtype=torch.float64)
+    for token, slot in itertools.product(range(5), range(2)):
+        expert = int(ids[token, slot])
+        both = parts["w13"][expert].weight @ x[token].double() + biases["w13"][expert].double()
+        gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+        h = ((up + 1) * gate * torch.sigmoid(1.702 * gate)).bfloat16().double()
+        own = parts["w2"][expert].weight @ h + biases["w2"][expert].double()
+        exact[token] += router[token, slot].double() * own
+    assert torch.nn.functional.cosine_similarity(out.double(), exact).min() > 0.9999
+    assert ((out.double() - exact).abs() <= 2**-6 * exact.abs().amax(1, keepdim=True)).all()
+    assert not hasattr(layer, "w13_weight") and not hasattr(layer, "w2_bias")
 
 
 def test_experts_that_jitfp4_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,11 @@ import random
 import pytest
 import torch
 
+import jitfp4
+from jitfp4 import replay
 from jitfp4.addresses import Places, extent
+from tests.support.kv import ARRANGEMENTS, paged_cache
+from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
 
 MEMORY = torch.zeros(1 << 13, dtype=torch.uint8)
 
@@ -69,3 +73,19 @@ def test_the_extent_holds_every_byte() -> None:
     view = MEMORY.view(torch.int16).as_strided((3, 2), (10, 3), 5)
     low, high = (address - MEMORY.data_ptr() for address in extent(view))
     assert (low, high) == (min(owned(view)), max(owned(view)) + 1)
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_an_append_into_packed_pages_is_repeated(arrangement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other caches, whose K and V lie beside each other like those of the first call."""
+    replay.forget()
+    launches, scale = Launches(monkeypatch, "sm_90a"), torch.ones(1)
+    slots = torch.zeros(5, dtype=torch.int64)
+    for _ in range(3):
+        cache = paged_cache(4, 16, 2, (128, 128), "NHD", arrangement, "cpu")
+        key, value = torch.zeros(2, 5, 2, 128).bfloat16()
+        jitfp4.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            key, value, slots, cache.codes, cache.sf, scale, scale
+        )
+    assert launches.first == ["kv/quantize"] and launches.repeated == ["kv/quantize"] * 2

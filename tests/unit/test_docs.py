@@ -16,15 +16,13 @@ import jitfp4
 from jitfp4 import config, errors
 
 PACKAGE = Path(__file__).parents[2] / "jitfp4"
-FAMILIES = sorted((PACKAGE / "families").glob("*/__init__.py"))
+FAMILIES = {f"jitfp4.families.{path.parent.name}" for path in (PACKAGE / "families").glob("*/__init__.py")}
 FUNCTIONS = [
     value for name in jitfp4.__all__ if inspect.isfunction(value := getattr(jitfp4, name)) and name != "cache_info"
 ]
 
 
-@pytest.mark.parametrize(
-    "module", sorted({*jitfp4._HOMES, *(f"jitfp4.families.{path.parent.name}" for path in FAMILIES)})
-)
+@pytest.mark.parametrize("module", sorted(jitfp4._HOMES.keys() | FAMILIES))
 def test_what_a_module_makes_public_is_public(module: str) -> None:
     listed = set(importlib.import_module(module).__all__)
     assert listed == set(jitfp4._HOMES.get(module, ())), f"_HOMES of jitfp4/__init__.py beside __all__ of {module}"

@@ -16,7 +16,7 @@ _SPILLED = {
     ("cache=nvfp4", "rows=8", "pages=whole,packed=false", "warps=12", "head_warps=4"): 8,
     ("sm_89", "cache=nvfp4", "head_dim=256,rows=8", "pages=whole,packed=true"): 5,
     # Prefill on wgmma: registers of a producer, which finds the items too; stored and loaded once for a tile.
-    ("cache=nvfp4", "two_tables=true,teams="): 12,
+    ("cache=nvfp4", "two_tables=true,soft_cap=false,teams="): 12,
     ("cache=nvfp4", "teams="): 6,
     ("cache=e4m3", "teams="): 6,
     ("sm_120a", "in_dtype=f16,sf_layout=layout_linear,silu=true,blocks_per_thread=2"): 2,

@@ -13,6 +13,7 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
+from jitfp4.families.kv import arguments
 from jitfp4.remembered import Step
 from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
 
@@ -241,12 +242,26 @@ class TestLogic:
         function(tensors[0], (tensors[1], aligned(4).double()))
         function(tensors[0], (tensors[1], tensors[2]), "other")
         assert len(ran) == 4, "a call was taken for another"
-        for cache in ((tensors[1], None), (tensors[1], "k")):  # the checks of the function say what is wrong
+        for cache in ((tensors[1], None), (tensors[1], "k")):  # what is wrong with them is for the function to say
             function(tensors[0], cache), function(tensors[0], cache)
         for wrong in (tuple(tensors[:1]), ()):
             with pytest.raises(ValueError, match="unpack"):
                 function(tensors[0], wrong)
         assert len(ran) == 10 and len(launch.repeated) == 1
+
+    def test_groups_of_other_lengths_are_other_calls(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
+            ran.append((len(first), len(second)))
+            replay.note(Step(FakeLaunch(), (*first, *second), (), ()))
+
+        a, b, c = (aligned(4) for _ in "abc")
+        calls: list[Any] = [((a,), (b, c)), ((a, b), (c,)), ((a, b, c), ()), ((), (a, b, c)), ((a,), (b,))]
+        for first, second in calls * 2:
+            function(first, second)
+        assert ran == [(1, 2), (2, 1), (3, 0), (0, 3), (1, 1)]
 
     def test_a_call_without_a_result_returns_none(self) -> None:
         ran = []
@@ -468,17 +483,27 @@ class TestLogic:
         append(), append(), append()
         assert (len(launches.first), len(launches.repeated)) == (1, 2), "a cache with K and V in one tensor"
         scales[1].fill_(0.5)
-        append(), append()
-        assert (len(launches.first), len(launches.repeated)) == (2, 3)
-        scales[0].fill_(-1.0)
-        for _ in range(2):
-            with pytest.raises(ArgumentError, match="k_scale"):
-                append()
-        assert (len(launches.first), len(launches.repeated)) == (2, 3)
-        with torch.inference_mode():
+        append()
+        with torch.inference_mode():  # no version says whether their values changed
             scales = torch.ones(1), torch.ones(1)
-            append(), append()
-        assert (len(launches.first), len(launches.repeated)) == (4, 3), "no version says whether their values changed"
+            append(), append(), append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 5)
+        scales = torch.ones(1), torch.full((1,), -1.0)
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="v_scale"):
+                append()
+        assert (len(launches.first), len(launches.repeated)) == (2, 5)
+
+    def test_no_value_of_a_scale_is_read_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        scale, other = torch.ones(1), torch.full((1,), -1.0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert arguments._are_good(scale, other)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert arguments._are_good(scale) and not arguments._are_good(scale, other)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+        assert arguments._are_good(scale)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert not arguments._are_good(scale), "it would be copied to the device"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []

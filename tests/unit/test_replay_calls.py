@@ -40,6 +40,7 @@ def test_a_second_call_repeats_the_launches_of_the_first(
         assert launches.repeated == launches.first
 
 
+@pytest.mark.complete
 @pytest.mark.usefixtures("plain")
 def test_every_kernel_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
@@ -49,6 +50,7 @@ def test_every_kernel_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {kernel.name for kernel in kernels()}, "tests/inputs/repeated.py needs a call that reaches it"
 
 
+@pytest.mark.complete
 def test_every_public_function_is_here() -> None:
     of_no_tensors = {
         "CacheInfo",

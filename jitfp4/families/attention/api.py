@@ -187,14 +187,10 @@ def new_workspace(device: torch.device) -> torch.Tensor:
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def check_plain(
-    pos_encoding_mode: str, logits_soft_cap: float | None, rope_scale: float | None, rope_theta: float | None
-) -> None:
-    """Check that no rotation of queries and keys and no cap of logits is asked for. Raises ArgumentError."""
+def check_plain(pos_encoding_mode: str, rope_scale: float | None, rope_theta: float | None) -> None:
+    """Check that no rotation of queries and keys is asked for. Raises ArgumentError."""
     if pos_encoding_mode != "NONE":
         raise ArgumentError("pos_encoding_mode", repr(pos_encoding_mode), "'NONE': rotate queries and keys beforehand")
-    if logits_soft_cap:
-        raise ArgumentError("logits_soft_cap", logits_soft_cap, "None or 0")
     for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
         if value is not None:
             raise ArgumentError(name, value, "None: rotate queries and keys beforehand")

@@ -19,6 +19,7 @@ class Arguments(NamedTuple):
     Request b has queries cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1, at most ``q_len_per_req`` of them; without
     ``cum_seq_lens_q``, each request has exactly so many. A request has at most ``max_tokens`` tokens. Both bounds only
     select a kernel.
+    With ``soft_cap``, which is 0 or positive, a logit x becomes ``soft_cap * tanh(x / soft_cap)``.
     Where ``causal``, query i of n sees tokens up to seq_lens[b] - n + i; a window begins ``window_left`` tokens before
     that one.
     """
@@ -47,6 +48,7 @@ class Arguments(NamedTuple):
     hnd: bool
     interleaved: bool
     enable_pdl: bool | None
+    soft_cap: float = 0.0
     names: str = (
         "key_cache=kv_cache,value_cache=kv_cache,key_scales=kv_cache_sf,value_scales=kv_cache_sf,page_ends=indptr"
     )

@@ -46,6 +46,7 @@ class Call(NamedTuple):
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
+    soft_cap: float = 0.0
     causal: bool = True
     shared_pages: bool = True
     with_lse: bool = False
@@ -93,6 +94,7 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
             lse=lse,
             bmm1=bmm1,
             bmm2=bmm2,
+            soft_cap=call.soft_cap,
             q_len_per_req=call.q_len,
             window_left=call.window_left,
             causal=call.causal,

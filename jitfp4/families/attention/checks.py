@@ -247,6 +247,13 @@ def causal_or_nan(
     return torch.where(causal.all(), factors, torch.nan)
 
 
+def soft_cap(logits_soft_cap: float | None) -> float:
+    """The cap of logits; 0 for none."""
+    if logits_soft_cap is not None and logits_soft_cap < 0:
+        raise ArgumentError("logits_soft_cap", logits_soft_cap, "None, or 0 or more")
+    return float(logits_soft_cap or 0)
+
+
 def check_o_scale(o_scale: float | None, out: torch.Tensor | None, out_dtype: torch.dtype) -> None:
     """bmm2_scale already divides by it: only a float8 output may have one."""
     dtype = out_dtype if out is None else out.dtype

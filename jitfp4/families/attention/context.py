@@ -186,7 +186,7 @@ def single_prefill_with_kv_cache(
         use_fp16_qk_reduction: accepted; sums are float32.
         sm_scale: None means ``d ** -0.5``.
         window_left: as in trtllm_batch_context_with_kv_cache().
-        logits_soft_cap: None or 0.
+        logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``; None or 0: not.
         rope_scale, rope_theta: None.
         backend: "auto", "fa2" or "fa3", which are the same kernels.
         return_lse: return the logarithms too.
@@ -198,7 +198,7 @@ def single_prefill_with_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     del use_fp16_qk_reduction
-    check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+    check_plain(pos_encoding_mode, rope_scale, rope_theta)
     check_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         checks.unused(name, scale, None, "scale queries, keys and values by head beforehand, or by k_scale and v_scale")
@@ -206,8 +206,17 @@ def single_prefill_with_kv_cache(
     if q.dim() != 3:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
     bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    scales = (checks.product(q, bmm1, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
-    result = single(q, (k, v), kv_cache_sf, scales, kv_layout, window_left, o_dtype, causal, return_lse)
+    options = {
+        "bmm1_scale": checks.product(q, bmm1, k_scale=k_scale),
+        "bmm2_scale": checks.product(q, 1.0, v_scale=v_scale),
+        "soft_cap": checks.soft_cap(logits_soft_cap),
+        "kv_layout": kv_layout,
+        "window_left": window_left,
+        "out_dtype": o_dtype,
+        "causal": causal,
+        "with_lse": return_lse,
+    }
+    result = single(q, (k, v), kv_cache_sf, options)
     return (result[0], result[1]) if return_lse else result[0]
 
 

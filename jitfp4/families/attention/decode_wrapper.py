@@ -92,13 +92,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             block_tables: not read, because indices has the same pages.
             q_len_per_req: query tokens of a request, 1 to 8.
             is_causal: whether the queries of a request see only tokens up to their own; None is True.
-            pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, fixed_split_size, disable_split_kv,
-                window_right: any value but the default is an error, except -1 for fixed_split_size.
+            logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
+            pos_encoding_mode, rope_scale, rope_theta, fixed_split_size, disable_split_kv, window_right: any value but
+                the default is an error, except -1 for fixed_split_size.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
         del block_tables  # indices has the same pages
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
         for name, value, default in (
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
             ("disable_split_kv", disable_split_kv, False),
@@ -122,6 +123,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             cache_dtype=cache_dtype,
             out_dtype=out_dtype,
             sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+            soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=q_len_per_req,
             causal=is_causal is not False,
         )
@@ -155,7 +157,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [batch * q_len_per_req, heads, d].
-            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache().
+            paged_kv_cache: as kv_cache of trtllm_batch_decode_with_kv_cache(). Where pages have one token, their
+                dimension may be left out, here and in kv_cache_sf.
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
@@ -213,8 +216,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, self._planned().causal)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, logits_soft_cap, self._planned().causal)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
 
     @checked
@@ -244,8 +247,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, self._planned().causal)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, logits_soft_cap, self._planned().causal)
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

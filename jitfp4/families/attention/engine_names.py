@@ -18,7 +18,6 @@ class EngineNames:
     use_tensor_cores = True
     _backend = _requested_backend = "fa2"
     _cudnn_auto = True  # plans are made by _plan_impl()
-    _logits_soft_cap = 0.0
     _max_total_num_rows: int | None = None
     _cached_o_data_type: torch.dtype | None = None
     _custom_mask_buf: torch.Tensor | None = None

@@ -39,6 +39,7 @@ def _reference(a: Arguments) -> None:
         q_ends,
         bmm1_scale=a.bmm1 * (1.0 if a.bmm1_scale is None else a.bmm1_scale.double()),
         bmm2_scale=a.bmm2 * (1.0 if a.bmm2_scale is None else a.bmm2_scale.double()),
+        soft_cap=a.soft_cap,
         causal=a.causal,
         window_left=a.window_left,
         sinks=a.sinks,

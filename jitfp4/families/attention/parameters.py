@@ -56,6 +56,7 @@ SIZES: tuple[Param, ...] = (
     I64("v_table", "elements from a request's K pages to its V pages", member="int"),
 )
 
+SOFT_CAP = F32("soft_cap", "of logits")
 SCRATCH = (
     Ptr("workspace", "uint8", "16-byte aligned, of any content"),
     Ptr("counters", "uint32", "zero between launches"),
@@ -82,6 +83,7 @@ def bind(a: Arguments) -> dict[str, Any]:
         "lse": a.lse,
         "bmm1": a.bmm1,
         "bmm2": a.bmm2,
+        "soft_cap": a.soft_cap,
         "batch": a.seq_lens.shape[0],
         "kv_heads": heads,
         "group": a.query.shape[1] // heads,

@@ -120,7 +120,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             seq_lens_q, block_tables, max_sequence_kv: not read, because other arguments say the same.
             max_token_per_sequence: at least the queries of every request; only the choice of a kernel depends on it.
             uniform_q_len: the queries of every request, if all have as many; it says the same.
-            custom_mask, packed_custom_mask, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta, prefix_len_ptr,
+            logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
+            custom_mask, packed_custom_mask, pos_encoding_mode, rope_scale, rope_theta, prefix_len_ptr,
                 token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv:
                 any value but the default is an error, except -1 for fixed_split_size.
         Raises:
@@ -129,7 +130,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         del use_fp16_qk_reduction, seq_lens_q, block_tables  # not needed
         if max_sequence_kv is not None and max_sequence_kv < 0:
             raise ArgumentError("max_sequence_kv", max_sequence_kv, "0 or more")
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
         check_masks(
             custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
@@ -166,6 +167,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             cache_dtype=cache_dtype,
             out_dtype=out_dtype,
             sm_scale=head_dim_qk**-0.5 if sm_scale is None else sm_scale,
+            soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=uniform_q_len if max_token_per_sequence is None else max_token_per_sequence,
             causal=causal,
         )
@@ -206,7 +208,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [tokens, heads, d]; qo_indptr of plan() says which tokens each request has.
-            paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache().
+            paged_kv_cache: as kv_cache of trtllm_batch_context_with_kv_cache(). Where pages have one token, their
+                dimension may be left out, here and in kv_cache_sf.
             kv_cache_sf: the block scales of an NVFP4 cache; two tensors, or one with both along dimension 1.
             q_scale, k_scale, v_scale: factors of queries, keys and values: numbers, or tensors of one float; None: 1.
             out, return_lse, enable_pdl, sinks: as for trtllm_batch_context_with_kv_cache().
@@ -285,8 +288,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         del use_fp16_qk_reduction
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, causal)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, logits_soft_cap, causal)
         return self.run(q, paged_kv_cache, None, k_scale, v_scale, kv_cache_sf=kv_cache_sf)
 
     @checked
@@ -319,8 +322,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             ArgumentError, ArgumentTypeError: before anything is written.
         """
         del use_fp16_qk_reduction
-        check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
-        self._replan(window_left, sm_scale, causal)
+        check_plain(pos_encoding_mode, rope_scale, rope_theta)
+        self._replan(window_left, sm_scale, logits_soft_cap, causal)
         return self.run(q, paged_kv_cache, None, k_scale, v_scale, return_lse=True, kv_cache_sf=kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -99,6 +99,7 @@ class Problem(NamedTuple):
     units: int
     causal: bool = True
     blocks: int = 0
+    soft_cap: bool = False
 
     def units_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.units, arch.num_sms)
@@ -141,6 +142,7 @@ def problem_of(a: Arguments) -> Problem:
         units=tiles * _power_of_two(batch * heads),
         causal=causal,
         blocks=0 if few else _power_of_two(blocks),
+        soft_cap=a.soft_cap > 0,
     )
 
 

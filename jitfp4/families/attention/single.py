@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitfp4.errors import ArgumentError, renamed
@@ -43,7 +45,7 @@ def single_decode_with_kv_cache(
         use_tensor_cores: accepted; every kernel uses them.
         q_scale, k_scale, v_scale: factors: numbers, or tensors of one float; None means 1.
         window_left: as in trtllm_batch_decode_with_kv_cache().
-        logits_soft_cap: None or 0.
+        logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``; None or 0: not.
         sm_scale: None means ``d ** -0.5``.
         rope_scale, rope_theta: None.
         return_lse: give the logarithms too.
@@ -54,12 +56,19 @@ def single_decode_with_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     del use_tensor_cores
-    check_plain(pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
+    check_plain(pos_encoding_mode, rope_scale, rope_theta)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
     bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    scales = (checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale), checks.product(q, 1.0, v_scale=v_scale))
-    result = single(q.unsqueeze(0), (k, v), kv_cache_sf, scales, kv_layout, window_left, None, True, return_lse)
+    options = {
+        "bmm1_scale": checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale),
+        "bmm2_scale": checks.product(q, 1.0, v_scale=v_scale),
+        "soft_cap": checks.soft_cap(logits_soft_cap),
+        "kv_layout": kv_layout,
+        "window_left": window_left,
+        "with_lse": return_lse,
+    }
+    result = single(q.unsqueeze(0), (k, v), kv_cache_sf, options)
     return (result[0][0], result[1][0]) if return_lse else result[0][0]
 
 
@@ -67,15 +76,13 @@ def single(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
     kv_cache_sf: checks.Pair | None,
-    scales: tuple[torch.Tensor | float, torch.Tensor | float],
-    kv_layout: str,
-    window_left: int,
-    out_dtype: torch.dtype | None,
-    causal: bool,
-    with_lse: bool,
+    options: dict[str, Any],
 ) -> tuple[torch.Tensor, ...]:
-    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them."""
-    hnd = checks.check_layout(kv_layout)
+    """One request of queries [tokens, heads, d] whose K and V are not paged: as pages of the size that divides them.
+
+    ``options`` are further fields of the Call.
+    """
+    hnd = checks.check_layout(options["kv_layout"])
     sides = (*kv, *(() if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)))
     for name, side in zip(("k", "v", "kv_cache_sf", "kv_cache_sf"), sides, strict=False):
         if side.dim() != 3 or not side.shape[0] or not side.shape[1]:
@@ -96,16 +103,10 @@ def single(
                 workspace_buffer=new_workspace(q.device),
                 block_tables=torch.arange(tokens // page, dtype=torch.int32, device=q.device).unsqueeze(0),
                 seq_lens=torch.full((1,), tokens, dtype=torch.int32, device=q.device),
-                bmm1_scale=scales[0],
-                bmm2_scale=scales[1],
                 max_seq_len=tokens,
-                window_left=window_left,
-                out_dtype=out_dtype,
-                kv_layout=kv_layout,
                 v_scale_layout="linear",
                 q_len=q.shape[0],
-                causal=causal,
-                with_lse=with_lse,
+                **options,
             )
         )
     except ArgumentError as error:

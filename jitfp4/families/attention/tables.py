@@ -123,6 +123,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
     for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, _SOME_ROWS, most)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
+    for rows_ in (8, 16, ROW_BLOCK, most):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, soft_cap=True)
     for rows_ in (_SOME_ROWS, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, two_tables=True)
@@ -142,6 +144,7 @@ def _problem(
     heads: int = 8,
     cache: Cache = Cache.NVFP4,
     two_tables: bool = False,
+    soft_cap: bool = False,
 ) -> Problem:
     dtype = DType.F16 if cache is Cache.F16 else DType.BF16
     return Problem(
@@ -155,6 +158,7 @@ def _problem(
         pages=pages,
         packed=packed,
         two_tables=two_tables,
+        soft_cap=soft_cap,
         tiles=tiles,
         units=units * arch.num_sms,
         blocks=0 if rows < ROW_BLOCK else units,

@@ -16,7 +16,7 @@ from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
-from jitfp4.tensors import check_dtype
+from jitfp4.tensors import check_dtype, check_strided
 
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
@@ -48,6 +48,7 @@ class Plan:
     cache_dtype: torch.dtype
     out_dtype: torch.dtype
     sm_scale: float
+    soft_cap: float
     q_len: int | None
     causal: bool
 
@@ -150,6 +151,10 @@ class PagedWrapper(EngineNames):
         return self._planned().sm_scale
 
     @property
+    def _logits_soft_cap(self) -> float:
+        return self._planned().soft_cap
+
+    @property
     def _causal(self) -> bool:
         return self._planned().causal
 
@@ -158,11 +163,12 @@ class PagedWrapper(EngineNames):
             raise ArgumentError("run", "a call before plan()", "plan() first")
         return self._plan
 
-    def _replan(self, window_left: int, sm_scale: float | None, causal: bool) -> None:
+    def _replan(self, window_left: int, sm_scale: float | None, soft_cap: float | None, causal: bool) -> None:
         """What forward() says anew, for this and for later calls."""
         plan = self._planned()
         scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
-        self._plan = replace(plan, window_left=window_left, sm_scale=scale, causal=causal)
+        cap = checks.soft_cap(soft_cap)
+        self._plan = replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal)
 
     @checked
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -180,10 +186,21 @@ class PagedWrapper(EngineNames):
     def end_forward(self) -> None:
         """Nothing: FlashInfer's older engines call it after forward()."""
 
+    def _sides(self, name: str, tensors: checks.Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V with a dimension for the tokens of a page, which may be left out where that is one."""
+        if isinstance(tensors, torch.Tensor) and tensors.dim() == 4 and tensors.shape[1] == 2:
+            check_strided(name, tensors)
+            tensors = tensors[:, 0], tensors[:, 1]
+        key, value = checks.pair(name, tensors)
+        page_at = -2 if self._kv_layout == "HND" else -3
+        return key if key.dim() != 3 else key.unsqueeze(page_at), value if value.dim() != 3 else value.unsqueeze(
+            page_at
+        )
+
     def _attend(self, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         plan = self._planned()
         check_dtype("q", run.q, (plan.q_dtype,))
-        key, value = checks.pair("paged_kv_cache", run.paged_kv_cache)
+        key, value = self._sides("paged_kv_cache", run.paged_kv_cache)
         check_dtype("paged_kv_cache", key, CODE_DTYPES if plan.cache_dtype in CODE_DTYPES else (plan.cache_dtype,))
         page_at, heads_at = (2, 1) if self._kv_layout == "HND" else (1, 2)
         if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
@@ -192,7 +209,7 @@ class PagedWrapper(EngineNames):
         if run.q.dim() != 3 or tuple(run.q.shape[1:]) != (plan.heads[0], plan.head_dim):
             wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
             raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
-        scales = (None, None) if run.kv_cache_sf is None else checks.pair("kv_cache_sf", run.kv_cache_sf)
+        scales = (None, None) if run.kv_cache_sf is None else self._sides("kv_cache_sf", run.kv_cache_sf)
         try:
             result = attend(
                 Call(
@@ -217,6 +234,7 @@ class PagedWrapper(EngineNames):
                     kv_layout=self._kv_layout,
                     v_scale_layout=self._v_scale_layout,
                     q_len=run.q_len,
+                    soft_cap=plan.soft_cap,
                     causal=plan.causal,
                     with_lse=run.return_lse or run.lse is not None,
                     enable_pdl=run.enable_pdl,

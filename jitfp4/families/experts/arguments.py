@@ -60,6 +60,27 @@ class UpArguments(NamedTuple):
     names: str
 
 
+class ResultArguments(NamedTuple):
+    """y [tokens * slots, hidden] = h times w2, without weights and sums: the first part of the product down.
+
+    Rows of h are in the order of the list (``items``, ``order``), those of y in that of assignments; rows of skipped
+    slots are unwritten.
+    """
+
+    h: torch.Tensor
+    w2: torch.Tensor
+    scale2: torch.Tensor
+    bias2: torch.Tensor | None
+    items: torch.Tensor
+    order: torch.Tensor
+    y: Written
+    slots: int
+    mxfp4: bool
+    item_rows: int
+    enable_pdl: bool | None
+    names: str
+
+
 class DownArguments(NamedTuple):
     """out [tokens, hidden] = for each token the sum over its slots of weight times (h times w2).
 

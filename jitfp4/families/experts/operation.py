@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
+from jitfp4.families.experts.kernels.combine import COMBINE
 from jitfp4.families.experts.kernels.few_down import FEW_DOWN
 from jitfp4.families.experts.kernels.narrow import NARROW_DOWN, NARROW_UP
 from jitfp4.families.experts.kernels.route import ROUTE
-from jitfp4.families.experts.kernels.wide import WIDE_DOWN, WIDE_UP
+from jitfp4.families.experts.kernels.wide import WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
     DOWN_TABLE,
@@ -168,7 +169,7 @@ EXPERTS_UP = Operation(
 EXPERTS_DOWN = Operation(
     DownArguments,
     name="experts_down",
-    kernels=(FEW_DOWN, NARROW_DOWN, WIDE_DOWN),
+    kernels=(FEW_DOWN, NARROW_DOWN, COMBINE),
     problem=_down_problem,
     problems=down_problems,
     tables=(DOWN_TABLE, HOPPER_DOWN),

@@ -11,6 +11,7 @@ from typing import Any
 
 from jitfp4 import replay
 from jitfp4.arch import Arch
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
@@ -22,7 +23,7 @@ from jitfp4.selection import Row, Table, rows
 _FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
-_ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (96, 72), (160, 128), (256, math.inf))
+_ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (80, 64), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
@@ -67,10 +68,8 @@ _DOWN: tuple[Row[Any], ...] = (
     Row(NarrowTactic(8, 4, 1, 2, 3, 6), {"item_rows": 8, "k": 1024}),
     Row(_SMALL_CTAS, {"item_rows": 8}),
 )
-_SIXTEEN: Row[Any] = Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16})
 _NARROW: tuple[Row[Any], ...] = (
-    _SIXTEEN,
-    Row(NarrowTactic(32, 4, 2, 2, 3, 2), {"item_rows": 32}),
+    Row(NarrowTactic(16, 4, 1, 3, 3, 3), {"item_rows": 16}),
     Row(NarrowTactic(64, 2, 4, 2, 3, 1)),
     # less shared memory
     *(Row(NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1), {"item_rows": tile_m}) for tile_m in (8, 16, 32)),
@@ -80,15 +79,15 @@ UP_TABLE: Table[Any] = Table((*_UP, *_NARROW), measured=None)
 DOWN_TABLE: Table[Any] = Table((*_DOWN, *_NARROW), measured=None)
 
 _WIDE: tuple[Row[Any], ...] = (
-    _SIXTEEN,
+    Row(WideTactic(16, 8, 4), {"item_rows": 16}),
     Row(WideTactic(32, 8, 4), {"item_rows": 32}),
     Row(WideTactic(64, 16, 4), {"item_rows": 64}),
-    Row(WideTactic(96, 16, 3), {"item_rows": 96}),
+    Row(WideTactic(80, 16, 4), {"item_rows": 80}),
     Row(WideTactic(160, 32, 3), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2)),
 )
 HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
-HOPPER_DOWN: Table[Any] = Table((*_DOWN, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_DOWN: Table[Any] = Table((*_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma")
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:

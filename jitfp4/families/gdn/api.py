@@ -44,7 +44,8 @@ def gated_delta_rule_mtp(
         v: [B, T, HV, V], q's dtype, HV a multiple of H; V = K, or 256 with K = 128 and float32 states. Value head hv
             uses q and k of head hv // (HV / H).
         initial_state: [pool, HV, V, K] float32 or bf16. The state of a head is dense and 16-byte aligned; slots, and
-            heads of a slot, may have any strides without overlap.
+            heads of a slot, may have any strides without overlap. Like every argument that is written, it shares no
+            memory with another one.
         initial_state_indices: [B] int32 or int64, the slot of each request. A request with a negative slot is skipped:
             its output is zero, and no state is read or written. In every list of slots, a slot beyond the pool is an
             error on the CPU; on the GPU, where the host reads no values, it counts as negative.

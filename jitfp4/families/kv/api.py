@@ -202,7 +202,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         slot_mapping: int32 or int64, at most n entries: the slot of each token, ``page * page_size + token of the
             page``.
         paged_kv_cache: a pair (K, V), or both stacked as [pages, 2, ...]: uint8 (or float4_e2m1fn_x2), each
-            [pages, page, heads, d/2] ("NHD") or [pages, heads, page, d/2] ("HND"); 8-byte aligned rows.
+            [pages, page, heads, d/2] ("NHD") or [pages, heads, page, d/2] ("HND"); 8-byte aligned rows. Neither K nor V
+            nor their scales share memory with each other or with another argument.
         kv_cache_sf: float8_e4m3fn, arranged as paged_kv_cache with d/16. All strides but the last are free, so
             codes and scales may share pages.
         k_scale, v_scale: *decode* scales, recommended ``amax / (448 * 6)``, positive and finite: float32 tensors of one

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from jitfp4 import replay
-from jitfp4.dispatch import differ, reaches
+from jitfp4.dispatch import differ, known, reaches
 from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.operation import steps
@@ -132,6 +132,8 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_strides(name: str, tensor: torch.Tensor, multiple: int) -> None:
+    if known(tensor.numel() == 0):
+        return
     for size, step in zip(tensor.shape, steps(tensor), strict=False):
         step *= tensor.element_size()
         if step % multiple or step >= _LIMIT or (step == 0 and size > 1):
@@ -166,20 +168,37 @@ def decode_scales(
     """
     capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
     given = {"k_scale": k_scale, "v_scale": v_scale}
-    for scale in given.values():
-        if isinstance(scale, torch.Tensor):
-            if scale.is_inference():
-                replay.note(None)  # no version says whether its value changed
-            replay.require(_is_known, scale)
+    tensors = {name: scale for name, scale in given.items() if isinstance(scale, torch.Tensor)}
     k, v = (_decode_scale(name, scale, like, capturing) for name, scale in given.items())
     if not (capturing or torch.compiler.is_compiling() or like.is_meta):
-        unread = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and not _is_known(x)}
-        if unread:
-            values = torch.stack([x.detach().reshape(()).to(like.device) for x in unread.values()]).tolist()
-            for (name, scale), value in zip(unread.items(), values, strict=True):
-                _check_decode_scale(name, value)
-                _know(scale)
+        unread = {name: scale for name, scale in tensors.items() if not _is_known(scale)}
+        for (name, scale), value in zip(unread.items(), _read(unread.values(), like.device), strict=True):
+            _check_decode_scale(name, value)
+            _know(scale)
+    if tensors:
+        replay.require(_are_good, *tensors.values())
     return k, v
+
+
+def _are_good(*scales: torch.Tensor) -> bool:
+    """Whether decode_scales() would take scales that differ from those of an earlier call only in their values."""
+    for scale in scales:
+        if not (scale.is_cuda and _is_known(scale)):
+            break
+    else:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return all(scale.is_cuda for scale in scales)
+    unread = [scale for scale in scales if not _is_known(scale)]
+    good = not unread or all(_is_decode_scale(value) for value in _read(unread, unread[0].device))
+    for scale in unread if good else ():
+        _know(scale)
+    return good
+
+
+def _read(scales: Collection[torch.Tensor], device: torch.device) -> list[float]:
+    """The values of scales, by one copy to the host."""
+    return torch.stack([x.detach().reshape(()).to(device) for x in scales]).tolist() if scales else []
 
 
 def _is_known(scale: torch.Tensor) -> bool:
@@ -212,6 +231,10 @@ def _decode_scale(name: str, scale: torch.Tensor | float, like: torch.Tensor, ca
     return number_f32(float(scale), like)
 
 
+def _is_decode_scale(value: float) -> bool:
+    return math.isfinite(value) and value > LEAST
+
+
 def _check_decode_scale(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > LEAST):
+    if not _is_decode_scale(value):
         raise ArgumentError(name, value, "a positive finite decode scale")

@@ -25,6 +25,7 @@ from jitfp4.tensors import (
     output,
     scalar_f32,
     scales_f32,
+    writing,
 )
 
 _BACKENDS = ("cuda", "cute-dsl", "cake", "auto")
@@ -121,7 +122,7 @@ def nvfp4_quantize(
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
         _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl, recipe=recipe, by_token=by_token)
-        q_bytes.view(m, -1).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
+        q_bytes.view(m, codes.shape[1]).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
         sf_bytes.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
     else:
         _run(rows, scale, q_bytes, sf_bytes, NVFP4, layout, enable_pdl, recipe=recipe, by_token=by_token)
@@ -281,7 +282,8 @@ def silu_and_mul(
     out = output("out", out, (*input.shape[:-1], input.shape[-1] // 2), (input.dtype,), like=input)
     if not torch.compiler.is_dynamo_compiling() and out.numel() and meet(extent(out), extent(input)):
         raise ArgumentError("out", "memory of input", "memory of its own")
-    return out.copy_(reference.silu_and_mul(input.detach()))
+    with writing(out):
+        return out.copy_(reference.silu_and_mul(input.detach()))
 
 
 def _check_backend(backend: str) -> None:
@@ -333,14 +335,14 @@ def _run(
     if recipe is not None and scale is not None:
         values = reference.silu_and_mul(rows) if silu else rows
         codes, linear = four_over_six.quantize(values, scale, recipe, block_amax(rows.float()) if by_token else None)
-        q.view(rows.shape[0], -1).copy_(codes)
+        q.view(codes.shape).copy_(codes)
         sf.copy_(swizzle(linear, layout))
         return
     QUANTIZE(
         Arguments(
             a=rows,
             scale=scale,
-            out=q if q.dim() == 2 else q.view(rows.shape[0], -1),
+            out=q if q.dim() == 2 else q.view(rows.shape[0], q.shape[-1]),
             out_sf=sf,
             format=form.value,
             layout=int(layout),

@@ -13,7 +13,7 @@ from jitfp4.layouts import SfLayout, padded_numel
 from jitfp4.public import public
 from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
-from jitfp4.tensors import check_device, check_dtype, output
+from jitfp4.tensors import check_device, check_dtype, output, writing
 
 _ELEMENTS_PER_SF = (16, 32)
 _MAX_TILE = 1024
@@ -49,7 +49,10 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         if not torch.compiler.is_dynamo_compiling() and size and meet(extent(out), extent(unswizzled_sf)):
             raise ArgumentError("out", "memory of unswizzled_sf", "memory of its own")
     result = swizzle(moved, SfLayout.layout_128x4).flatten().view(unswizzled_sf.dtype)
-    return result if out is None else out.copy_(result)
+    if out is None:
+        return result
+    with writing(out):
+        return out.copy_(result)
 
 
 nvfp4_block_scale_interleave = block_scale_interleave

@@ -16,8 +16,17 @@ from jitfp4.integrations.transformers.config import Jitfp4Config
 from jitfp4.integrations.transformers.delta_rule import use_gated_delta_rule
 from jitfp4.integrations.transformers.experts import register_experts
 from jitfp4.integrations.transformers.quantizer import Jitfp4Quantizer, claim
+from jitfp4.integrations.transformers.serving import load_kernels
 
-__all__ = ["Jitfp4Config", "Jitfp4Quantizer", "Nvfp4Cache", "calibrate", "register", "use_gated_delta_rule"]
+__all__ = [
+    "Jitfp4Config",
+    "Jitfp4Quantizer",
+    "Nvfp4Cache",
+    "calibrate",
+    "load_kernels",
+    "register",
+    "use_gated_delta_rule",
+]
 
 
 def register() -> None:

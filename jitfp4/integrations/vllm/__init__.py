@@ -1,12 +1,13 @@
-"""The plugin for vLLM: FP4 linear layers and experts, and attention over an NVFP4 KV cache.
+"""The plugin for vLLM: FP4 linear layers and experts, attention over an NVFP4 KV cache, and norms.
 
 vLLM calls register() in each of its processes, through the entry point ``jitfp4`` of the group
 ``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries.
 
 - NVFP4 and MXFP4 checkpoints of compressed-tensors and ModelOpt are claimed where the GPU has no FP4 tensor cores, and
-  weights without quantized activations everywhere. ``--quantization compressed-tensors`` (or ``modelopt_fp4``) keeps
-  vLLM's own kernels.
+  weights without quantized activations everywhere; gpt-oss likewise. ``--quantization compressed-tensors`` (or
+  ``modelopt_fp4``, ``gpt_oss_mxfp4``) keeps vLLM's own kernels.
 - ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
+- ``--ir-op-priority '{"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}'`` takes its norms.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ _log = logging.getLogger("jitfp4.integrations.vllm")
 
 
 def register() -> None:
-    """Register the quantization configs and the attention backend with vLLM; a second call changes nothing.
+    """Register quantization configs, the attention backend and norms with vLLM; a second call changes nothing.
 
     Another plugin's backend for CUSTOM is left in place, with a warning.
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
 
+    register_norms()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)
     custom = AttentionBackendEnum.CUSTOM

@@ -17,7 +17,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from jitfp4.families.experts import fp4_experts, prepare_fp4_experts
 from jitfp4.formats import NVFP4, BlockFormat
-from jitfp4.integrations.checkpoints import NAMES, Source
+from jitfp4.integrations.checkpoints import NAMES, Names, Source
 from jitfp4.integrations.kernels import load_experts
 from jitfp4.layouts import SfLayout
 
@@ -42,19 +42,20 @@ class Fp4ExpertsMethod(FusedMoEMethodBase):
         block_format: the weights'.
     """
 
-    source: Source
+    names: Names
+    biased = False
 
     def __init__(self, moe: Any, block_format: BlockFormat) -> None:
         super().__init__(moe)
-        self.names, self.format = NAMES[self.source], block_format
+        self.format = block_format
         self.max_tokens = int(get_current_vllm_config().scheduler_config.max_num_batched_tokens)
         self.activation, self.order = _ACTIVATIONS[moe.activation]
 
-    @staticmethod
-    def serves(moe: Any) -> bool:
-        """Whether jitfp4 runs such a layer: by its activation and sizes, without biases."""
-        sizes = moe.hidden_dim, moe.intermediate_size_per_partition
-        return moe.activation in _ACTIVATIONS and not moe.has_bias and not any(size % _MULTIPLE for size in sizes)
+    @classmethod
+    def serves(cls, moe: Any) -> bool:
+        """Whether jitfp4 runs such a layer: by its activation and sizes, and whether there are biases."""
+        sizes, known = (moe.hidden_dim, moe.intermediate_size_per_partition), moe.activation in _ACTIVATIONS
+        return known and (cls.biased or not moe.has_bias) and not any(size % _MULTIPLE for size in sizes)
 
     def create_weights(
         self,
@@ -80,12 +81,15 @@ class Fp4ExpertsMethod(FusedMoEMethodBase):
             register(f"{matrix}_{self.names.scales}", (rows, columns // block), _SCALE_DTYPES[block], _GROUP)
             for name in self._scalars():
                 register(f"{matrix}_{name}", scalars[matrix], torch.float32, _TENSOR)
+            if self.moe.has_bias:
+                register(f"{matrix}_bias", (rows,), params_dtype, None)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weights, free the checkpoint's tensors, and load the kernels that the layer can need."""
         given: dict[str, torch.Tensor] = {}
+        biases = ("bias",) if self.moe.has_bias else ()
         for matrix in ("w13", "w2"):
-            for name in (self.names.codes, self.names.scales, *self._scalars()):
+            for name in (self.names.codes, self.names.scales, *self._scalars(), *biases):
                 given[f"{matrix}_{name}"] = getattr(layer, f"{matrix}_{name}").data
                 delattr(layer, f"{matrix}_{name}")
         layer.fp4_experts = prepare_fp4_experts(
@@ -98,6 +102,8 @@ class Fp4ExpertsMethod(FusedMoEMethodBase):
             block_size=self.format.block,
             w13_alpha=self._decode_scales(given, "w13"),
             w2_alpha=self._decode_scales(given, "w2"),
+            w13_bias=given.get("w13_bias"),
+            w2_bias=given.get("w2_bias"),
         )
         load_experts(layer.fp4_experts, layer.params_dtype, self.moe.experts_per_token, self.max_tokens)
 
@@ -149,10 +155,18 @@ class Fp4ExpertsMethod(FusedMoEMethodBase):
 class CompressedTensorsFp4ExpertsMethod(Fp4ExpertsMethod):
     """Of a checkpoint of compressed-tensors."""
 
-    source = Source.COMPRESSED_TENSORS
+    names = NAMES[Source.COMPRESSED_TENSORS]
 
 
 class ModelOptFp4ExpertsMethod(Fp4ExpertsMethod):
     """Of a checkpoint of ModelOpt."""
 
-    source = Source.MODELOPT
+    names = NAMES[Source.MODELOPT]
+
+
+class GptOssFp4ExpertsMethod(Fp4ExpertsMethod):
+    """Of gpt-oss: MXFP4 with biases. vLLM's loader gives the tensors of all experts at once."""
+
+    names = Names("weight", "weight_scale", "", "", False)
+    biased = True
+    weight_dtype = "gpt_oss_mxfp4"  # vLLM's loader of the model asks

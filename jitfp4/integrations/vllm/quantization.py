@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
@@ -19,6 +20,7 @@ from jitfp4.integrations.checkpoints import Source
 from jitfp4.integrations.vllm.experts import (
     CompressedTensorsFp4ExpertsMethod,
     Fp4ExpertsMethod,
+    GptOssFp4ExpertsMethod,
     ModelOptFp4ExpertsMethod,
 )
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
@@ -88,7 +90,29 @@ class Jitfp4ModelOptConfig(ModelOptNvFp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-CONFIGS = {"jitfp4-compressed-tensors": Jitfp4CompressedTensorsConfig, "jitfp4-modelopt": Jitfp4ModelOptConfig}
+class Jitfp4GptOssConfig(GptOssMxfp4Config):
+    """gpt-oss, with its MXFP4 experts on jitfp4. Its name stays vLLM's: the loader of experts asks for it."""
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any] | None, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """The name of this config for checkpoints that it serves, else None; see register()."""
+        served = super().override_quantization_method(hf_quant_cfg, None, hf_config) is not None
+        return "jitfp4-gpt-oss" if served and _claims(cls, user_quant, False) else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """A method of jitfp4 for experts, else vLLM's own."""
+        if isinstance(layer, RoutedExperts) and GptOssFp4ExpertsMethod.serves(layer.moe_config):
+            return GptOssFp4ExpertsMethod(layer.moe_config, MXFP4)
+        return super().get_quant_method(layer, prefix)
+
+
+CONFIGS = {
+    "jitfp4-compressed-tensors": Jitfp4CompressedTensorsConfig,
+    "jitfp4-modelopt": Jitfp4ModelOptConfig,
+    "jitfp4-gpt-oss": Jitfp4GptOssConfig,
+}
 
 
 def fp4_format(weights: Mapping[str, Any] | None) -> BlockFormat | None:

@@ -8,7 +8,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.counters import COUNTER_BYTES
-from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, bind, scratch
+from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
 from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
@@ -66,6 +66,7 @@ class DecodeSpec(KernelSpec):
     pages: Pages
     packed: bool
     two_tables: bool
+    soft_cap: bool
     warps: int
     stages: int
     min_ctas: int
@@ -140,7 +141,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 KERNEL = Kernel(
     name="attention/decode",
     spec=DecodeSpec,
-    params=(*INPUTS, *SCRATCH, *SIZES, I64("group_inverse", "2^30 / group, rounded up", member="int")),
+    params=(*INPUTS, *SCRATCH, *SIZES, I64("group_inverse", "2^30 / group, rounded up", member="int"), SOFT_CAP),
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,

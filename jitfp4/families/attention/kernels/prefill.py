@@ -7,7 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.attention.arguments import Arguments
-from jitfp4.families.attention.parameters import INPUTS, SIZES, bind
+from jitfp4.families.attention.parameters import INPUTS, SIZES, SOFT_CAP, bind
 from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
@@ -50,6 +50,7 @@ class PrefillSpec(KernelSpec):
     out_dtype: DType
     head_dim: int
     interleaved: bool
+    soft_cap: bool
     warps: int
     warp_rows: int
     tile: int
@@ -108,7 +109,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
 KERNEL = Kernel(
     name="attention/prefill",
     spec=PrefillSpec,
-    params=(*INPUTS, *SIZES, I64("causal", "0 or 1", member="int")),
+    params=(*INPUTS, *SIZES, I64("causal", "0 or 1", member="int"), SOFT_CAP),
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,

@@ -27,7 +27,7 @@ from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.counters import COUNTER_BYTES
-from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, bind, scratch
+from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
@@ -97,6 +97,7 @@ class WgmmaSpec(KernelSpec):
     head_dim: int
     interleaved: bool
     two_tables: bool
+    soft_cap: bool
     teams: int
     producers: int
     tile: int
@@ -233,6 +234,7 @@ KERNEL = Kernel(
         I64("causal", "0 or 1", member="int"),
         *SCRATCH,
         I64("most_parts", "that the workspace holds", member="int"),
+        SOFT_CAP,
     ),
     tactics=TACTICS,
     rejects=rejects,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.arguments import DownArguments, UpArguments
+from jitfp4.families.experts.arguments import ResultArguments, UpArguments
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -41,12 +41,13 @@ class WideSpec(KernelSpec):
     The rows of an item are rounded up to a multiple of ``step_m``, and there is code for each multiple.
     """
 
-    product: Product
     dtype: DType
     format: BlockFormat
     tile_m: int
     step_m: int
     groups: int
+
+    gated = False
 
     def __post_init__(self) -> None:
         if not 0 < self.tile_m <= _MOST_ROWS or self.tile_m % 16:
@@ -61,10 +62,6 @@ class WideSpec(KernelSpec):
     def product_rows(self) -> range:
         """The rows of x of products on the tensor cores."""
         return range(self.step_m, self.tile_m + 1, self.step_m)
-
-    @property
-    def gated(self) -> bool:
-        return self.product is Product.GATED
 
     @property
     def staged_rows(self) -> int:
@@ -104,17 +101,36 @@ class WideSpec(KernelSpec):
         x = slots * (self.tile_m * _HALF_ROW_BYTES + 3 * _BARRIER_BYTES)
         weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
-        tokens = 8 * self.groups * self.tile_m if self.product is Product.DOWN else 0
-        return round_up(x + weights + staged + 4 * self.tile_m + tokens, 1024)
+        affine = 2 * 4 * self.groups * TILE_ROWS
+        return round_up(x + weights + staged + affine, 1024)
 
 
 def _weight_slots(slots: int) -> int:
     return slots // 2 + 1
 
 
-def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSpec(WideSpec):
+    """The product up."""
+
+    product: Product
+
+    @property
+    def gated(self) -> bool:  # type: ignore[override]
+        return self.product is Product.GATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownSpec(WideSpec):
+    """The product down."""
+
+    product = Product.DOWN
+
+
+def specialise(problem: Problem, tactic: WideTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
-    return WideSpec(product=problem.product, dtype=problem.dtype, format=problem.format, **asdict(tactic))
+    cut = {"dtype": problem.dtype, "format": problem.format, **asdict(tactic)}
+    return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)
 
 
 def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
@@ -159,31 +175,20 @@ def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
-    expert_map, experts = arguments.expert_map, arguments.w2.shape[0]
+def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
     return {
         "x": arguments.h,
         "weight": arguments.w2,
         "scale": arguments.scale2,
         "bias": arguments.bias2,
-        "weights": arguments.weights,
         "items": arguments.items,
         "order": arguments.order,
-        "ids": arguments.ids,
-        "expert_map": expert_map,
         "y": arguments.y,
-        "done": arguments.done,
-        "out": arguments.out,
-        "id_bytes": arguments.ids.element_size(),
-        "ids_end": experts if expert_map is None else expert_map.shape[0],
-        "experts": experts,
-        "tokens": plan.problem.tokens,
         "items_end": plan.problem.items,
         "slots": plan.problem.slots,
         "n": plan.problem.n,
         "k": plan.problem.k,
         "x_stride": arguments.h.stride(0),
-        "out_stride": arguments.out.stride(0),
     }
 
 
@@ -217,7 +222,7 @@ WIDE_TACTICS = (
 
 WIDE_UP = Kernel(
     name="experts/wide_up",
-    spec=WideSpec,
+    spec=UpSpec,
     params=(
         Ptr("x", "const In", "[tokens, k]"),
         *_WEIGHT,
@@ -240,23 +245,13 @@ WIDE_UP = Kernel(
 
 WIDE_DOWN = Kernel(
     name="experts/wide_down",
-    spec=WideSpec,
+    spec=DownSpec,
     params=(
         Ptr("x", "const In", "h [tokens * slots, k], in the order of the list"),
         *_WEIGHT,
-        Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
         *_LIST,
-        Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
-        Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
-        Ptr("y", "In", "[tokens * slots, n]"),
-        Ptr("done", "int32", "[tokens, ceil(n / 64)], zero"),
-        Ptr("out", "In", "[tokens, n]"),
-        I64("id_bytes", "4 or 8"),
-        I64("ids_end", "ids are below it, or skipped"),
-        I64("experts"),
-        I64("tokens"),
+        Ptr("y", "In", "[tokens * slots, n], by assignment"),
         *_SIZES,
-        I64("out_stride"),
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,

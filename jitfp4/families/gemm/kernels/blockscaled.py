@@ -100,15 +100,6 @@ class BlockScaledSpec(KernelSpec):
         return min(self.tile_n, 64 if self.split == 1 else 32)
 
     @property
-    def load_shape(self) -> str:
-        """The shape in which a warp loads tensor memory: rows, or fragments of 8 x 8, which it transposes."""
-        return f"16x256b.x{self.part_n // 8}" if self.swap_ab else f"32x32b.x{self.part_n}"
-
-    @property
-    def load_registers(self) -> int:
-        return self.part_n // 2 if self.swap_ab else self.part_n
-
-    @property
     def slice_bytes(self) -> int:
         """Bytes of a slice of both operands in the shared memory of a CTA."""
         return (TILE_ROWS + self.tile_n // self.ctas) * _SLICE_BYTES
@@ -326,11 +317,6 @@ class K64Spec(BlockScaledSpec):
     @property
     def whole_columns(self) -> int:
         return self.products
-
-    @property
-    def instruction(self) -> str:
-        kind = ("mxf4nvf4", "4X") if self.format is NVFP4 else ("mxf4", "2X")
-        return "kind::{}.block_scale.scale_vec::{}".format(*kind)
 
     @property
     def stage_bytes(self) -> int:

@@ -64,11 +64,6 @@ class K96Spec(BlockScaledSpec):
         return 4 if self.format is NVFP4 else 2
 
     @property
-    def instruction(self) -> str:
-        kind = "mxf4nvf4" if self.format is NVFP4 else "mxf4"
-        return f"kind::{kind}.block_scale.block{self.format.block}"
-
-    @property
     def scale_bytes(self) -> int:
         return self.scale_stages * ((1 + self.right_atoms) * self.scale_atoms * ATOM_BYTES + 16)
 

@@ -1,5 +1,5 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"stages":2,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":8}
 //
 // Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
 // of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
@@ -431,6 +431,7 @@ using Out   = bf16;
 constexpr int  kHeadDim     = 128;
 constexpr int  kRows        = 8;  // query rows of a segment
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kSoftCap     = false;  // logits are capped
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
 constexpr bool kTwoTables   = false;  // K and V have different page numbers
@@ -507,6 +508,7 @@ struct Operands {
   int table_stride;
   int v_table;
   int group_inverse;
+  float soft_cap;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -1319,7 +1321,15 @@ constexpr float kLog2E = 1.44269504f;
 constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
 
 // Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
-struct Scales { float x[kBlocks][2]; };
+struct Scales {
+  float x[kBlocks][2];
+  __device__ __forceinline__ static Scales ones() {
+    Scales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
 
 // The rows as they are stored. They are loaded while the results of the segment before are written.
 struct RawQueries {
@@ -1393,6 +1403,16 @@ struct RawQueries {
     }
   }
 };
+
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
 
 // ---- attention/softmax -----------------------------------------------------
 // Online softmax of a warp's tiles, in powers of two. A weight is 2^(x - reference). The reference is near the maximum
@@ -1485,6 +1505,18 @@ struct State {
     }
   }
 };
+
+// Makes products capped exponents.
+__device__ __forceinline__ void cap(const Operands& p, Logits& x, const Scales& scales) {
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[u][n][i] = soft_capped(p.soft_cap, x[u][n][i], scales.x[n][i % 2]);
+    }
+  }
+}
 
 // Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there,
 // none for those before the first that is seen.
@@ -1784,9 +1816,10 @@ __device__ __forceinline__ void attend(const Operands& p, const Segment& s, cons
   Logits x;
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) scores(tile, 16 * u, lane, q, x[u]);
+  if constexpr (kSoftCap) cap(p, x, scales);
   uint32 present = ~0u;
   if (__any_sync(~0u, partial)) present = mask(p, s, ring.partial[stage / kStageBytes], x);
-  state.to_exponents(x, scales);
+  state.to_exponents(x, kSoftCap ? Scales::ones() : scales);
 #pragma unroll
   for (int u = 0; u < kSubs; ++u) {
     Values v(tile, 16 * u, lane);
@@ -1853,7 +1886,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     int64 v_scales_head_stride,
     int64 table_stride,                     // elements
     int64 v_table,                          // elements from a request's K pages to its V pages
-    int64 group_inverse                     // 2^30 / group, rounded up
+    int64 group_inverse,                    // 2^30 / group, rounded up
+    float soft_cap                          // of logits
 
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
@@ -1864,7 +1898,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
       q_head_stride, int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride),
       int(v_token_stride), v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride),
       k_scales_head_stride, int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride,
-      int(table_stride), int(v_table), int(group_inverse)};
+      int(table_stride), int(v_table), int(group_inverse), soft_cap};
   const int warp = uniform(threadIdx.x / kWarp);
 
   if constexpr (kHasPdl) {

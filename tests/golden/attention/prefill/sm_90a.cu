@@ -1,5 +1,5 @@
 // attention_prefill, generated from templates/attention/prefill.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","q_dtype":"bf16","tile":64,"warp_rows":16,"warps":4}
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","q_dtype":"bf16","soft_cap":false,"tile":64,"warp_rows":16,"warps":4}
 //
 // Attention of many query rows over a paged cache. A CTA takes kRows query rows of one request and KV head, kWarpRows
 // for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
@@ -468,6 +468,7 @@ using Query = bf16;
 using Out   = bf16;
 constexpr int  kHeadDim     = 128;
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kSoftCap     = false;  // logits are capped
 constexpr int  kWarps       = 4;
 constexpr int  kWarpRows    = 16;
 constexpr int  kTile        = 64;  // tokens
@@ -531,6 +532,7 @@ struct Operands {
   int table_stride;
   int v_table;
   int causal;
+  float soft_cap;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -772,6 +774,16 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   }
 }
 
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
+
 // ---- attention/rows --------------------------------------------------------
 // The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
 // powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
@@ -788,12 +800,34 @@ __device__ __forceinline__ int row_of(const Block& block, int n, int i) {
   return block.first_row + threadIdx.x / kWarp * kWarpRows + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
 }
 
+// Factors from products to exponents of two. They are positive: the largest product stays largest.
+struct Scales {
+  float x[kParts][2];
+  __device__ __forceinline__ static Scales ones() {
+    Scales scales;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// Makes products capped exponents.
+__device__ __forceinline__ void cap(const Operands& p, Products& x, const Scales& scales) {
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+    for (int u = 0; u < kTile / 8; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(p.soft_cap, x[n][u][i], scales.x[n][i / 2]);
+    }
+  }
+}
+
 struct Queries {
   uint32 words[kHeldQueries ? kParts : 1][kHeldQueries ? kSteps : 1][4];
   uint32 at;  // address of this lane's words in shared memory
 
-  // `scales` are the factors from products to exponents of two. They are positive: the largest product stays largest.
-  __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, float (&scales)[kParts][2]) {
+  __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, Scales& scales) {
     const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
     at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
 #pragma unroll
@@ -805,7 +839,7 @@ struct Queries {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float scale = fabsf(unit) * normalise(raw[i], factor[i]);
-        scales[n][i] = scale < 0x1p-126f ? 0x1p-126f : scale;  // times -inf is -inf
+        scales.x[n][i] = scale < 0x1p-126f ? 0x1p-126f : scale;  // times -inf is -inf
         factor[i] = copysignf(factor[i], unit);
       }
 #pragma unroll
@@ -887,7 +921,7 @@ struct State {
   }
 
   // Moves a reference up where an exponent would be above kLargest.
-  __device__ __forceinline__ void keep_above(const Products& x, const float (&scales)[kParts][2]) {
+  __device__ __forceinline__ void keep_above(const Products& x, const Scales& scales) {
     float most = kNone, top[kParts][2];
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
@@ -896,7 +930,7 @@ struct State {
         top[n][i] = fmaxf(x[n][0][2 * i], x[n][0][2 * i + 1]);
 #pragma unroll
         for (int u = 1; u < kTile / 8; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[n][u][2 * i], x[n][u][2 * i + 1]));
-        top[n][i] *= scales[n][i];
+        top[n][i] *= scales.x[n][i];
         most = fmaxf(most, top[n][i] - reference[n][i]);
       }
     }
@@ -985,7 +1019,7 @@ __device__ __forceinline__ void mask(
 
 // `partial`: some row of the warp does not see all tokens of the tile.
 __device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
-                                       bool partial, const Queries& q, const float (&scales)[kParts][2], State& state) {
+                                       bool partial, const Queries& q, const Scales& scales, State& state) {
   const int lane = threadIdx.x % kWarp;
   const uint32 k = ptx::shared_address(s.halves[tile % 2]) + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   const uint32 v = ptx::shared_address(s.halves[tile % 2]) + kSideBytes + place_of(lane % 16, lane / 16);
@@ -1005,11 +1039,13 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
       }
     }
   }
+  if constexpr (kSoftCap) cap(p, x, scales);
   const uint32* present = s.present[tile % kPlaceTurns];
   constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
   const bool whole = present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
   if (partial || !whole) mask(p, block, start, present, x);
-  state.keep_above(x, scales);
+  const Scales used = kSoftCap ? Scales::ones() : scales;
+  state.keep_above(x, used);
 #pragma unroll
   for (int u = 0; u < kTile / 16; ++u) {
     uint32 weights[kParts][4];
@@ -1021,7 +1057,7 @@ __device__ __forceinline__ void attend(const Operands& p, const Block& block, Sh
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float product = x[n][2 * u + j / 2][j % 2 * 2 + i];
-          w[i] = ptx::ex2_approx(fmaf(product, scales[n][j % 2], -state.reference[n][j % 2]));
+          w[i] = ptx::ex2_approx(fmaf(product, used.x[n][j % 2], -state.reference[n][j % 2]));
           state.sum[n][j % 2] += w[i];
         }
         weights[n][j] = to_pair<Mma>(w[0], w[1]);
@@ -1082,7 +1118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     int64 v_scales_head_stride,
     int64 table_stride,                     // elements
     int64 v_table,                          // elements from a request's K pages to its V pages
-    int64 causal                            // 0 or 1
+    int64 causal,                           // 0 or 1
+    float soft_cap                          // of logits
 
 ) {
   extern __shared__ __align__(1024) uint8 dynamic[];
@@ -1093,7 +1130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
       int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table), int(causal)};
+      int(v_table), int(causal), soft_cap};
 
   if constexpr (kHasPdl) ptx::griddep_wait();
   Block block;
@@ -1108,7 +1145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefi
     Lookup(p, block.request, inverse, begin + tile * kTile, seen, seen_end).put(p, s, tile);
   }
   Queries queries;
-  float scales[kParts][2];
+  Scales scales;
   State state;
   queries.load(p, block, s, scales);
   state.clear();

@@ -1,5 +1,5 @@
 // attention_prefill_wgmma, generated from templates/attention/prefill_wgmma.cu.j2
-// spec: {"cache":"nvfp4","ctas":1,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","stages":2,"teams":2,"tile":128,"turns":true,"two_tables":false}
+// spec: {"cache":"nvfp4","ctas":1,"head_dim":128,"interleaved":false,"out_dtype":"bf16","producers":2,"q_dtype":"bf16","soft_cap":false,"stages":2,"teams":2,"tile":128,"turns":true,"two_tables":false}
 //
 // Attention of many query rows over a paged cache, on the warpgroup products of sm_90a. A CTA takes items of kRows
 // query rows of one KV head: the rows of its tokens for all query heads of the group, so that K and V are expanded once
@@ -153,6 +153,21 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster ------------------------------------------------------
 // CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
@@ -184,11 +199,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -405,6 +416,12 @@ template <bool kFirst, typename A, typename B> struct Choice { using Type = A; }
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
 
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
 // ---- partials/named_barriers -----------------------------------------------
 // Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
 // in whole warps.
@@ -444,9 +461,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- attention/products ----------------------------------------------------
@@ -519,6 +533,7 @@ using Out   = bf16;
 using Mma   = f16;  // what K, V, the queries and the weights are in products
 constexpr int  kHeadDim     = 128;
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kSoftCap     = false;  // logits are capped
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
 constexpr int  kTile        = 128;   // tokens
 constexpr int  kTeams       = 2;  // consumer warpgroups
@@ -607,6 +622,7 @@ struct Operands {
   uint8* workspace;
   uint32* counters;
   int most_parts;
+  float soft_cap;
 };
 
 constexpr int kMostTokens = 1 << 24;  // of a request
@@ -1221,6 +1237,16 @@ template <Side kSide> class Raw {
   uint32 scales_[kScaleWords];
 };
 
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
+
 // ---- attention/team --------------------------------------------------------
 // The query rows of a team and their softmax, in powers of two. With g = lane / 4 and c = lane % 4, a lane has of rows
 // g and g + 8 of its warp's 16 every 8 columns the ones at 2 c and 2 c + 1.
@@ -1265,6 +1291,12 @@ struct Rows {
 
   __device__ __forceinline__ bool see_all(int start) const {
     return width >= 0 && uint32(start - inner) <= uint32(width);
+  }
+
+  // Makes products capped exponents.
+  __device__ __forceinline__ void cap(const Operands& p, Scores& s) const {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) s[i] = soft_capped(p.soft_cap, s[i], scale[i / 2 % 2]);
   }
 
   // Not in the registers of a lane: where its rows stand.
@@ -1363,7 +1395,9 @@ struct State {
   // Products to weights. Returns whether references moved: then the sums of outputs must follow.
   __device__ __forceinline__ bool weigh(Scores& s, const Rows& rows) {
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) s[i] = fmaf(s[i], rows.scale[i / 2 % 2], -reference[i / 2 % 2]);
+    for (int i = 0; i < kTile / 2; ++i) {
+      s[i] = fmaf(s[i], kSoftCap ? 1.0f : rows.scale[i / 2 % 2], -reference[i / 2 % 2]);
+    }
     // Above a positive bound floats are in order as integers, of which one instruction takes the largest of three.
     int32 most[2] = {__float_as_int(s[0]), __float_as_int(s[1])};
 #pragma unroll
@@ -1718,6 +1752,7 @@ struct Consumer {
       State& state) {
     ptx::wgmma_wait<kFirst ? 0 : 1>();
     hold(s);
+    if constexpr (kSoftCap) rows.cap(p, s);
     if (absent.any() || !rows.see_all(start)) rows.mask(p, item, start, absent, s);
     release(kKeys, keys);
     const bool moved = state.weigh(s, rows);
@@ -1803,7 +1838,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     int64 causal,                           // 0 or 1
     uint8* __restrict__ workspace,          // 16-byte aligned, of any content
     uint32* __restrict__ counters,          // zero between launches
-    int64 most_parts                        // that the workspace holds
+    int64 most_parts,                       // that the workspace holds
+    float soft_cap                          // of logits
 ) {
   extern __shared__ uint8 dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
@@ -1813,7 +1849,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
       int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
       v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
       int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
-      int(v_table), int(causal), workspace, counters, int(most_parts)};
+      int(v_table), int(causal), workspace, counters, int(most_parts), soft_cap};
   const int team = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler now sees
 
   if (threadIdx.x == 0) {

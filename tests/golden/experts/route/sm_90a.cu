@@ -293,6 +293,7 @@ struct Routing {
 // ---- spec ------------------------------------------------------------------
 constexpr int kThreads = 1024;  // one for each expert
 constexpr int kWarps   = kThreads / kWarp;
+constexpr int kBatch   = 8;  // loads of a thread that are under way together
 
 // ---- kernel ----------------------------------------------------------------
 // The sum over the lanes up to this one.
@@ -303,6 +304,21 @@ __device__ __forceinline__ int32 sum_up_to(int32 v, int lane) {
     if (lane >= step) v += other;
   }
   return v;
+}
+
+// Calls f(assignment, expert) for each assignment of a thread that is not skipped.
+template <typename F> __device__ __forceinline__ void each_taken(const Routing& routing, int64 assignments, F f) {
+  for (int64 i = threadIdx.x; i < assignments; i += kThreads * kBatch) {
+    int64 id[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) id[b] = routing.id(min(i + b * kThreads, assignments - 1));
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int64 at     = i + b * kThreads;
+      const int32 expert = at < assignments ? routing.expert(id[b]) : -1;
+      if (expert >= 0) f(at, expert);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
@@ -328,10 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
     ptx::griddep_wait();
   }
   __syncthreads();
-  for (int64 i = thread; i < assignments; i += kThreads) {
-    const int32 expert = routing.expert(routing.id(i));
-    if (expert >= 0) atomicAdd(&counts[expert], 1);
-  }
+  each_taken(routing, assignments, [&](int64, int32 expert) { atomicAdd(&counts[expert], 1); });
   __syncthreads();
   const int32 rows = counts[thread], parts = int32(ceil_div(rows, item_rows));
   const int2  up_to = {sum_up_to(rows, lane), sum_up_to(parts, lane)};
@@ -351,8 +364,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
   }
   for (int64 i = sums[kWarps - 1].y + thread; i < items_end; i += kThreads) items[i] = {0, 0, 0, 0};
   __syncthreads();
-  for (int64 i = thread; i < assignments; i += kThreads) {
-    const int32 expert = routing.expert(routing.id(i));
-    if (expert >= 0) order[atomicAdd(&counts[expert], 1)] = int32(i);
-  }
+  each_taken(routing, assignments,
+             [&](int64 assignment, int32 expert) { order[atomicAdd(&counts[expert], 1)] = int32(assignment); });
 }

@@ -1,11 +1,10 @@
 // experts_wide_down, generated from templates/experts/wide_down.cu.j2
-// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"product":"down","step_m":8,"tile_m":32}
+// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"step_m":8,"tile_m":16}
 //
-// out [tokens, n] = for each token the weighted sum of its slots, of h times the transposes of FP4 weights [n, k] of
-// experts, for many rows of each expert. The rows of h are in the order of the list of items, which experts/route made.
-//
-//   every warpgroup of a token   store y -> barrier -> fence -> add 1 to the token's counter for 64 rows of the weight
-//   the one that counts all      -> fence -> barrier -> load y of every slot -> store out
+// y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The rows
+// of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
+// experts/combine adds up the slots of a token.
+
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
@@ -311,6 +310,12 @@ __device__ __forceinline__ void copy_async_wait_for() {
 }
 }  // namespace ptx
 
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
 // copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
@@ -383,9 +388,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/tma ----------------------------------------------------------
@@ -426,6 +428,21 @@ template <int kSize> struct Ring {
     if (++slot == kSize) slot = 0, parity ^= 1;
   }
 };
+
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/store_matrices -----------------------------------------------
 namespace ptx {
@@ -477,41 +494,9 @@ __device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint3
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
-__device__ __forceinline__ void wgmma(float (&d)[12], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%16, 0x40000040};\n"
-               "  setp.ne.b32 add, %17, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
-               "}, {%12, %13, %14, %15}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%20, 0x40000040};\n"
-               "  setp.ne.b32 add, %21, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
-               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
 }
 
 // Copies `bytes` bytes, which count towards the barrier.
@@ -552,12 +537,15 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -636,46 +624,90 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
+  int32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
+  int64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
+__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+struct Routing {
+  const uint8* ids;
+  const int32* map;  // null: the identity
+  int64 id_bytes, end, experts;
+
+  __device__ __forceinline__ int64 id(int64 assignment) const {
+    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
+    return ptx::ld_fresh_4(ids + 4 * assignment);
+  }
+  // -1 where the slot is skipped: never an expert that is not there.
+  __device__ __forceinline__ int32 expert(int64 id) const {
+    if (id < 0 || id >= end) return -1;
+    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
+    return local < 0 || local >= experts ? -1 : int32(local);
+  }
+  // A bit for each slot of a token that is not skipped; there are up to 32.
+  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
+    uint32 mask = 0;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
+    return mask;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 using In  = bf16;
 using Out = In;
 constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 32;  // the most rows of an item
+constexpr int kTileM       = 16;  // the most rows of an item
 constexpr int kStepM       = 8;  // products have a multiple of as many rows
 constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kSlots       = 15;
-constexpr int kWeightSlots = 8;
+constexpr int kSlots       = 18;
+constexpr int kWeightSlots = 10;
 constexpr int kTileBytes   = 4608;
 
 constexpr int kDepth = 1, kCluster = 1;
 constexpr int kTeams     = kGroups;  // consumer warpgroups
 constexpr int kConsumers = kTeams * 128;  // threads
 constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
-constexpr int kProducerRegisters = 40;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
+// others.
+constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
 // ---- shared memory ---------------------------------------------------------
-constexpr int kTileN = kGroups * kTileRows;
-constexpr int kHalf  = kTileCols / 2;
-constexpr int kSums  = kTileM / 2;  // of a thread
-constexpr int kCopiers = 64;  // threads that copy x
-constexpr int kStagedRows = 32;  // of results, which a warpgroup writes at a time
-constexpr int kStagedCols = 64;
-constexpr int kStagedBytes = kStagedCols * 2;  // of a row
-
-struct Token { int32 number; uint32 taken; };  // -1 where it is not complete; a bit for each of its slots
+constexpr int kTileN       = kGroups * kTileRows;
+constexpr int kHalf        = kTileCols / 2;
+constexpr int kSums        = kTileM / 2;  // of a thread
+constexpr int kCopiers     = 64;  // threads that copy x
+constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
+constexpr int kStagedBytes = 64 * 2;  // of a row
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kHalf * 2];
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   uint8   staged[kTeams][kStagedRows * kStagedBytes];
-  int32   sources[kTileM];  // of the producers' item: rows of x, with input weights assignments, or -1
-  Token   tokens[kTeams][kTileM];
+  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
   Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 227328, "the launch counts on it");
+static_assert(sizeof(Shared) == 232448, "the launch counts on it");
 static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
@@ -716,12 +748,8 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
 // Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %4, %5;\n"
-               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
 }  // namespace ptx
@@ -799,8 +827,8 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. In one branch, the
-  // compiler knows which registers are in flight.
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
   template <int kRows = kStepM>
   __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
     if constexpr (kRows < kTileM)
@@ -828,7 +856,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
@@ -860,10 +889,23 @@ struct Consumer {
 };
 
 // ---- experts/wide ----------------------------------------------------------
+// A persistent CTA takes tiles of up to kTileM rows of an item by kTileN rows of its expert's weight, in steps of 128
+// columns, as gemm/wide does. Each slot of a ring goes round:
+//
+//   x, half a step      copiers, warps 0 and 1    wait for empty -> copy rows -> arrive at written: 64 threads
+//                       publisher, warp 3         wait for written -> fence.proxy.async -> arrive at full
+//                       consumer warpgroups       wait for full -> products -> arrive at empty: 4 warps of each
+//   weight, a step      warp 2                    wait for weight_empty -> bulk copies -> weight_full, by bytes
+//                       consumer warpgroups       wait for weight_full -> decode -> arrive at weight_empty, as above
 namespace ptx {
 // Arrives at b when the copies that this thread has started are complete.
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Starts a copy of a float, or writes zero.
+__device__ __forceinline__ void copy_async_float_or_zero(float* to, const float* from, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0) : "memory");
 }
 }  // namespace ptx
 
@@ -883,13 +925,6 @@ struct Layer {
   __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
   // Half steps. At least two: some warpgroups wait for a second one.
   __device__ __forceinline__ uint32 halves() const { return max(2u, uint32(ceil_div(k, kHalf))); }
-  // Of an expert's row of the weight. Past the last tile of 64 rows, of nothing.
-  __device__ __forceinline__ Affine affine(uint32 expert, uint32 row) const {
-    const uint32 rows = tiles() * kTileRows;
-    if (row >= rows) return {0.0f, 0.0f};
-    const uint64 at = uint64(expert) * rows + row;
-    return {ptx::ld_f32(scale + at) * kWeightUnit, bias == nullptr ? 0.0f : ptx::ld_f32(bias + at)};
-  }
 };
 
 // The same value, which all lanes of the warp have: now the compiler knows that, too.
@@ -901,15 +936,23 @@ struct Work {
 };
 
 // Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
-// and the same weight, which lie in L2. An item without rows ends the list.
-class Schedule {
+// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because
+// the thread has not waited for the kernel ahead.
+template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
       : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN)), next_(blockIdx.x) {}
 
   __device__ __forceinline__ bool take(Work& work) {
     const uint32 item = next_ / tiles_;
-    const uint4 of = ptx::ld<uint4>(items_ + min(item, end_ - 1));
+    const int4* const at = items_ + min(item, end_ - 1);
+    uint4 of;  // expert, first, rows
+    if constexpr (kFresh) {
+      const int4 v = ptx::ld_fresh_16(at);
+      of = make_uint4(v.x, v.y, v.z, v.w);
+    } else {
+      of = ptx::ld<uint4>(at);
+    }
     work = {uniform(of.x), uniform(of.y), uniform(item < end_ ? of.z : 0), (next_ - item * tiles_) * kTileN};
     next_ += gridDim.x;
     return work.rows > 0;
@@ -927,50 +970,73 @@ __device__ __forceinline__ uint4 scaled(uint4 v, float factor) {
   return {both(v.x), both(v.y), both(v.z), both(v.w)};
 }
 
-// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row. kGathered: the rows of x belong to tokens, else
-// they are in the order of the list.
+// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row, and keeps where those begin in registers.
+// kGathered: the rows of x belong to tokens, else they are in the order of the list.
+template <bool kGathered> struct Copier {
+  static constexpr int kRows = kTileM / 8;
+
+  Shared&      shared;
+  const Layer& layer;
+  uint32 place, chunk, to;  // of the first row in the tile; of 16 bytes of its half step; shared address of those
+  uint32 from[kRows];       // in 16 bytes, from the first row of x
+  uint32 rows = 0;          // of the item
+
+  __device__ __forceinline__ Copier(Shared& shared, const Layer& layer, uint32 thread)
+      : shared(shared), layer(layer), place(thread / 8), chunk(thread % 8),
+        to(ptx::shared_address(shared.x) + swizzle_128(thread / 8, thread % 8)) {}
+
+  __device__ __forceinline__ void begin(const Work& work) {
+    const uint32 stride = layer.x_stride / 8;
+    rows = work.rows;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint32 at = work.first + min(place + 8 * i, rows - 1);
+      from[i] = kGathered ? ptx::ld<uint32>(layer.order + at) : at;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) from[i] = (kGathered ? from[i] / layer.slots : from[i]) * stride;
+  }
+  __device__ __forceinline__ void copy(uint32 slot, uint32 half) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+    const bool   has = col < layer.k;
+    const In* const x = layer.x + (has ? col : 0);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (i * 8 >= ceil_div(rows, kStepM) * kStepM) break;
+      ptx::copy_async_or_zero(at + i * 1024, x + uint64(from[i]) * 8, has && place + 8 * i < rows ? 16 : 0);
+    }
+    ptx::copy_async_arrive(&shared.written[slot]);
+  }
+  // The same for rows that are multiplied by the weight of their assignment first.
+  __device__ __forceinline__ void scale(uint32 slot, uint32 half, uint32 first) const {
+    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
+#pragma unroll 1
+    for (uint32 row = place; row < ceil_div(rows, kStepM) * kStepM; row += 8) {
+      uint4 v{};
+      if (row < rows && col < layer.k) {
+        const uint32 assignment = ptx::ld<uint32>(layer.order + first + row);
+        v = scaled(ptx::ld<uint4>(layer.x + assignment / layer.slots * layer.x_stride + col),
+                   ptx::ld_f32(layer.input_weights + assignment));
+      }
+      ptx::st_shared(at + (row - place) * 128, v);
+    }
+    ptx::mbarrier_arrive(&shared.written[slot]);
+  }
+};
+
 template <bool kGathered>
 __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint32 thread) {
-  const uint32 chunk = thread % 8, lane = thread % kWarp, warp = thread / kWarp;
-  const uint32 to    = ptx::shared_address(shared.x) + swizzle_128(thread / 8, chunk);
-  const int32* const sources = shared.sources + thread / 8;
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
+  Copier<kGathered> copier(shared, layer, thread);
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
-    const uint32 rows = ceil_div(work.rows, kStepM) * kStepM;
-    __syncwarp();
-    for (uint32 i = lane; i < rows / 2; i += kWarp) {  // those that this warp copies
-      const uint32 row = i / 4 * 8 + warp * 4 + i % 4;
-      int32 source = -1;
-      if (row < work.rows) source = work.first + row;
-      if (kGathered && source >= 0) source = ptx::ld<uint32>(layer.order + source);
-      if (kGathered && source >= 0 && layer.input_weights == nullptr) source /= int32(layer.slots);
-      shared.sources[row] = source;
-    }
-    __syncwarp();
+    copier.begin(work);
     for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
-      const uint32 col = half * kHalf + chunk * 8;
-      const In* const from = layer.x + col;
-      uint32 at = to + ring.slot * sizeof(shared.x[0]);
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (kGathered && layer.input_weights != nullptr) {
-        for (uint32 row = 0; row < rows; row += 8, at += 1024) {
-          const int32 source = sources[row];
-          uint4 v{};
-          if (source >= 0 && col < layer.k)
-            v = scaled(ptx::ld<uint4>(from + source / layer.slots * layer.x_stride),
-                       ptx::ld_f32(layer.input_weights + source));
-          ptx::st_shared(at, v);
-        }
-        ptx::mbarrier_arrive(&shared.written[ring.slot]);
+        copier.scale(ring.slot, half, work.first);
       } else {
-#pragma unroll 4
-        for (uint32 row = 0; row < rows; row += 8, at += 1024) {
-          const int32 source = sources[row];
-          const bool present = source >= 0 && col < layer.k;
-          ptx::copy_async_or_zero(at, present ? from + source * layer.x_stride : layer.x, present ? 16 : 0);
-        }
-        ptx::copy_async_arrive(&shared.written[ring.slot]);
+        copier.copy(ring.slot, half);
       }
     }
   }
@@ -980,7 +1046,7 @@ __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint3
 // Hands over what the threads above have written: the tensor cores see it past a fence. A thread that copies would wait
 // in the fence for its latest copies.
 __device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
     for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
@@ -991,18 +1057,19 @@ __device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
   }
 }
 
-__device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
+template <bool kFresh> __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
   const uint32 tiles = layer.tiles(), steps = layer.steps();
-  Schedule schedule(layer);
+  Schedule<kFresh> schedule(layer);
   Ring<kWeightSlots> ring;
   for (Work work; schedule.take(work);) {
     const Weight weight{layer.weight + uint64(work.expert) * tiles * steps * kTileBytes, nullptr, nullptr, layer.n};
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
       Barrier* full = &shared.weight_full[ring.slot];
       ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
-      if (!ptx::elect_one()) continue;
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-      weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+        weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+      }
     }
   }
 }
@@ -1014,7 +1081,20 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
   return swizzle_128(row, chunk);
 }
 
-// Writes the first `rows` rows of a warpgroup's results. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
+// Starts copies of the scales and biases of a warpgroup's rows of the weight, from col on. No register holds them while
+// the warpgroup multiplies.
+__device__ __forceinline__ void copy_affine(Shared& shared, const Layer& layer, uint32 team, uint64 col) {
+  const uint32 thread = ptx::thread_index() % 128, row = thread % kTileRows;
+  const bool   is_bias = thread >= kTileRows;
+  const float* const from = is_bias ? layer.bias : layer.scale;
+  ptx::copy_async_float_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
+                                from == nullptr ? layer.scale : from + col + row, from != nullptr);
+}
+__device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
+  return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
+}
+
+// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
 // and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
 template <class Pair, class Store>
 __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
@@ -1025,7 +1105,7 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 #pragma unroll
   for (int from = 0; from < kTileM; from += kStagedRows) {
     if (from >= rows) break;
-    ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
+    if (from > 0) ptx::barrier_sync(kTeamBarrier + team, 128);  // the rows before have been read
 #pragma unroll
     for (int row = from; row < from + kStagedRows && row < kTileM; row += 16) {
       if (row >= rows) break;
@@ -1047,12 +1127,12 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
 }
 
 // ---- CTA -------------------------------------------------------------------
-// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the weight
-// begin at col. A producer warp that has nothing else to do calls last(lane).
+// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the
+// weight begin at col. The producer warp that is idle at the end calls last(lane).
 template <bool kGathered, class Finish, class Last>
 __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
-  const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
+  const uint32 team = number / 4, warp = number % 4;
   if (number == kTeams * 4 && ptx::elect_one()) {
     for (int s = 0; s < kSlots; ++s) {
       ptx::mbarrier_init(&shared.written[s], kCopiers);
@@ -1070,201 +1150,83 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
     ptx::registers_fewer<kProducerRegisters>();
     if (warp < kCopiers / kWarp) {
       ptx::griddep_wait();
-      copy_x<kGathered>(shared, layer, warp * kWarp + lane);
+      copy_x<kGathered>(shared, layer, ptx::thread_index() % kCopiers);
     } else if (warp == 2) {
       // The list and the weight are not what the previous kernel writes, unless that made the list.
       if constexpr (kGathered) ptx::griddep_wait();
-      produce_weight(shared, layer);
+      produce_weight<!kGathered>(shared, layer);
     } else {
       ptx::griddep_wait();
       ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
       publish_x(shared, layer);
-      last(lane);
+      last(ptx::thread_index() % kWarp);
     }
     return;
   }
   ptx::registers_more<kConsumerRegisters>();
   ptx::griddep_wait();
+  const uint32 lane = ptx::thread_index() % kWarp;
   Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
-  Schedule schedule(layer);
+  Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
-    const uint32 col = work.row + team * kTileRows, row = col + warp * 16 + lane / 4;
+    const uint32 col = work.row + team * kTileRows;
+    if (col < layer.n) copy_affine(shared, layer, team, uint64(work.expert) * layer.tiles() * kTileRows + col);
+    // Warpgroups begin at different times, so that some multiply while another finishes its tile.
+    const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
+    if (behind < layer.halves())
+      ptx::mbarrier_wait(&shared.full[later % kSlots], consumer.ring.parity ^ later / kSlots);
     Sums sums;
     consumer.rows = work.rows;
     consumer.accumulate(sums, layer.halves());
-    const Affine upper = layer.affine(work.expert, row), lower = layer.affine(work.expert, row + 8);
-    finish(work, team, col, sums, upper, lower);
+    if (col >= layer.n) continue;
+    ptx::copy_async_wait();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
+    finish(work, team, col, sums, affine(shared, team, row), affine(shared, team, row + 8));
   }
 }
-
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
-namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
-__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
-  int4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-struct Routing {
-  const uint8* ids;
-  const int32* map;  // null: the identity
-  int64 id_bytes, end, experts;
-
-  __device__ __forceinline__ int64 id(int64 assignment) const {
-    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
-    return ptx::ld_fresh_4(ids + 4 * assignment);
-  }
-  // -1 where the slot is skipped: never an expert that is not there.
-  __device__ __forceinline__ int32 expert(int64 id) const {
-    if (id < 0 || id >= end) return -1;
-    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
-    return local < 0 || local >= experts ? -1 : int32(local);
-  }
-  // A bit for each slot of a token that is not skipped; there are up to 32.
-  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
-    uint32 mask = 0;
-#pragma unroll 8
-    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
-    return mask;
-  }
-};
-
-// ---- experts/slot_sum ------------------------------------------------------
-// The results of a token's slots, weighted and added up in the order of the slots.
-template <typename T> struct SlotSum {
-  const T*     y;        // [tokens, slots, n]
-  const float* weights;  // [tokens, slots]; null: 1
-  int64 n;
-  int   slots;
-
-  // Four columns from `at` on, of the slots that `taken` has a bit for.
-  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
-    constexpr int kAtOnce = 8;
-    float4 sum = {};
-    for (int slot = 0; slot < slots; slot += kAtOnce) {
-      uint2 v[kAtOnce];
-      float w[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if ((taken >> (slot + j) & 1) == 0) continue;
-        const int64 assignment = token * slots + slot + j;
-        v[j] = ptx::ld<uint2>(y + assignment * n + at);
-        w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if ((taken >> (slot + j) & 1) == 0) continue;
-        sum = {fmaf(w[j], low<T>(v[j].x), sum.x), fmaf(w[j], high<T>(v[j].x), sum.y),
-               fmaf(w[j], low<T>(v[j].y), sum.z), fmaf(w[j], high<T>(v[j].y), sum.w)};
-      }
-    }
-    return sum;
-  }
-};
 
 // ---- results ---------------------------------------------------------------
 struct Finish {
-  Shared&     shared;
-  Routing     routing;
-  SlotSum<In> total;
-  In*    y;
-  int32* done;
-  In*    out;
+  Shared& shared;
+  In*     y;
   const int32* order;
-  int64  out_stride;
+  uint32 n;
 
   __device__ __forceinline__ void operator()(const Work& work, uint32 team, uint32 col, const Sums& sums, Affine upper,
                                              Affine lower) const {
-    if (col >= total.n) return;
+    if (col >= n) return;
     const auto pair = [&](int i, bool low) {
       const Affine of = low ? lower : upper;
       const float* const from = sums + 4 * i + (low ? 2 : 0);
       return to_pair<In>(fmaf(from[0], of.scale, of.bias), fmaf(from[1], of.scale, of.bias));
     };
     const auto store = [&](uint32 row, uint32 chunk, uint4 v) {
-      const int64 to = assignment(work, row) * total.n + col + chunk * 8;
-      if (col + chunk * 8 < total.n) ptx::st(y + to, v);
+      const int64 assignment = ptx::ld<uint32>(order + work.first + row);
+      if (col + chunk * 8 < n) ptx::st(y + assignment * n + col + chunk * 8, v);
     };
     write_rows(shared, team, work.rows, pair, store);
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    const uint32 thread = ptx::thread_index() % 128;
-    Token* const tokens = shared.tokens[team];
-    for (uint32 row = thread; row < work.rows; row += 128) tokens[row] = count(assignment(work, row) / total.slots, col);
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    for (uint32 i = thread; i < work.rows * (kTileRows / 4); i += 128) {
-      const Token  of = tokens[i / (kTileRows / 4)];
-      const uint32 at = col + i % (kTileRows / 4) * 4;
-      if (of.number < 0 || at >= total.n) continue;
-      const float4 v = total.quad(of.number, of.taken, at);
-      st_halves<4>(out + of.number * out_stride + at, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
-    }
-  }
-  // Zeros for tokens of which every slot is skipped.
-  __device__ __forceinline__ void clear(uint32 tokens, uint32 lane) const {
-    for (uint32 token = blockIdx.x; token < tokens; token += gridDim.x) {
-      if (routing.taken(token, total.slots) != 0) continue;
-      for (int64 at = lane * 8; at < total.n; at += kWarp * 8) ptx::st(out + token * out_stride + at, {});
-    }
-  }
-
- private:
-  __device__ __forceinline__ int64 assignment(const Work& work, uint32 row) const {
-    return ptx::ld<uint32>(order + work.first + row);
-  }
-  // Counts a finished slot of a token. If it was the last, which slots the token has.
-  __device__ __forceinline__ Token count(int32 token, uint32 col) const {
-    const uint32 taken = routing.taken(token, total.slots);
-    __threadfence();
-    const int32 before = atomicAdd(done + token * ceil_div(total.n, kTileRows) + col / kTileRows, 1);
-    __threadfence();
-    return {before + 1 == __popc(taken) ? token : -1, taken};
   }
 };
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
-    const In* __restrict__ x,              // h [tokens * slots, k], in the order of the list
-    const uint8* __restrict__ weight,      // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
-    const float* __restrict__ scale,       // [experts, round_up(n, 64)]
-    const float* __restrict__ bias,        // as scale; null: none
-    const float* __restrict__ weights,     // [tokens, slots], factors of y; null: 1
-    const int4* __restrict__ items,        // [items_end]
-    const int32* __restrict__ order,       // [tokens * slots]
-    const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
-    const int32* __restrict__ expert_map,  // [ids_end]; null: the identity
-    In* __restrict__ y,                    // [tokens * slots, n]
-    int32* __restrict__ done,              // [tokens, ceil(n / 64)], zero
-    In* __restrict__ out,                  // [tokens, n]
-    int64 id_bytes,                        // 4 or 8
-    int64 ids_end,                         // ids are below it, or skipped
-    int64 experts,
-    int64 tokens,
+    const In* __restrict__ x,          // h [tokens * slots, k], in the order of the list
+    const uint8* __restrict__ weight,  // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ scale,   // [experts, round_up(n, 64)]
+    const float* __restrict__ bias,    // as scale; null: none
+    const int4* __restrict__ items,    // [items_end]
+    const int32* __restrict__ order,   // [tokens * slots]
+    In* __restrict__ y,                // [tokens * slots, n], by assignment
     int64 items_end,
-    int64 slots,                           // of a token
-    int64 n,                               // rows of the weight
-    int64 k,                               // columns, a multiple of 32
-    int64 x_stride,                        // elements, as all strides
-    int64 out_stride) {
+    int64 slots,                       // of a token
+    int64 n,                           // rows of the weight
+    int64 k,                           // columns, a multiple of 32
+    int64 x_stride                     // elements, as all strides
+) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const Layer layer{x, nullptr, weight, scale, bias, items, order, uint32(items_end), uint32(slots), uint32(n),
                     uint32(k), x_stride};
-  const Routing routing{ids, expert_map, id_bytes, ids_end, experts};
-  const Finish finish{shared, routing, {y, weights, n, int(slots)}, y, done, out, order, out_stride};
-  run<false>(shared, layer, finish, [&](uint32 lane) { finish.clear(uint32(tokens), lane); });
+  run<false>(shared, layer, Finish{shared, y, order, uint32(n)}, [](uint32) {});
 }

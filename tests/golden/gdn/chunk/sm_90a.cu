@@ -192,44 +192,17 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
-// ---- partials/f32x2 --------------------------------------------------------
-// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
-constexpr bool kHasF32x2 = false;
-
-struct alignas(8) f32x2 { float x, y; };
-
-__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mul.rn.f32x2 d, a, b;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
-    return d;
-  }
-  return {a.x * b.x, a.y * b.y};
+// ---- partials/mma ----------------------------------------------------------
+namespace ptx {
+// d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
+// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
+// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
-__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, c, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mov.b64 c, {%6, %7};\n"
-        "  fma.rn.f32x2 d, a, b, c;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
-    return d;
-  }
-  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
-}
+}  // namespace ptx
 
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
@@ -242,6 +215,47 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
   }
 }
+
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/bulk_copy ----------------------------------------------------
+// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
+namespace ptx {
+// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
+template <bool kOnce>
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
+  const uint32 source = shared_address(from);
+  if constexpr (kOnce) {
+    uint64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+  }
+  bulk_commit();
+}
+// Prefetches `bytes` bytes into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
@@ -328,92 +342,66 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- partials/mma ----------------------------------------------------------
-namespace ptx {
-// d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
-// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
-// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-}  // namespace ptx
+// ---- partials/f32x2 --------------------------------------------------------
+// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
+constexpr bool kHasF32x2 = false;
 
-// ---- gdn/bulk_copy ---------------------------------------------------------
-// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+struct alignas(8) f32x2 { float x, y; };
 
-// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
-template <bool kOnce>
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
-  const uint32 source = shared_address(from);
-  if constexpr (kOnce) {
-    uint64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
-                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mul.rn.f32x2 d, a, b;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+    return d;
   }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  return {a.x * b.x, a.y * b.y};
 }
-// Prefetches `bytes` bytes into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// Waits until all but the last kAllowed stores of this thread have read their source.
-template <int kAllowed>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
 
+__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, c, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mov.b64 c, {%6, %7};\n"
+        "  fma.rn.f32x2 d, a, b, c;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+  }
+  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
+}
+
+// ---- gdn/lanes -------------------------------------------------------------
 enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 
-// ---- spec ------------------------------------------------------------------
-using In    = bf16;
-using State = float;
-constexpr bool kGeneral   = false;  // a and b may be float32, heads of a slot have gaps
-constexpr int kHeadDim   = 128;  // K
-constexpr int kValueDim  = 128;  // V
-constexpr int kMaxTokens = 8;
-constexpr int kWarps     = 8;
-constexpr int kTileV     = 128;
-constexpr int kAhead     = 0;  // heads whose states are prefetched into L2 at a time; 0: none
+// The work of a lane. Config: State, kHeadDim (K), kValueDim (V), kTileV, kWarps, kLanes that share a row, and kIlpRows
+// of each; for other partials In, kMaxTokens, kAhead, kGeneral.
+template <class Config> struct Lanes : Config {
+  static constexpr int kWarpRows = kWarp / Config::kLanes * Config::kIlpRows;
+  static constexpr int kTiles    = Config::kValueDim / Config::kTileV;
+  static constexpr int kThreads  = Config::kWarps * kWarp;
+  static constexpr int kVec      = 16 / sizeof(typename Config::State);            // columns of a 16-byte access
+  static constexpr int kAccesses = Config::kHeadDim / (Config::kLanes * kVec);     // accesses of a lane to a row
+  static constexpr int kQuads    = Config::kHeadDim / (Config::kLanes * 4);        // groups of four columns of a lane
+  static constexpr int kPairs    = 2 * kQuads;
+  static_assert(Config::kHeadDim % (Config::kLanes * kVec) == 0, "every column has a lane");
 
-// ---- work of a lane --------------------------------------------------------
-// Lane 4 g + t of a warp holds columns of rows 2 g and 2 g + 1: rows g and g + 8 of a matrix of the tensor cores.
-constexpr int kLanes   = 4;  // lanes that share a row
-constexpr int kIlpRows = 2;  // rows of a lane
-constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
-constexpr int kTiles    = kValueDim / kTileV;
-constexpr int kThreads  = kWarps * kWarp;
-constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
-constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // accesses of a lane to a row
-constexpr int kQuads    = kHeadDim / (kLanes * 4);     // groups of four columns that a lane has of a row
-constexpr int kPairs    = 2 * kQuads;
-
-static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
-
-using Rows = f32x2[kIlpRows][kPairs];
-
-// The vectors that h is multiplied by: k of every token, then q of every token.
-constexpr int kVectors = 2 * kMaxTokens;
-constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors
-constexpr int kTokenBlocks = kMaxTokens / 8;
-constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
-constexpr int kStride  = kHeadDim + (kVec == 4 ? 16 : 4);  // of a vector, padded against bank conflicts
-
-static_assert(kValueDim % kTileV == 0 && kTileV == kWarps * kWarpRows, "every row has a warp");
-static_assert(kMaxTokens % 8 == 0, "whole blocks");
+  using Rows = f32x2[Config::kIlpRows][kPairs];
+};
 
 // ---- gdn/rows --------------------------------------------------------------
-// Moves a lane's rows of a state between memory and registers, in 16-byte accesses.
-template <int N>
+// Moves a lane's rows of a state between memory and registers, in 16-byte accesses. C: Lanes.
+template <typename State, int N>
 __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
   const uint32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -425,7 +413,7 @@ __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
     }
   }
 }
-template <int N>
+template <typename State, int N>
 __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   uint32 words[4];
 #pragma unroll
@@ -441,36 +429,37 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
 }
 
 // The offset in a head's state of a lane's part of rows row, row + 1, ...
-template <StateLayout kLayout>
+template <class C, StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
-  if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
-  return lane * kVec * kValueDim + row;
+  if constexpr (kLayout == StateLayout::kVk) return row * C::kHeadDim + lane * C::kVec;
+  return lane * C::kVec * C::kValueDim + row;
 }
 
-__device__ __forceinline__ float& at(Rows& h, int row, int column) {
+template <int kRows, int kPairs>
+__device__ __forceinline__ float& at(f32x2 (&h)[kRows][kPairs], int row, int column) {
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
-template <StateLayout kLayout>
-__device__ __forceinline__ void load_rows(Rows& h, const State* p) {
+template <class C, StateLayout kLayout>
+__device__ __forceinline__ void load_rows(typename C::Rows& h, const typename C::State* p) {
   if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
+    for (int r = 0; r < C::kIlpRows; ++r) {
 #pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        f32x2 x[kVec / 2];
-        unpack(ptx::ld_once(p + r * kHeadDim + m * (kLanes * kVec)), x);
+      for (int m = 0; m < C::kAccesses; ++m) {
+        f32x2 x[C::kVec / 2];
+        unpack<typename C::State>(ptx::ld_once(p + r * C::kHeadDim + m * (C::kLanes * C::kVec)), x);
 #pragma unroll
-        for (int i = 0; i < kVec / 2; ++i) h[r][m * (kVec / 2) + i] = x[i];
+        for (int i = 0; i < C::kVec / 2; ++i) h[r][m * (C::kVec / 2) + i] = x[i];
       }
     }
   } else {
 #pragma unroll
-    for (int c = 0; c < 2 * kPairs; ++c) {
+    for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
-      for (int r = 0; r < kIlpRows; r += 4) {
+      for (int r = 0; r < C::kIlpRows; r += 4) {
         f32x2 x[2];
-        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r), x);
+        unpack<typename C::State>(ptx::ld_once(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r), x);
         at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
       }
     }
@@ -478,8 +467,9 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 }
 
 enum class To { kL2, kMemory, kShared };
-template <To kTo, StateLayout kLayout>
-__device__ __forceinline__ void store_rows(Rows& h, State* p) {
+template <class C, To kTo, StateLayout kLayout>
+__device__ __forceinline__ void store_rows(typename C::Rows& h, typename C::State* p) {
+  using State = typename C::State;
   const auto store = [](State* at, const uint4& words) {
     if constexpr (kTo == To::kL2) ptx::st(at, words);
     if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
@@ -487,29 +477,233 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
   };
   if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
+    for (int r = 0; r < C::kIlpRows; ++r) {
 #pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        f32x2 x[kVec / 2];
+      for (int m = 0; m < C::kAccesses; ++m) {
+        f32x2 x[C::kVec / 2];
 #pragma unroll
-        for (int i = 0; i < kVec / 2; ++i) x[i] = h[r][m * (kVec / 2) + i];
-        store(p + r * kHeadDim + m * (kLanes * kVec), pack(x));
+        for (int i = 0; i < C::kVec / 2; ++i) x[i] = h[r][m * (C::kVec / 2) + i];
+        store(p + r * C::kHeadDim + m * (C::kLanes * C::kVec), pack<State>(x));
       }
     }
   } else {
 #pragma unroll
-    for (int c = 0; c < 2 * kPairs; ++c) {
+    for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
-      for (int r = 0; r < kIlpRows; r += 4) {
+      for (int r = 0; r < C::kIlpRows; r += 4) {
         const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r, pack(x));
+        store(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r, pack<State>(x));
       }
     }
   }
 }
 
 // ---- gdn/operands ----------------------------------------------------------
-// The kernel's parameters as one struct, and the item of work of a CTA.
+// The item of work of a CTA, and what it loads of the kernel's parameters, which are the struct Operands. C: Lanes.
+template <class C> struct Item {
+  int64 n;     // request
+  int   head;  // value head
+  int   tile;  // first row
+
+  template <class Operands> __device__ __forceinline__ int64 values(const Operands& p) const {
+    return n * p.v_batch_stride + head * C::kValueDim + tile;
+  }
+  template <class Operands> __device__ __forceinline__ int64 outputs(const Operands& p) const {
+    return (n * p.tokens * p.value_heads + head) * C::kValueDim + tile;
+  }
+  template <StateLayout kLayout>
+  __device__ __forceinline__ int64 rows(int row, int lane) const {
+    return int64(head) * (C::kValueDim * C::kHeadDim) + lane_offset<C, kLayout>(tile + row, lane);
+  }
+};
+
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
+// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  if (bytes == 0) return n;
+  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
+  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
+}
+
+// Whether the pool has a slot; a negative one never exists.
+template <class Operands> __device__ __forceinline__ bool exists(const Operands& p, int64 slot) {
+  return uint64(slot) < uint64(p.pool);
+}
+
+// Writes zero for every token of an item that has no state; `out` points to the item's first row.
+template <class C, class Operands>
+__device__ __forceinline__ void clear_outputs(const Operands& p, typename C::In* out) {
+  for (int i = threadIdx.x; i < p.tokens * C::kTileV; i += C::kThreads) {
+    out[i / C::kTileV * p.value_heads * C::kValueDim + i % C::kTileV].bits = 0;
+  }
+}
+
+template <typename In> __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+template <class C> __device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
+  if (C::kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  return load_half(static_cast<const typename C::In*>(p) + i);
+}
+
+enum class Bias : int { kF32, kBf16, kF16 };
+__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+}
+
+constexpr int kShare = 4;  // heads that one CTA prefetches
+
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
+// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
+// bursts.
+template <class C, class Operands>
+__device__ __forceinline__ void bring_next_group(const Operands& p, const Item<C>& item) {
+  static_assert(C::kAhead % kShare == 0, "every head has a CTA that brings it");
+  if constexpr (C::kAhead > 0) {
+    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
+    const uint32 place = head % C::kAhead;
+    const uint32 wanted = head - place + C::kAhead + place * kShare + threadIdx.x;
+    if (threadIdx.x >= kShare || place >= C::kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
+    const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
+    if (!exists(p, slot)) return;
+    int64 piece = int64(wanted % value_heads) * (C::kValueDim * C::kHeadDim) + item.tile * C::kHeadDim;
+    if constexpr (C::kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
+    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, C::kTileV * C::kHeadDim * sizeof(typename C::State));
+  }
+}
+
+// ---- gdn/inputs ------------------------------------------------------------
+constexpr float kNormEps = 1e-6f;
+
+// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
+template <bool kStep> struct Token { float decay, beta; int64 step; };
+template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
+
+__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
+__device__ __forceinline__ void set_step(Token<false>&, int64) {}
+
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
+// kSteps: the state after every token is stored. C: Lanes.
+template <class C, bool kSteps> struct ItemInputs {
+  static constexpr int kRowLanes = C::kHeadDim / 4;           // threads of a team: one row, four columns each
+  static constexpr int kTeams    = C::kThreads / kRowLanes;   // each takes one row of k or q at a time
+  static constexpr int kMaxLoads = (2 * C::kMaxTokens + kTeams - 1) / kTeams;
+  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+
+  uint2 kq[kInFlight];
+  float a, b, a_log, bias;  // of token threadIdx.x
+  int64 step;
+
+  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
+
+  // Row r is k of token r / 2, or q where r is odd.
+  template <class Operands>
+  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item<C>& item, int r) {
+    if (r >= 2 * p.tokens) return {};
+    const int64 at = item.head / p.heads_ratio * C::kHeadDim + column();
+    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
+                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+  }
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, const Item<C>& item) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
+    if (threadIdx.x >= p.tokens) return;
+    const int t = threadIdx.x;
+    a     = load_gate<C>(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
+    b     = load_gate<C>(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
+    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
+    if constexpr (kSteps) {
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+    }
+  }
+
+  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
+  template <class Operands, typename Use>
+  __device__ __forceinline__ void for_rows(const Operands& p, const Item<C>& item, int count, Use use) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kTeams < count) use(row(i), kq[i]);
+    }
+    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
+  }
+
+  // The squared length of the team's row
+  static __device__ __forceinline__ float squares(const float (&x)[4]) {
+    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
+    group_sum<kRowLanes>(ssq);
+    return ssq[0];
+  }
+
+  // The gates of token threadIdx.x
+  template <class Operands>
+  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item<C>& item) const {
+    Token<kSteps> token;
+    token.decay = expf(-expf(a_log) * softplus(a + bias));
+    token.beta  = 1.0f / (1.0f + expf(-b));
+    if constexpr (kSteps) {
+      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
+    }
+    return token;
+  }
+};
+
+// ---- gdn/prologue ----------------------------------------------------------
+template <class C> __device__ __forceinline__ Item<C> this_item() {
+  const int x = blockIdx.x;
+  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / C::kTiles, x % C::kTiles * C::kTileV};
+}
+
+// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
+// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
+template <class C, bool kSteps, class Operands>
+__device__ __forceinline__ int64 begin(const Operands& p, const Item<C>& item, ItemInputs<C, kSteps>& inputs,
+                                       typename C::In* out) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
+  inputs.load(p, item);
+  if (!exists(p, slot)) clear_outputs<C>(p, out);
+  return slot;
+}
+
+// ---- spec ------------------------------------------------------------------
+struct Config {
+  using In    = bf16;
+  using State = float;
+  static constexpr bool kGeneral = false;  // a and b may be float32, heads of a slot have gaps
+  static constexpr int kHeadDim = 128;  // K
+  static constexpr int kValueDim = 128;  // V
+  static constexpr int kMaxTokens = 8;
+  static constexpr int kWarps = 8;
+  static constexpr int kTileV = 128;
+  static constexpr int kAhead = 0;  // heads whose states are prefetched into L2 at a time; 0: none
+  static constexpr int kLanes = 4;  // lanes that share a row
+  static constexpr int kIlpRows = 2;  // rows of a lane
+};
+
+// ---- work of a lane --------------------------------------------------------
+// Lane 4 g + t of a warp holds columns of rows 2 g and 2 g + 1: rows g and g + 8 of a matrix of the tensor cores.
+using C = Lanes<Config>;
+using In = C::In;
+using State = C::State;
+using Rows = C::Rows;
+// The vectors that h is multiplied by: k of every token, then q of every token.
+constexpr int kVectors = 2 * C::kMaxTokens;
+constexpr int kBlocks  = kVectors / 8;  // an mma multiplies by 8 vectors
+constexpr int kTokenBlocks = C::kMaxTokens / 8;
+constexpr int kTerms   = sizeof(State) == 4 ? 2 : 1;  // a float32 of the state is the sum of two TF32 numbers
+constexpr int kStride  = C::kHeadDim + (C::kVec == 4 ? 16 : 4);  // of a vector, padded against bank conflicts
+
+static_assert(C::kValueDim % C::kTileV == 0 && C::kTileV == C::kWarps * C::kWarpRows, "every row has a warp");
+static_assert(C::kMaxTokens % 8 == 0, "whole blocks");
+
 struct Operands {
   const In* q;
   const In* k;
@@ -554,191 +748,24 @@ struct Operands {
   int64 state_head_gap;
   int64 steps_head_gap;
 };
-
-struct Item {
-  int64 n;     // request
-  int   head;  // value head
-  int   tile;  // first row
-
-  __device__ __forceinline__ int64 values(const Operands& p) const {
-    return n * p.v_batch_stride + head * kValueDim + tile;
-  }
-  __device__ __forceinline__ int64 outputs(const Operands& p) const {
-    return (n * p.tokens * p.value_heads + head) * kValueDim + tile;
-  }
-  template <StateLayout kLayout>
-  __device__ __forceinline__ int64 rows(int row, int lane) const {
-    return int64(head) * (kValueDim * kHeadDim) + lane_offset<kLayout>(tile + row, lane);
-  }
-};
-
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
-// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
-  if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
-}
-
-// Whether the pool has a slot; a negative one never exists.
-__device__ __forceinline__ bool exists(const Operands& p, int64 slot) { return uint64(slot) < uint64(p.pool); }
-
-// Writes zero for every token of an item that has no state; `out` points to the item's first row.
-__device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
-  for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
-    out[i / kTileV * p.value_heads * kValueDim + i % kTileV].bits = 0;
-  }
-}
-
-__device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
-
-__device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
-  if (kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  return load_half(static_cast<const In*>(p) + i);
-}
-
-enum class Bias : int { kF32, kBf16, kF16 };
-__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
-  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
-  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
-}
-
-constexpr int kShare = 4;  // heads that one CTA prefetches
-static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
-
-// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
-// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
-// bursts.
-__device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
-  if constexpr (kAhead > 0) {
-    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
-    const uint32 place = head % kAhead;
-    const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
-    if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
-    if (!exists(p, slot)) return;
-    int64 piece = int64(wanted % value_heads) * (kValueDim * kHeadDim) + item.tile * kHeadDim;
-    if constexpr (kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
-    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
-  }
-}
-
-// ---- gdn/inputs ------------------------------------------------------------
-constexpr float kNormEps = 1e-6f;
-
-// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
-template <bool kStep> struct Token { float decay, beta; int64 step; };
-template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
-
-__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
-__device__ __forceinline__ void set_step(Token<false>&, int64) {}
-
-// log(1 + exp(x)), which is x itself from about 17 on
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-// kSteps: the state after every token is stored.
-template <bool kSteps> struct ItemInputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;   // each takes one row of k or q at a time
-  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
-  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
-
-  uint2 kq[kInFlight];
-  float a, b, a_log, bias;  // of token threadIdx.x
-  int64 step;
-
-  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
-  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
-
-  // Row r is k of token r / 2, or q where r is odd.
-  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
-    if (r >= 2 * p.tokens) return {};
-    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
-    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
-                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
-  }
-
-  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
-    if (threadIdx.x >= p.tokens) return;
-    const int t = threadIdx.x;
-    a     = load_gate(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
-    b     = load_gate(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
-    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
-    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
-    }
-  }
-
-  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
-  template <typename Use>
-  __device__ __forceinline__ void for_rows(const Operands& p, const Item& item, int count, Use use) const {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (i * kTeams < count) use(row(i), kq[i]);
-    }
-    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
-  }
-
-  // The squared length of the team's row
-  static __device__ __forceinline__ float squares(const float (&x)[4]) {
-    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
-    group_sum<kRowLanes>(ssq);
-    return ssq[0];
-  }
-
-  // The gates of token threadIdx.x
-  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
-    Token<kSteps> token;
-    token.decay = expf(-expf(a_log) * softplus(a + bias));
-    token.beta  = 1.0f / (1.0f + expf(-b));
-    if constexpr (kSteps) {
-      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
-      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
-    }
-    return token;
-  }
-};
-
-// ---- gdn/prologue ----------------------------------------------------------
-__device__ __forceinline__ Item this_item() {
-  const int x = blockIdx.x;
-  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
-}
-
-// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
-// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
-template <bool kSteps>
-__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, ItemInputs<kSteps>& inputs, In* out) {
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
-  inputs.load(p, item);
-  if (!exists(p, slot)) clear_outputs(p, out);
-  return slot;
-}
-
-using Inputs = ItemInputs<false>;
+using Inputs = ItemInputs<C, false>;
 
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
   alignas(16) float vectors[kVectors][kStride];   // not normalised; zero beyond the last token
-  float mix[kMaxTokens][kVectors];                // [s][n]: the factor of u_s in the result of vector n
+  float mix[C::kMaxTokens][kVectors];                // [s][n]: the factor of u_s in the result of vector n
   float start[kVectors];                          // [n]: the factor of (h times vector n) in the result of vector n
   float norms[kVectors];                          // 1 / length of k; 1 / length of q, times scale
-  float span[kMaxTokens][kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
-  Token<false> tokens[kMaxTokens];                // beyond the last one, decay and beta are zero
+  float span[C::kMaxTokens][C::kMaxTokens + 1];         // [t][s + 1]: E_ts, zero where s > t; [t][0]: D_t
+  Token<false> tokens[C::kMaxTokens];                // beyond the last one, decay and beta are zero
 };
 
 static_assert(sizeof(Shared) == 10208, "the launch counts on it");
 
 // The first column of a lane's group i of four columns.
 __device__ __forceinline__ int column(int i, int lane) {
-  constexpr int kFours = kVec / 4;
-  return i / kFours * (kLanes * kVec) + lane * kVec + i % kFours * 4;
+  constexpr int kFours = C::kVec / 4;
+  return i / kFours * (C::kLanes * C::kVec) + lane * C::kVec + i % kFours * 4;
 }
 
 __device__ __forceinline__ float4 columns_of(const Shared& s, int vector, int i, int lane) {
@@ -749,27 +776,27 @@ __device__ __forceinline__ uint32 bits(float x) { return __float_as_uint(x); }
 
 // ---- once for all rows of an item ------------------------------------------
 // Computes the gates of every token, and the products of decays: lane s + 1 multiplies the decays of tokens after s.
-__device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+__device__ __forceinline__ void stage_gates(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
   Token<false> token = {};
   const int lane = threadIdx.x;
   if (lane < p.tokens) token = inputs.token(p, item);
-  if (lane < kMaxTokens) s.tokens[lane] = token;
+  if (lane < C::kMaxTokens) s.tokens[lane] = token;
   float product = 1.0f;
 #pragma unroll
-  for (int t = 0; t < kMaxTokens; ++t) {
+  for (int t = 0; t < C::kMaxTokens; ++t) {
     const float decay = __shfl_sync(~0u, token.decay, t);
     if (t >= lane) product *= decay;
-    if (lane <= kMaxTokens) s.span[t][lane] = t + 1 < lane ? 0.0f : product;
+    if (lane <= C::kMaxTokens) s.span[t][lane] = t + 1 < lane ? 0.0f : product;
   }
 }
 
-__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
   if (threadIdx.x < kWarp) stage_gates(s, p, item, inputs);
   inputs.for_rows(p, item, kVectors, [&](int r, uint2 halves) {
     const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
     const float norm = p.l2norm ? ptx::rsqrt_approx(Inputs::squares(x) + kNormEps) : 1.0f;
     if (r >= kVectors) return;
-    const int vector = r % 2 * kMaxTokens + r / 2;
+    const int vector = r % 2 * C::kMaxTokens + r / 2;
     *reinterpret_cast<float4*>(&s.vectors[vector][Inputs::column()]) = {x[0], x[1], x[2], x[3]};
     if (Inputs::column() == 0) s.norms[vector] = r % 2 ? norm * p.scale : norm;
   });
@@ -778,22 +805,22 @@ __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& 
 // The factor of a product with vector n: with k, it is subtracted from v and multiplied by beta; with q, it is a part
 // of the output.
 __device__ __forceinline__ float weight(const Shared& s, int n) {
-  return n < kMaxTokens ? -s.norms[n] * s.tokens[n].beta : s.norms[n];
+  return n < C::kMaxTokens ? -s.norms[n] * s.tokens[n].beta : s.norms[n];
 }
 
 // Computes every k_s k_t and k_s q_t times its factors, and the factors of every h k_t and h q_t.
 __device__ __forceinline__ void stage_mix(Shared& s) {
   if (threadIdx.x < kVectors) {
     const int n = threadIdx.x;
-    s.start[n] = weight(s, n) * s.span[n % kMaxTokens][0];
+    s.start[n] = weight(s, n) * s.span[n % C::kMaxTokens][0];
   }
-  constexpr int kSources = kMaxTokens / 8, kTargets = kVectors / 16;
-  const int g = threadIdx.x % kWarp / kLanes, t = threadIdx.x % kLanes;
-  for (int tile = kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += kWarps) {
+  constexpr int kSources = C::kMaxTokens / 8, kTargets = kVectors / 16;
+  const int g = threadIdx.x % kWarp / C::kLanes, t = threadIdx.x % C::kLanes;
+  for (int tile = C::kWarps - 1 - threadIdx.x / kWarp; tile < kSources * kTargets; tile += C::kWarps) {
     const int source = tile % kSources * 8, target = tile / kSources * 16 + g;
     float products[4][4] = {};  // four independent accumulators, so that no mma waits for the previous one
 #pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
+    for (int i = 0; i < C::kQuads; ++i) {
       const float4 k = columns_of(s, source + g, i, t);
       const float4 x = columns_of(s, target, i, t), y = columns_of(s, target + 8, i, t);
       ptx::mma_tf32(products[i % 2], {bits(x.x), bits(y.x), bits(x.y), bits(y.y)}, bits(k.x), bits(k.y));
@@ -801,8 +828,8 @@ __device__ __forceinline__ void stage_mix(Shared& s) {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int from = source + 2 * t + i % 2, to = target + i / 2 * 8, token = to % kMaxTokens;
-      const bool counts = to < kMaxTokens ? from < token : from <= token;
+      const int from = source + 2 * t + i % 2, to = target + i / 2 * 8, token = to % C::kMaxTokens;
+      const bool counts = to < C::kMaxTokens ? from < token : from <= token;
       const float product = (products[0][i] + products[1][i]) + (products[2][i] + products[3][i]);
       s.mix[from][to] = counts ? product * s.norms[from] * weight(s, to) * s.span[token][from + 1] : 0.0f;
     }
@@ -811,7 +838,7 @@ __device__ __forceinline__ void stage_mix(Shared& s) {
 
 // ---- a warp's rows ---------------------------------------------------------
 // [b][r][i]: a number for row r of a lane and vector 8 b + 2 t + i.
-using Sums = float[kBlocks][kIlpRows][2];
+using Sums = float[kBlocks][C::kIlpRows][2];
 
 // words[b][i] has v of a lane's two rows at token 8 b + 2 t + i.
 struct Values {
@@ -844,7 +871,7 @@ __device__ __forceinline__ void split(Factor (&terms)[N], const float (&whole)[4
 __device__ __forceinline__ void multiply(Sums& sums, const Rows& h, const Shared& s, int g, int t) {
   float products[kTerms][kBlocks][4] = {};
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
+  for (int i = 0; i < C::kQuads; ++i) {
     Factor left[2][kTerms];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -883,18 +910,18 @@ __device__ __forceinline__ void solve(Sums& sums, const Shared& s, const Values&
     }
   }
 #pragma unroll
-  for (int token = 0; token < kMaxTokens; ++token) {
+  for (int token = 0; token < C::kMaxTokens; ++token) {
     if (token >= tokens) break;
     const int owner = token % 8 / 2;
-    const float u[kIlpRows] = {__shfl_sync(~0u, sums[token / 8][0][token % 2], owner, kLanes),
-                               __shfl_sync(~0u, sums[token / 8][1][token % 2], owner, kLanes)};
+    const float u[C::kIlpRows] = {__shfl_sync(~0u, sums[token / 8][0][token % 2], owner, C::kLanes),
+                               __shfl_sync(~0u, sums[token / 8][1][token % 2], owner, C::kLanes)};
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int n = 8 * b + 2 * t;
       const float2 mix = *reinterpret_cast<const float2*>(&s.mix[token][n]);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if ((n + i) % kMaxTokens < token) continue;  // an earlier token: its factor is 0, but u may be NaN
+        if ((n + i) % C::kMaxTokens < token) continue;  // an earlier token: its factor is 0, but u may be NaN
         const float factor = i ? mix.y : mix.x;
         sums[b][0][i] = fmaf(u[0], factor, sums[b][0][i]);
         sums[b][1][i] = fmaf(u[1], factor, sums[b][1][i]);
@@ -909,7 +936,7 @@ __device__ __forceinline__ void store_outputs(const Sums& sums, In* out, int64 s
   for (int i = 0; i < kTokenBlocks * 2; ++i) {
     const int token = i / 2 * 8 + 2 * t + i % 2, b = kTokenBlocks + i / 2;
     const uint32 words[1] = {to_pair<In>(sums[b][0][i % 2], sums[b][1][i % 2])};
-    if (token < tokens) st_halves<kIlpRows>(out + token * stride, words);
+    if (token < tokens) st_halves<C::kIlpRows>(out + token * stride, words);
   }
 }
 
@@ -928,7 +955,7 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& 
   }
   const float decay = s.span[tokens - 1][0];
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
+  for (int i = 0; i < C::kPairs; ++i) {
     const int at = column(i / 2, g / 2) + i % 2 * 2 + g % 2;
     const f32x2 upper = mul(h[0][i], {decay, decay}), lower = mul(h[1][i], {decay, decay});
     float d[4] = {upper.x, upper.y, lower.x, lower.y};
@@ -945,8 +972,8 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& 
 // ---- kernel ----------------------------------------------------------------
 // Warps that an SM must hold at once: they limit a thread to 168 or 128 registers. Packed floats need register pairs,
 // and so the higher limit.
-constexpr int kMinWarps = kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
-extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_chunk(
+constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
+extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps) gdn_chunk(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]
     const In* __restrict__ v,              // [batch, tokens, value_heads, V]
@@ -993,8 +1020,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  const Item item = this_item();
-  if constexpr (kGeneral) state += item.head * state_head_gap;  // so that offsets in a state are those without gaps
+  const Item<C> item = this_item<C>();
+  if constexpr (C::kGeneral) state += item.head * state_head_gap;  // so that offsets in a state are those without gaps
   const Operands p = {q, k, v, a, b, a_log, dt_bias, state, slots, write_slots, steps, step_slots, out, scale, batch,
       int(tokens), value_heads, int(heads_ratio), pool, q_batch_stride, q_token_stride, k_batch_stride,
       k_token_stride, v_batch_stride, v_token_stride, a_batch_stride, a_token_stride, b_batch_stride,
@@ -1002,16 +1029,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
       int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
       int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
-  const int lane      = threadIdx.x % kLanes;
-  const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
+  const int lane      = threadIdx.x % C::kLanes;
+  const int first_row = threadIdx.x / kWarp * C::kWarpRows + threadIdx.x % kWarp / C::kLanes * C::kIlpRows;
   out += item.outputs(p);
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
   if (!exists(p, slot)) return;
-  const int g = threadIdx.x % kWarp / kLanes, t = lane;
+  const int g = threadIdx.x % kWarp / C::kLanes, t = lane;
   const int64 offset = item.rows<StateLayout::kVk>(first_row, t);
   Rows h;
-  load_rows<StateLayout::kVk>(h, state + slot * state_stride + offset);
+  load_rows<C, StateLayout::kVk>(h, state + slot * state_stride + offset);
   Values values;
   values.load(v + item.values(p) + first_row, v_token_stride, p.tokens, t);
   if constexpr (kHasPdl) ptx::griddep_launch();
@@ -1026,8 +1053,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_c
   // Loaded late: ptxas may wait for a load at once, and above no register is free for the slot.
   const int64 write_slot = p.update_state ? slot_at(write_slots, p.write_slot_bytes, item.n) : -1;
   solve(sums, s, values, p.tokens, t);
-  store_outputs(sums, out + first_row, value_heads * kValueDim, p.tokens, t);
+  store_outputs(sums, out + first_row, value_heads * C::kValueDim, p.tokens, t);
   if (!exists(p, write_slot)) return;
   update(h, sums, s, p.tokens, g, t);
-  store_rows<To::kMemory, StateLayout::kVk>(h, state + write_slot * state_stride + offset);
+  store_rows<C, To::kMemory, StateLayout::kVk>(h, state + write_slot * state_stride + offset);
 }

@@ -186,45 +186,6 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
-// ---- partials/f32x2 --------------------------------------------------------
-// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
-constexpr bool kHasF32x2 = false;
-
-struct alignas(8) f32x2 { float x, y; };
-
-__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mul.rn.f32x2 d, a, b;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
-    return d;
-  }
-  return {a.x * b.x, a.y * b.y};
-}
-
-__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
-  if constexpr (kHasF32x2) {
-    f32x2 d;
-    asm("{\n"
-        "  .reg .b64 a, b, c, d;\n"
-        "  mov.b64 a, {%2, %3};\n"
-        "  mov.b64 b, {%4, %5};\n"
-        "  mov.b64 c, {%6, %7};\n"
-        "  fma.rn.f32x2 d, a, b, c;\n"
-        "  mov.b64 {%0, %1}, d;\n"
-        "}"
-        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
-    return d;
-  }
-  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
-}
-
 // ---- partials/reduce -------------------------------------------------------
 // Sums over groups of kLanes neighbouring lanes, for N values at once: lanes at distance 1 add up first, then 2, 4, ...
 // Every lane of a group gets the same bits.
@@ -236,6 +197,47 @@ __device__ __forceinline__ void group_sum(float (&x)[N]) {
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(~0u, x[i], distance);
   }
 }
+
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/bulk_copy ----------------------------------------------------
+// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
+namespace ptx {
+// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
+template <bool kOnce>
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
+  const uint32 source = shared_address(from);
+  if constexpr (kOnce) {
+    uint64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+  }
+  bulk_commit();
+}
+// Prefetches `bytes` bytes into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
@@ -322,84 +324,66 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- gdn/bulk_copy ---------------------------------------------------------
-// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// ---- partials/f32x2 --------------------------------------------------------
+// Two floats, for which one instruction suffices where the GPU has packed arithmetic. Each is rounded by itself.
+constexpr bool kHasF32x2 = false;
 
-// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
-template <bool kOnce>
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
-  const uint32 source = shared_address(from);
-  if constexpr (kOnce) {
-    uint64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
-                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+struct alignas(8) f32x2 { float x, y; };
+
+__device__ __forceinline__ f32x2 mul(f32x2 a, f32x2 b) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mul.rn.f32x2 d, a, b;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+    return d;
   }
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  return {a.x * b.x, a.y * b.y};
 }
-// Prefetches `bytes` bytes into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// Waits until all but the last kAllowed stores of this thread have read their source.
-template <int kAllowed>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
 
+__device__ __forceinline__ f32x2 fma(f32x2 a, f32x2 b, f32x2 c) {
+  if constexpr (kHasF32x2) {
+    f32x2 d;
+    asm("{\n"
+        "  .reg .b64 a, b, c, d;\n"
+        "  mov.b64 a, {%2, %3};\n"
+        "  mov.b64 b, {%4, %5};\n"
+        "  mov.b64 c, {%6, %7};\n"
+        "  fma.rn.f32x2 d, a, b, c;\n"
+        "  mov.b64 {%0, %1}, d;\n"
+        "}"
+        : "=f"(d.x), "=f"(d.y) : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y), "f"(c.x), "f"(c.y));
+    return d;
+  }
+  return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)};
+}
+
+// ---- gdn/lanes -------------------------------------------------------------
 enum class StateLayout { kVk, kKv };  // a head's state: [V, K] or [K, V]
 
-// ---- spec ------------------------------------------------------------------
-using In    = bf16;
-using State = float;
-constexpr StateLayout kStateLayout = StateLayout::kVk;
-constexpr bool kGeneral     = false;  // a and b may be float32, heads of a slot have gaps
-constexpr int  kHeadDim    = 128;  // K
-constexpr int  kValueDim   = 128;  // V
-constexpr int  kMaxTokens  = 4;
-constexpr int  kTileV      = 32;
-constexpr int  kIlpRows    = 1;
-constexpr int  kWarps      = 8;
-constexpr bool kUseSmemV   = false;
-constexpr bool kStoreSteps = true;
-constexpr bool kKeepState  = false;  // the state stays in L2, for the next call
-constexpr bool kBulkStores = false;  // states are stored by bulk copies from shared memory
-constexpr int  kAhead      = 0;  // heads whose states are prefetched into L2 at a time; 0: none
+// The work of a lane. Config: State, kHeadDim (K), kValueDim (V), kTileV, kWarps, kLanes that share a row, and kIlpRows
+// of each; for other partials In, kMaxTokens, kAhead, kGeneral.
+template <class Config> struct Lanes : Config {
+  static constexpr int kWarpRows = kWarp / Config::kLanes * Config::kIlpRows;
+  static constexpr int kTiles    = Config::kValueDim / Config::kTileV;
+  static constexpr int kThreads  = Config::kWarps * kWarp;
+  static constexpr int kVec      = 16 / sizeof(typename Config::State);            // columns of a 16-byte access
+  static constexpr int kAccesses = Config::kHeadDim / (Config::kLanes * kVec);     // accesses of a lane to a row
+  static constexpr int kQuads    = Config::kHeadDim / (Config::kLanes * 4);        // groups of four columns of a lane
+  static constexpr int kPairs    = 2 * kQuads;
+  static_assert(Config::kHeadDim % (Config::kLanes * kVec) == 0, "every column has a lane");
 
-// ---- work of a lane --------------------------------------------------------
-constexpr int kLanes = 8;  // lanes that share a row
-constexpr int kWarpRows = kWarp / kLanes * kIlpRows;
-constexpr int kTiles    = kValueDim / kTileV;
-constexpr int kThreads  = kWarps * kWarp;
-constexpr int kVec      = 16 / sizeof(State);          // columns of a 16-byte access
-constexpr int kAccesses = kHeadDim / (kLanes * kVec);  // accesses of a lane to a row
-constexpr int kQuads    = kHeadDim / (kLanes * 4);     // groups of four columns that a lane has of a row
-constexpr int kPairs    = 2 * kQuads;
-
-static_assert(kHeadDim % (kLanes * kVec) == 0, "every column has a lane");
-
-using Rows = f32x2[kIlpRows][kPairs];
-
-constexpr int kPassRows = kWarps * kWarpRows;
-// Warps that an SM must hold at once: they limit a thread to 80 or 96 registers, which measured faster than the number
-// that the compiler chooses. Packed floats need register pairs, and so a higher limit.
-constexpr int kMinWarps = kIlpRows > 2 ? kWarps : kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
-
-static_assert(kValueDim % kTileV == 0 && kTileV % kPassRows == 0, "every row has a lane");
-static_assert(kStateLayout == StateLayout::kVk || (kVec == 4 && kIlpRows % 4 == 0), "[K, V]: 16 bytes are four rows");
-static_assert(kMaxTokens <= 2 * kLanes, "lane t of a row carries v of tokens t and t + kLanes");
-static_assert(kMaxTokens <= kWarp, "a lane of the first warp for each token");
+  using Rows = f32x2[Config::kIlpRows][kPairs];
+};
 
 // ---- gdn/rows --------------------------------------------------------------
-// Moves a lane's rows of a state between memory and registers, in 16-byte accesses.
-template <int N>
+// Moves a lane's rows of a state between memory and registers, in 16-byte accesses. C: Lanes.
+template <typename State, int N>
 __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
   const uint32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
@@ -411,7 +395,7 @@ __device__ __forceinline__ void unpack(const uint4& w, f32x2 (&x)[N]) {
     }
   }
 }
-template <int N>
+template <typename State, int N>
 __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
   uint32 words[4];
 #pragma unroll
@@ -427,36 +411,37 @@ __device__ __forceinline__ uint4 pack(const f32x2 (&x)[N]) {
 }
 
 // The offset in a head's state of a lane's part of rows row, row + 1, ...
-template <StateLayout kLayout>
+template <class C, StateLayout kLayout>
 __device__ __forceinline__ int64 lane_offset(int row, int lane) {
-  if constexpr (kLayout == StateLayout::kVk) return row * kHeadDim + lane * kVec;
-  return lane * kVec * kValueDim + row;
+  if constexpr (kLayout == StateLayout::kVk) return row * C::kHeadDim + lane * C::kVec;
+  return lane * C::kVec * C::kValueDim + row;
 }
 
-__device__ __forceinline__ float& at(Rows& h, int row, int column) {
+template <int kRows, int kPairs>
+__device__ __forceinline__ float& at(f32x2 (&h)[kRows][kPairs], int row, int column) {
   return column % 2 ? h[row][column / 2].y : h[row][column / 2].x;
 }
 
-template <StateLayout kLayout>
-__device__ __forceinline__ void load_rows(Rows& h, const State* p) {
+template <class C, StateLayout kLayout>
+__device__ __forceinline__ void load_rows(typename C::Rows& h, const typename C::State* p) {
   if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
+    for (int r = 0; r < C::kIlpRows; ++r) {
 #pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        f32x2 x[kVec / 2];
-        unpack(ptx::ld_once(p + r * kHeadDim + m * (kLanes * kVec)), x);
+      for (int m = 0; m < C::kAccesses; ++m) {
+        f32x2 x[C::kVec / 2];
+        unpack<typename C::State>(ptx::ld_once(p + r * C::kHeadDim + m * (C::kLanes * C::kVec)), x);
 #pragma unroll
-        for (int i = 0; i < kVec / 2; ++i) h[r][m * (kVec / 2) + i] = x[i];
+        for (int i = 0; i < C::kVec / 2; ++i) h[r][m * (C::kVec / 2) + i] = x[i];
       }
     }
   } else {
 #pragma unroll
-    for (int c = 0; c < 2 * kPairs; ++c) {
+    for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
-      for (int r = 0; r < kIlpRows; r += 4) {
+      for (int r = 0; r < C::kIlpRows; r += 4) {
         f32x2 x[2];
-        unpack(ptx::ld_once(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r), x);
+        unpack<typename C::State>(ptx::ld_once(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r), x);
         at(h, r, c) = x[0].x, at(h, r + 1, c) = x[0].y, at(h, r + 2, c) = x[1].x, at(h, r + 3, c) = x[1].y;
       }
     }
@@ -464,8 +449,9 @@ __device__ __forceinline__ void load_rows(Rows& h, const State* p) {
 }
 
 enum class To { kL2, kMemory, kShared };
-template <To kTo, StateLayout kLayout>
-__device__ __forceinline__ void store_rows(Rows& h, State* p) {
+template <class C, To kTo, StateLayout kLayout>
+__device__ __forceinline__ void store_rows(typename C::Rows& h, typename C::State* p) {
+  using State = typename C::State;
   const auto store = [](State* at, const uint4& words) {
     if constexpr (kTo == To::kL2) ptx::st(at, words);
     if constexpr (kTo == To::kMemory) ptx::st_once(at, words);
@@ -473,55 +459,233 @@ __device__ __forceinline__ void store_rows(Rows& h, State* p) {
   };
   if constexpr (kLayout == StateLayout::kVk) {
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
+    for (int r = 0; r < C::kIlpRows; ++r) {
 #pragma unroll
-      for (int m = 0; m < kAccesses; ++m) {
-        f32x2 x[kVec / 2];
+      for (int m = 0; m < C::kAccesses; ++m) {
+        f32x2 x[C::kVec / 2];
 #pragma unroll
-        for (int i = 0; i < kVec / 2; ++i) x[i] = h[r][m * (kVec / 2) + i];
-        store(p + r * kHeadDim + m * (kLanes * kVec), pack(x));
+        for (int i = 0; i < C::kVec / 2; ++i) x[i] = h[r][m * (C::kVec / 2) + i];
+        store(p + r * C::kHeadDim + m * (C::kLanes * C::kVec), pack<State>(x));
       }
     }
   } else {
 #pragma unroll
-    for (int c = 0; c < 2 * kPairs; ++c) {
+    for (int c = 0; c < 2 * C::kPairs; ++c) {
 #pragma unroll
-      for (int r = 0; r < kIlpRows; r += 4) {
+      for (int r = 0; r < C::kIlpRows; r += 4) {
         const f32x2 x[2] = {{at(h, r, c), at(h, r + 1, c)}, {at(h, r + 2, c), at(h, r + 3, c)}};
-        store(p + (c / 4 * (4 * kLanes) + c % 4) * kValueDim + r, pack(x));
+        store(p + (c / 4 * (4 * C::kLanes) + c % 4) * C::kValueDim + r, pack<State>(x));
       }
     }
   }
 }
 
+// ---- gdn/operands ----------------------------------------------------------
+// The item of work of a CTA, and what it loads of the kernel's parameters, which are the struct Operands. C: Lanes.
+template <class C> struct Item {
+  int64 n;     // request
+  int   head;  // value head
+  int   tile;  // first row
+
+  template <class Operands> __device__ __forceinline__ int64 values(const Operands& p) const {
+    return n * p.v_batch_stride + head * C::kValueDim + tile;
+  }
+  template <class Operands> __device__ __forceinline__ int64 outputs(const Operands& p) const {
+    return (n * p.tokens * p.value_heads + head) * C::kValueDim + tile;
+  }
+  template <StateLayout kLayout>
+  __device__ __forceinline__ int64 rows(int row, int lane) const {
+    return int64(head) * (C::kValueDim * C::kHeadDim) + lane_offset<C, kLayout>(tile + row, lane);
+  }
+};
+
+// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
+// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
+__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
+  if (bytes == 0) return n;
+  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
+  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
+}
+
+// Whether the pool has a slot; a negative one never exists.
+template <class Operands> __device__ __forceinline__ bool exists(const Operands& p, int64 slot) {
+  return uint64(slot) < uint64(p.pool);
+}
+
+// Writes zero for every token of an item that has no state; `out` points to the item's first row.
+template <class C, class Operands>
+__device__ __forceinline__ void clear_outputs(const Operands& p, typename C::In* out) {
+  for (int i = threadIdx.x; i < p.tokens * C::kTileV; i += C::kThreads) {
+    out[i / C::kTileV * p.value_heads * C::kValueDim + i % C::kTileV].bits = 0;
+  }
+}
+
+template <typename In> __device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
+
+template <class C> __device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
+  if (C::kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  return load_half(static_cast<const typename C::In*>(p) + i);
+}
+
+enum class Bias : int { kF32, kBf16, kF16 };
+__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
+  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
+  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
+  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
+}
+
+constexpr int kShare = 4;  // heads that one CTA prefetches
+
+// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
+// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
+// bursts.
+template <class C, class Operands>
+__device__ __forceinline__ void bring_next_group(const Operands& p, const Item<C>& item) {
+  static_assert(C::kAhead % kShare == 0, "every head has a CTA that brings it");
+  if constexpr (C::kAhead > 0) {
+    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
+    const uint32 place = head % C::kAhead;
+    const uint32 wanted = head - place + C::kAhead + place * kShare + threadIdx.x;
+    if (threadIdx.x >= kShare || place >= C::kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
+    const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
+    if (!exists(p, slot)) return;
+    int64 piece = int64(wanted % value_heads) * (C::kValueDim * C::kHeadDim) + item.tile * C::kHeadDim;
+    if constexpr (C::kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
+    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, C::kTileV * C::kHeadDim * sizeof(typename C::State));
+  }
+}
+
+// ---- gdn/inputs ------------------------------------------------------------
+constexpr float kNormEps = 1e-6f;
+
+// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
+template <bool kStep> struct Token { float decay, beta; int64 step; };
+template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
+
+__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
+__device__ __forceinline__ void set_step(Token<false>&, int64) {}
+
+// log(1 + exp(x)), which is x itself from about 17 on
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
+// kSteps: the state after every token is stored. C: Lanes.
+template <class C, bool kSteps> struct ItemInputs {
+  static constexpr int kRowLanes = C::kHeadDim / 4;           // threads of a team: one row, four columns each
+  static constexpr int kTeams    = C::kThreads / kRowLanes;   // each takes one row of k or q at a time
+  static constexpr int kMaxLoads = (2 * C::kMaxTokens + kTeams - 1) / kTeams;
+  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
+
+  uint2 kq[kInFlight];
+  float a, b, a_log, bias;  // of token threadIdx.x
+  int64 step;
+
+  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
+  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
+
+  // Row r is k of token r / 2, or q where r is odd.
+  template <class Operands>
+  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item<C>& item, int r) {
+    if (r >= 2 * p.tokens) return {};
+    const int64 at = item.head / p.heads_ratio * C::kHeadDim + column();
+    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
+                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
+  }
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, const Item<C>& item) {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
+    if (threadIdx.x >= p.tokens) return;
+    const int t = threadIdx.x;
+    a     = load_gate<C>(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
+    b     = load_gate<C>(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
+    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
+    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
+    if constexpr (kSteps) {
+      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
+    }
+  }
+
+  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
+  template <class Operands, typename Use>
+  __device__ __forceinline__ void for_rows(const Operands& p, const Item<C>& item, int count, Use use) const {
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (i * kTeams < count) use(row(i), kq[i]);
+    }
+    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
+  }
+
+  // The squared length of the team's row
+  static __device__ __forceinline__ float squares(const float (&x)[4]) {
+    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
+    group_sum<kRowLanes>(ssq);
+    return ssq[0];
+  }
+
+  // The gates of token threadIdx.x
+  template <class Operands>
+  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item<C>& item) const {
+    Token<kSteps> token;
+    token.decay = expf(-expf(a_log) * softplus(a + bias));
+    token.beta  = 1.0f / (1.0f + expf(-b));
+    if constexpr (kSteps) {
+      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
+      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
+    }
+    return token;
+  }
+};
+
+// ---- gdn/prologue ----------------------------------------------------------
+template <class C> __device__ __forceinline__ Item<C> this_item() {
+  const int x = blockIdx.x;
+  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / C::kTiles, x % C::kTiles * C::kTileV};
+}
+
+// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
+// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
+template <class C, bool kSteps, class Operands>
+__device__ __forceinline__ int64 begin(const Operands& p, const Item<C>& item, ItemInputs<C, kSteps>& inputs,
+                                       typename C::In* out) {
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
+  inputs.load(p, item);
+  if (!exists(p, slot)) clear_outputs<C>(p, out);
+  return slot;
+}
+
 // ---- gdn/row_writer --------------------------------------------------------
 // Two buffers of a warp's rows in shared memory: one is being copied out while the other is filled.
-template <bool kUsed> struct Slices { alignas(16) State rows[kWarps][2][kWarpRows * kHeadDim]; };
-template <> struct Slices<false> {};
+template <class C, bool kUsed> struct Slices {
+  alignas(16) typename C::State rows[C::kWarps][2][C::kWarpRows * C::kHeadDim];
+};
+template <class C> struct Slices<C, false> {};
 
 // Writes a lane's rows to a state. Either each lane stores its own; or the warp's rows, which are neighbours, are
 // gathered in shared memory and written by one bulk copy of some KiB, which is faster than many small stores.
-template <bool kBulk> struct RowWriter {
-  Slices<kBulk>& slices;
+template <class C, bool kBulk> struct RowWriter {
+  using State = typename C::State;
+  Slices<C, kBulk>& slices;
   int turn = 0;
 
   // `p` points to the lane's rows; that of the first lane is where the warp's rows begin. kOnce: the rows are not read
   // again soon.
   template <bool kOnce>
-  __device__ __forceinline__ void write(Rows& h, State* p) {
+  __device__ __forceinline__ void write(typename C::Rows& h, State* p) {
     if constexpr (kBulk) {
       const int thread = threadIdx.x % kWarp;
       State* slice = slices.rows[threadIdx.x / kWarp][turn];
       turn ^= 1;
       if (thread == 0) ptx::bulk_wait_read<1>();  // for the copy that still reads this buffer
       __syncwarp();
-      store_rows<To::kShared, kStateLayout>(
-          h, slice + lane_offset<kStateLayout>(thread / kLanes * kIlpRows, thread % kLanes));
+      const int64 offset = lane_offset<C, C::kStateLayout>(thread / C::kLanes * C::kIlpRows, thread % C::kLanes);
+      store_rows<C, To::kShared, C::kStateLayout>(h, slice + offset);
       ptx::fence_proxy_async();
       __syncwarp();
-      if (thread == 0) ptx::bulk_store<kOnce>(p, slice, kWarpRows * kHeadDim * sizeof(State));
+      if (thread == 0) ptx::bulk_store<kOnce>(p, slice, C::kWarpRows * C::kHeadDim * sizeof(State));
     } else {
-      store_rows<kOnce ? To::kMemory : To::kL2, kStateLayout>(h, p);
+      store_rows<C, kOnce ? To::kMemory : To::kL2, C::kStateLayout>(h, p);
     }
   }
 
@@ -530,10 +694,44 @@ template <bool kBulk> struct RowWriter {
     if (kBulk && threadIdx.x % kWarp == 0) ptx::bulk_wait_read<0>();
   }
 };
-using Writer = RowWriter<kBulkStores>;
 
-// ---- gdn/operands ----------------------------------------------------------
-// The kernel's parameters as one struct, and the item of work of a CTA.
+// ---- spec ------------------------------------------------------------------
+struct Config {
+  using In    = bf16;
+  using State = float;
+  static constexpr StateLayout kStateLayout = StateLayout::kVk;
+  static constexpr bool kGeneral = false;  // a and b may be float32, heads of a slot have gaps
+  static constexpr int kHeadDim = 128;  // K
+  static constexpr int kValueDim = 128;  // V
+  static constexpr int kMaxTokens = 4;
+  static constexpr int kTileV = 32;
+  static constexpr int kIlpRows = 1;
+  static constexpr int kWarps = 8;
+  static constexpr bool kUseSmemV = false;
+  static constexpr bool kStoreSteps = true;
+  static constexpr bool kKeepState = false;  // the state stays in L2, for the next call
+  static constexpr bool kBulkStores = false;  // states are stored by bulk copies
+  static constexpr int kAhead = 0;  // heads whose states are prefetched into L2 at a time; 0: none
+  static constexpr int kLanes = 8;  // lanes that share a row
+};
+
+// ---- work of a lane --------------------------------------------------------
+using C = Lanes<Config>;
+using In = C::In;
+using State = C::State;
+using Rows = C::Rows;
+constexpr int kPassRows = C::kWarps * C::kWarpRows;
+// Warps that an SM must hold at once: they limit a thread to 80 or 96 registers, which measured faster than the number
+// that the compiler chooses. Packed floats need register pairs, and so a higher limit.
+constexpr int kMinWarps =
+    C::kIlpRows > 2 ? C::kWarps : C::kIlpRows == 2 && kHasF32x2 ? 16 : sizeof(State) == 4 ? 24 : 20;
+
+static_assert(C::kValueDim % C::kTileV == 0 && C::kTileV % kPassRows == 0, "every row has a lane");
+static_assert(C::kStateLayout == StateLayout::kVk || (C::kVec == 4 && C::kIlpRows % 4 == 0),
+              "[K, V]: 16 bytes are four rows");
+static_assert(C::kMaxTokens <= 2 * C::kLanes, "lane t of a row carries v of tokens t and t + kLanes");
+static_assert(C::kMaxTokens <= kWarp, "a lane of the first warp for each token");
+
 struct Operands {
   const In* q;
   const In* k;
@@ -578,183 +776,17 @@ struct Operands {
   int64 state_head_gap;
   int64 steps_head_gap;
 };
-
-struct Item {
-  int64 n;     // request
-  int   head;  // value head
-  int   tile;  // first row
-
-  __device__ __forceinline__ int64 values(const Operands& p) const {
-    return n * p.v_batch_stride + head * kValueDim + tile;
-  }
-  __device__ __forceinline__ int64 outputs(const Operands& p) const {
-    return (n * p.tokens * p.value_heads + head) * kValueDim + tile;
-  }
-  template <StateLayout kLayout>
-  __device__ __forceinline__ int64 rows(int row, int lane) const {
-    return int64(head) * (kValueDim * kHeadDim) + lane_offset<kLayout>(tile + row, lane);
-  }
-};
-
-// Slot n of an index list of 4- or 8-byte integers, or n itself where there is no list (0 bytes). Whether the slot
-// exists is checked where it is used: a comparison here would wait for the load before later loads are issued.
-__device__ __forceinline__ int64 slot_at(const void* slots, int bytes, int64 n) {
-  if (bytes == 0) return n;
-  if (bytes == 8) return int64(ptx::ld<uint64>(static_cast<const int64*>(slots) + n));
-  return int32(ptx::ld<uint32>(static_cast<const int32*>(slots) + n));
-}
-
-// Whether the pool has a slot; a negative one never exists.
-__device__ __forceinline__ bool exists(const Operands& p, int64 slot) { return uint64(slot) < uint64(p.pool); }
-
-// Writes zero for every token of an item that has no state; `out` points to the item's first row.
-__device__ __forceinline__ void clear_outputs(const Operands& p, In* out) {
-  for (int i = threadIdx.x; i < p.tokens * kTileV; i += kThreads) {
-    out[i / kTileV * p.value_heads * kValueDim + i % kTileV].bits = 0;
-  }
-}
-
-__device__ __forceinline__ float load_half(const In* p) { return low<In>(ptx::ld<uint16>(p)); }
-
-__device__ __forceinline__ float load_gate(const void* p, int64 i, int bytes) {
-  if (kGeneral && bytes == 4) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  return load_half(static_cast<const In*>(p) + i);
-}
-
-enum class Bias : int { kF32, kBf16, kF16 };
-__device__ __forceinline__ float load_bias(const void* p, int i, Bias type) {
-  if (type == Bias::kF32) return __uint_as_float(ptx::ld<uint32>(static_cast<const float*>(p) + i));
-  const uint32 bits = ptx::ld<uint16>(static_cast<const uint16*>(p) + i);
-  return type == Bias::kBf16 ? low<bf16>(bits) : low<f16>(bits);
-}
-
-constexpr int kShare = 4;  // heads that one CTA prefetches
-static_assert(kAhead % kShare == 0, "every head has a CTA that brings it");
-
-// DRAM loses time whenever it switches between writing and reading. So the heads of a batch are cut into groups of
-// kAhead, and the CTAs of a group's first heads prefetch the states of the whole next group into L2: DRAM reads come in
-// bursts.
-__device__ __forceinline__ void bring_next_group(const Operands& p, const Item& item) {
-  if constexpr (kAhead > 0) {
-    const uint32 value_heads = p.value_heads, head = uint32(item.n) * value_heads + item.head;
-    const uint32 place = head % kAhead;
-    const uint32 wanted = head - place + kAhead + place * kShare + threadIdx.x;
-    if (threadIdx.x >= kShare || place >= kAhead / kShare || wanted >= uint32(p.batch) * value_heads) return;
-    const int64 slot = slot_at(p.slots, p.slot_bytes, wanted / value_heads);
-    if (!exists(p, slot)) return;
-    int64 piece = int64(wanted % value_heads) * (kValueDim * kHeadDim) + item.tile * kHeadDim;
-    if constexpr (kGeneral) piece += (int64(wanted % value_heads) - item.head) * p.state_head_gap;
-    ptx::bulk_prefetch(p.state + slot * p.state_stride + piece, kTileV * kHeadDim * sizeof(State));
-  }
-}
-
-// ---- gdn/inputs ------------------------------------------------------------
-constexpr float kNormEps = 1e-6f;
-
-// The gates of a token, and the offset in `steps`, in elements, of the state after it; negative: it is not stored.
-template <bool kStep> struct Token { float decay, beta; int64 step; };
-template <> struct Token<false> { float decay, beta; static constexpr int64 step = -1; };
-
-__device__ __forceinline__ void set_step(Token<true>& token, int64 step) { token.step = step; }
-__device__ __forceinline__ void set_step(Token<false>&, int64) {}
-
-// log(1 + exp(x)), which is x itself from about 17 on
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-// What every row of an item needs: load() issues the loads, the other functions use the loaded values.
-// kSteps: the state after every token is stored.
-template <bool kSteps> struct ItemInputs {
-  static constexpr int kRowLanes = kHeadDim / 4;           // threads of a team: one row, four columns each
-  static constexpr int kTeams    = kThreads / kRowLanes;   // each takes one row of k or q at a time
-  static constexpr int kMaxLoads = (2 * kMaxTokens + kTeams - 1) / kTeams;
-  static constexpr int kInFlight = kMaxLoads < 4 ? kMaxLoads : 4;
-
-  uint2 kq[kInFlight];
-  float a, b, a_log, bias;  // of token threadIdx.x
-  int64 step;
-
-  static __device__ __forceinline__ int row(int i) { return i * kTeams + int(threadIdx.x) / kRowLanes; }
-  static __device__ __forceinline__ int column() { return int(threadIdx.x) % kRowLanes * 4; }
-
-  // Row r is k of token r / 2, or q where r is odd.
-  static __device__ __forceinline__ uint2 load_row(const Operands& p, const Item& item, int r) {
-    if (r >= 2 * p.tokens) return {};
-    const int64 at = item.head / p.heads_ratio * kHeadDim + column();
-    return ptx::ld<uint2>(r % 2 ? p.q + item.n * p.q_batch_stride + r / 2 * p.q_token_stride + at
-                                : p.k + item.n * p.k_batch_stride + r / 2 * p.k_token_stride + at);
-  }
-
-  __device__ __forceinline__ void load(const Operands& p, const Item& item) {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) kq[i] = load_row(p, item, row(i));
-    if (threadIdx.x >= p.tokens) return;
-    const int t = threadIdx.x;
-    a     = load_gate(p.a, item.n * p.a_batch_stride + t * p.a_token_stride + item.head, p.a_bytes);
-    b     = load_gate(p.b, item.n * p.b_batch_stride + t * p.b_token_stride + item.head, p.b_bytes);
-    a_log = __uint_as_float(ptx::ld<uint32>(p.a_log + item.head));
-    bias  = load_bias(p.dt_bias, item.head, Bias(p.dt_bias_type));
-    if constexpr (kSteps) {
-      step = p.step_slot_bytes == 0 ? 0 : slot_at(p.step_slots, p.step_slot_bytes, item.n * p.tokens + t);
-    }
-  }
-
-  // Calls use(r, the four halves) for rows r < count of k and q, one row for each team.
-  template <typename Use>
-  __device__ __forceinline__ void for_rows(const Operands& p, const Item& item, int count, Use use) const {
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (i * kTeams < count) use(row(i), kq[i]);
-    }
-    for (int i = kInFlight; i * kTeams < count; ++i) use(row(i), load_row(p, item, row(i)));
-  }
-
-  // The squared length of the team's row
-  static __device__ __forceinline__ float squares(const float (&x)[4]) {
-    float ssq[1] = {fmaf(x[3], x[3], fmaf(x[2], x[2], fmaf(x[1], x[1], x[0] * x[0])))};
-    group_sum<kRowLanes>(ssq);
-    return ssq[0];
-  }
-
-  // The gates of token threadIdx.x
-  __device__ __forceinline__ Token<kSteps> token(const Operands& p, const Item& item) const {
-    Token<kSteps> token;
-    token.decay = expf(-expf(a_log) * softplus(a + bias));
-    token.beta  = 1.0f / (1.0f + expf(-b));
-    if constexpr (kSteps) {
-      const int64 in_buffer = item.n * p.steps_batch_stride + threadIdx.x * p.steps_token_stride;
-      set_step(token, p.step_slot_bytes == 0 ? in_buffer : exists(p, step) ? step * p.steps_token_stride : -1);
-    }
-    return token;
-  }
-};
-
-// ---- gdn/prologue ----------------------------------------------------------
-__device__ __forceinline__ Item this_item() {
-  const int x = blockIdx.x;
-  return {blockIdx.z * int64(gridDim.y) + blockIdx.y, x / kTiles, x % kTiles * kTileV};
-}
-
-// Waits for earlier kernels, starts to load what every row of the item needs, and returns the slot of its request. If
-// there is none, the outputs are set to zero and the CTA is done. `out` points to the item's first row.
-template <bool kSteps>
-__device__ __forceinline__ int64 begin(const Operands& p, const Item& item, ItemInputs<kSteps>& inputs, In* out) {
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const int64 slot = slot_at(p.slots, p.slot_bytes, item.n);
-  inputs.load(p, item);
-  if (!exists(p, slot)) clear_outputs(p, out);
-  return slot;
-}
-
-using Inputs = ItemInputs<kStoreSteps>;
+using Inputs = ItemInputs<C, C::kStoreSteps>;
+using Writer = RowWriter<C, C::kBulkStores>;
 
 // ---- shared memory ---------------------------------------------------------
-template <bool kUsed> struct ValueTile { float v[kMaxTokens][kTileV]; };
+template <bool kUsed> struct ValueTile { float v[C::kMaxTokens][C::kTileV]; };
 template <> struct ValueTile<false> {};
 
-struct Shared : Slices<kBulkStores>, ValueTile<kUseSmemV> {
-  alignas(16) float kq[2][kMaxTokens][kHeadDim];  // k, then q, in the order of column_slot
-  In out[kMaxTokens][kTileV];
-  Token<kStoreSteps> tokens[kMaxTokens];
+struct Shared : Slices<C, C::kBulkStores>, ValueTile<C::kUseSmemV> {
+  alignas(16) float kq[2][C::kMaxTokens][C::kHeadDim];  // k, then q, in the order of column_slot
+  In out[C::kMaxTokens][C::kTileV];
+  Token<C::kStoreSteps> tokens[C::kMaxTokens];
 };
 
 static_assert(sizeof(Shared) == 4416, "the launch counts on it");
@@ -762,37 +794,38 @@ static_assert(sizeof(Shared) == 4416, "the launch counts on it");
 // Index in a row of Shared::kq of the four columns that begin at `column`. The eight lanes of a row read neighbouring
 // groups of four, so that there are no bank conflicts.
 __device__ __forceinline__ int column_slot(int column) {
-  constexpr int kFours = kVec / 4;
-  return ((column / (kLanes * kVec) * kFours + column / 4 % kFours) * kLanes + column / kVec % kLanes) * 4;
+  constexpr int kFours = C::kVec / 4, kLanes = C::kLanes;
+  return ((column / (kLanes * C::kVec) * kFours + column / 4 % kFours) * kLanes + column / C::kVec % kLanes) * 4;
 }
 
 // ---- rows of a lane --------------------------------------------------------
 // v of a lane's rows at every token: in shared memory (kSmem), or in registers, where lane t of a row has v of tokens t
 // and t + kLanes.
 template <bool kSmem> struct Values {
-  static constexpr int kSets  = kSmem ? 1 : (kMaxTokens + kLanes - 1) / kLanes;
-  static constexpr int kWords = (kIlpRows + 1) / 2;
+  static constexpr int kSets  = kSmem ? 1 : (C::kMaxTokens + C::kLanes - 1) / C::kLanes;
+  static constexpr int kWords = (C::kIlpRows + 1) / 2;
   uint32 words[kSets][kWords];
 
   // `v` points to the first of the lane's rows.
   __device__ __forceinline__ void load(const In* v, int64 token_stride, int tokens, int lane) {
 #pragma unroll
     for (int i = 0; i < kSets && !kSmem; ++i) {
-      const int t = i * kLanes + lane;
-      if (t < tokens) ld_halves<kIlpRows>(v + t * token_stride, words[i]);
+      const int t = i * C::kLanes + lane;
+      if (t < tokens) ld_halves<C::kIlpRows>(v + t * token_stride, words[i]);
     }
   }
 
-  __device__ __forceinline__ void get(const ValueTile<kSmem>& tile, int t, int row, float (&value)[kIlpRows]) const {
+  __device__ __forceinline__ void get(const ValueTile<kSmem>& tile, int t, int row, float (&value)[C::kIlpRows]) const {
     if constexpr (kSmem) {
 #pragma unroll
-      for (int r = 0; r < kIlpRows; ++r) value[r] = tile.v[t][row + r];
+      for (int r = 0; r < C::kIlpRows; ++r) value[r] = tile.v[t][row + r];
     } else {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        const uint32 word = __shfl_sync(~0u, kSets == 1 || t < kLanes ? words[0][i] : words[kSets - 1][i], t, kLanes);
+        const uint32 own  = kSets == 1 || t < C::kLanes ? words[0][i] : words[kSets - 1][i];
+        const uint32 word = __shfl_sync(~0u, own, t, C::kLanes);
         value[2 * i] = low<In>(word);
-        if (kIlpRows > 1) value[2 * i + 1] = high<In>(word);
+        if (C::kIlpRows > 1) value[2 * i + 1] = high<In>(word);
       }
     }
   }
@@ -801,25 +834,25 @@ template <bool kSmem> struct Values {
 template <bool kSmem>
 __device__ __forceinline__ void stage_values(ValueTile<kSmem>& tile, const In* v, int64 token_stride, int tokens) {
   if constexpr (kSmem) {
-    for (int i = threadIdx.x; i < tokens * kTileV; i += kThreads) {
-      tile.v[i / kTileV][i % kTileV] = load_half(v + i / kTileV * token_stride + i % kTileV);
+    for (int i = threadIdx.x; i < tokens * C::kTileV; i += C::kThreads) {
+      tile.v[i / C::kTileV][i % C::kTileV] = load_half(v + i / C::kTileV * token_stride + i % C::kTileV);
     }
   }
 }
 
 struct Block {
   Rows h;
-  Values<kUseSmemV> v;
+  Values<C::kUseSmemV> v;
 
-  __device__ __forceinline__ void load(const Operands& p, const Item& item, int64 slot, int row, int lane) {
-    load_rows<kStateLayout>(h, p.state + slot * p.state_stride + item.rows<kStateLayout>(row, lane));
+  __device__ __forceinline__ void load(const Operands& p, const Item<C>& item, int64 slot, int row, int lane) {
+    load_rows<C, C::kStateLayout>(h, p.state + slot * p.state_stride + item.rows<C::kStateLayout>(row, lane));
     v.load(p.v + item.values(p) + row, p.v_token_stride, p.tokens, lane);
   }
 };
 
 // ---- once for all rows of an item ------------------------------------------
 // Writes to shared memory what every row needs: k and q l2-normalised, q times scale, decay and beta of each token.
-__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& item, const Inputs& inputs) {
+__device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item<C>& item, const Inputs& inputs) {
   if (threadIdx.x < p.tokens) s.tokens[threadIdx.x] = inputs.token(p, item);
   inputs.for_rows(p, item, 2 * p.tokens, [&](int r, uint2 halves) {
     const float x[4] = {low<In>(halves.x), high<In>(halves.x), low<In>(halves.y), high<In>(halves.y)};
@@ -832,13 +865,13 @@ __device__ __forceinline__ void stage(Shared& s, const Operands& p, const Item& 
 }
 
 // ---- once for each token ---------------------------------------------------
-struct Columns { f32x2 x[kPairs]; };
+struct Columns { f32x2 x[C::kPairs]; };
 
-__device__ __forceinline__ Columns load_columns(const float (&row)[kHeadDim], int lane) {
+__device__ __forceinline__ Columns load_columns(const float (&row)[C::kHeadDim], int lane) {
   Columns c;
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const float4 four = *reinterpret_cast<const float4*>(&row[(i * kLanes + lane) * 4]);
+  for (int i = 0; i < C::kQuads; ++i) {
+    const float4 four = *reinterpret_cast<const float4*>(&row[(i * C::kLanes + lane) * 4]);
     c.x[2 * i] = {four.x, four.y}, c.x[2 * i + 1] = {four.z, four.w};
   }
   return c;
@@ -846,28 +879,28 @@ __device__ __forceinline__ Columns load_columns(const float (&row)[kHeadDim], in
 
 __device__ __forceinline__ void scale_rows(Rows& h, float factor) {
 #pragma unroll
-  for (int r = 0; r < kIlpRows; ++r) {
+  for (int r = 0; r < C::kIlpRows; ++r) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) h[r][i] = mul(h[r][i], {factor, factor});
+    for (int i = 0; i < C::kPairs; ++i) h[r][i] = mul(h[r][i], {factor, factor});
   }
 }
 
 // Sets sum[r] to the lane's part of sum(h * c) for row r.
 __device__ __forceinline__ void dot_rows(const Rows& h, const Columns& c, float* sum) {
 #pragma unroll
-  for (int r = 0; r < kIlpRows; ++r) {
+  for (int r = 0; r < C::kIlpRows; ++r) {
     f32x2 pair = mul(h[r][0], c.x[0]);
 #pragma unroll
-    for (int i = 1; i < kPairs; ++i) pair = fma(h[r][i], c.x[i], pair);
+    for (int i = 1; i < C::kPairs; ++i) pair = fma(h[r][i], c.x[i], pair);
     sum[r] = pair.x + pair.y;
   }
 }
 
 __device__ __forceinline__ void store_out(In* out, const float* sum) {
-  uint32 words[(kIlpRows + 1) / 2];
+  uint32 words[(C::kIlpRows + 1) / 2];
 #pragma unroll
-  for (int r = 0; r < kIlpRows; r += 2) words[r / 2] = to_pair<In>(sum[r], sum[kIlpRows > 1 ? r + 1 : r]);
-  st_halves<kIlpRows>(out, words);
+  for (int r = 0; r < C::kIlpRows; r += 2) words[r / 2] = to_pair<In>(sum[r], sum[C::kIlpRows > 1 ? r + 1 : r]);
+  st_halves<C::kIlpRows>(out, words);
 }
 
 // Takes a lane's rows through all tokens. `offset` is the offset of the rows in a state, `row` the number of the first
@@ -876,47 +909,47 @@ __device__ __forceinline__ void walk(
     Block& block, Shared& s, const Operands& p, Writer& writer, int64 offset, int row, int lane) {
   Rows& h = block.h;
   Columns k = load_columns(s.kq[0][0], lane);
-  float sum[2 * kIlpRows] = {};  // h k of this token, and h q of the previous one, in one reduction
+  float sum[2 * C::kIlpRows] = {};  // h k of this token, and h q of the previous one, in one reduction
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
-    const Token<kStoreSteps> token = s.tokens[t];
-    float value[kIlpRows];
+    const Token<C::kStoreSteps> token = s.tokens[t];
+    float value[C::kIlpRows];
     block.v.get(s, t, row, value);
     scale_rows(h, token.decay);
     dot_rows(h, k, sum);
-    group_sum<kLanes>(sum);
-    if (lane == 0 && t > 0) store_out(&s.out[t - 1][row], sum + kIlpRows);
+    group_sum<C::kLanes>(sum);
+    if (lane == 0 && t > 0) store_out(&s.out[t - 1][row], sum + C::kIlpRows);
 #pragma unroll
-    for (int r = 0; r < kIlpRows; ++r) {
+    for (int r = 0; r < C::kIlpRows; ++r) {
       const float u = (value[r] - sum[r]) * token.beta;
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) h[r][i] = fma({u, u}, k.x[i], h[r][i]);
+      for (int i = 0; i < C::kPairs; ++i) h[r][i] = fma({u, u}, k.x[i], h[r][i]);
     }
     if (token.step >= 0) writer.write<true>(h, p.steps + token.step + offset);
     const Columns q = load_columns(s.kq[1][t], lane);
     if (t + 1 < p.tokens) k = load_columns(s.kq[0][t + 1], lane);
-    dot_rows(h, q, sum + kIlpRows);
+    dot_rows(h, q, sum + C::kIlpRows);
   }
-  group_sum<kLanes>(sum);
-  if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + kIlpRows);
+  group_sum<C::kLanes>(sum);
+  if (lane == 0) store_out(&s.out[p.tokens - 1][row], sum + C::kIlpRows);
 }
 
 // Writes all outputs of an item at once, in 16-byte stores, which use DRAM better than scattered ones. `out` points to
 // the item's first row.
 __device__ __forceinline__ void store_outputs(const Shared& s, const Operands& p, In* out) {
-  constexpr int kPiece = kTileV < 8 ? kTileV : 8, kPieces = kTileV / kPiece;
+  constexpr int kPiece = C::kTileV < 8 ? C::kTileV : 8, kPieces = C::kTileV / kPiece;
   __syncthreads();
-  for (int i = threadIdx.x; i < p.tokens * kPieces; i += kThreads) {
+  for (int i = threadIdx.x; i < p.tokens * kPieces; i += C::kThreads) {
     const int t = i / kPieces, row = i % kPieces * kPiece;
     uint32 words[kPiece / 2];
 #pragma unroll
     for (int j = 0; j < kPiece / 2; ++j) words[j] = reinterpret_cast<const uint32*>(&s.out[t][row])[j];
-    st_halves<kPiece>(out + t * p.value_heads * kValueDim + row, words);
+    st_halves<kPiece>(out + t * p.value_heads * C::kValueDim + row, words);
   }
 }
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_delta_rule(
+extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps) gdn_delta_rule(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]
     const In* __restrict__ v,              // [batch, tokens, value_heads, V]
@@ -963,8 +996,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  const Item item = this_item();
-  if constexpr (kGeneral) {  // so that offsets in a state are those without gaps
+  const Item<C> item = this_item<C>();
+  if constexpr (C::kGeneral) {  // so that offsets in a state are those without gaps
     state += item.head * state_head_gap;
     steps += item.head * steps_head_gap;
   }
@@ -975,8 +1008,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
       int(step_slot_bytes), int(slot_bytes), int(write_slot_bytes), bool(update_state), bool(l2norm),
       int(a_bytes), int(b_bytes), state_head_gap, steps_head_gap};
   if (item.n >= batch) return;
-  const int lane      = threadIdx.x % kLanes;
-  const int first_row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarp / kLanes * kIlpRows;
+  const int lane      = threadIdx.x % C::kLanes;
+  const int first_row = threadIdx.x / kWarp * C::kWarpRows + threadIdx.x % kWarp / C::kLanes * C::kIlpRows;
   out += item.outputs(p);
   Inputs inputs;
   const int64 slot = begin(p, item, inputs, out);
@@ -992,11 +1025,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinWarps / kWarps) gdn_d
 
   Writer writer = {s};
 #pragma unroll 1
-  for (int row = first_row; row < kTileV; row += kPassRows) {
+  for (int row = first_row; row < C::kTileV; row += kPassRows) {
     if (row != first_row) block.load(p, item, slot, row, lane);
-    const int64 offset = item.rows<kStateLayout>(row, lane);
+    const int64 offset = item.rows<C::kStateLayout>(row, lane);
     walk(block, s, p, writer, offset, row, lane);
-    if (exists(p, write_slot)) writer.write<!kKeepState>(block.h, state + write_slot * state_stride + offset);
+    if (exists(p, write_slot)) writer.write<!C::kKeepState>(block.h, state + write_slot * state_stride + offset);
   }
   store_outputs(s, p, out);
   writer.finish();

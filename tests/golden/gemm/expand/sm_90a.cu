@@ -283,12 +283,48 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -367,37 +403,31 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
-
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+// ---- partials/bf16x2 -------------------------------------------------------
+namespace ptx {
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(kPairSigns));
+  return d;
 }
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}  // namespace ptx
+
+// ---- partials/e2m1_decode --------------------------------------------------
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
+__device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
+  }
 }
 
 // ---- partials/e4m3 ---------------------------------------------------------
@@ -439,12 +469,11 @@ template <> __device__ __forceinline__ void unpack_codes<f16>(uint32 (&pairs)[4]
   const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1), odd = ptx::select_bits(kSigns, word, word >> 3);
   pairs[0] = even << 8 & kBits, pairs[1] = odd << 8 & kBits, pairs[2] = even & kBits, pairs[3] = odd & kBits;
 }
-// Scales may be any power of two, so a product of its own makes up for 2^-126: a fused multiply-add of -0.
+// Scales may be any power of two, so a product of its own makes up for 2^-126.
 template <> __device__ __forceinline__ void unpack_codes<bf16>(uint32 (&pairs)[4], uint32 word) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32 top = word << (12 - 4 * i), pair = (top & kPairSigns) | (top & 0x70007000u) >> 6;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(pair), "r"(0x7E807E80u), "r"(kPairSigns));
+    pairs[i] = ptx::mul_bf16x2(e2m1_pair_of<bf16>(word, i), 0x7E807E80u);
   }
 }
 
@@ -480,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm_expand(
     int64 a_stride,                    // bytes
     int64 x_stride                     // elements
 ) {
-  constexpr int kBlock = kFormat == Format::kNvfp4 ? 16 : 32;
+  constexpr int kBlock = block_of(kFormat);
   const int64  row  = int64(blockIdx.x) * kTileM + threadIdx.y;
   const uint32 step = blockIdx.y * kSteps + threadIdx.x / 8, half = threadIdx.x / 4 % 2, pair = threadIdx.x % 4;
   ptx::griddep_wait();

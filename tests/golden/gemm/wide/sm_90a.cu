@@ -372,6 +372,21 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster ------------------------------------------------------
 // CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
@@ -403,11 +418,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -459,14 +470,16 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
 // Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %4, %5;\n"
-               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/named_barriers -----------------------------------------------
@@ -508,9 +521,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/store_matrices -----------------------------------------------
@@ -553,11 +563,7 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint
 }
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
-               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
 }
 
 // Copies `bytes` bytes, which count towards the barrier.
@@ -598,12 +604,15 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -902,8 +911,8 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. In one branch, the
-  // compiler knows which registers are in flight.
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
   template <int kRows = kStepM>
   __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
     if constexpr (kRows < kTileM)
@@ -931,7 +940,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn

@@ -372,6 +372,21 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster ------------------------------------------------------
 // CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
@@ -403,11 +418,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -459,14 +470,16 @@ __device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
 // Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
   float4 v;
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %4, %5;\n"
-               "  ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a];\n"
-               "}"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(shared_address(p)), "r"(rank) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/named_barriers -----------------------------------------------
@@ -508,9 +521,6 @@ __device__ __forceinline__ uint32 thread_index() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
   return i;
 }
-
-// Makes this thread's writes to shared memory visible to the tensor cores and to the copy engine.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 }  // namespace ptx
 
 // ---- partials/store_matrices -----------------------------------------------
@@ -553,11 +563,7 @@ __device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint
 }
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  mbarrier.arrive.shared::cluster.b64 _, [a];\n"
-               "}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
 }
 
 // Copies `bytes` bytes, which count towards the barrier.
@@ -598,12 +604,15 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
 }
 }  // namespace ptx
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- gemm/weight -----------------------------------------------------------
 // A prepared weight is a matrix of tiles, 64 rows by 128 columns; jitfp4/weight.py describes it. Of each
 // 16 x 16 piece a lane holds one word of eight codes, the fragment that the tensor cores want of it, and scales of rows
 // g and g + 8. Both become the weight times 2^-8, in bf16 and in fp16 alike, without rounding.
-enum class Format { kNvfp4, kMxfp4 };
-
 constexpr int   kTileRows = 64, kTileCols = 128;
 constexpr int   kBlocks     = kTileRows / 16;  // of 16 rows
 constexpr int   kCodeBytes  = kTileRows * kTileCols / 2;
@@ -800,6 +809,33 @@ struct Place {
   int32  columns;
 };
 
+// ---- partials/bf16x2 -------------------------------------------------------
+namespace ptx {
+// A fused multiply-add of -0, because sm_80 has no mul.bf16x2.
+__device__ __forceinline__ uint32 mul_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(kPairSigns));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/e2m1_decode --------------------------------------------------
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
+__device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
+  }
+}
+
 // ---- partials/e4m3 ---------------------------------------------------------
 // Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
 __device__ __forceinline__ uint8 encode_e4m3(float v) {
@@ -839,12 +875,11 @@ template <> __device__ __forceinline__ void unpack_codes<f16>(uint32 (&pairs)[4]
   const uint32 even = ptx::select_bits(kSigns, word << 4, word << 1), odd = ptx::select_bits(kSigns, word, word >> 3);
   pairs[0] = even << 8 & kBits, pairs[1] = odd << 8 & kBits, pairs[2] = even & kBits, pairs[3] = odd & kBits;
 }
-// Scales may be any power of two, so a product of its own makes up for 2^-126: a fused multiply-add of -0.
+// Scales may be any power of two, so a product of its own makes up for 2^-126.
 template <> __device__ __forceinline__ void unpack_codes<bf16>(uint32 (&pairs)[4], uint32 word) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32 top = word << (12 - 4 * i), pair = (top & kPairSigns) | (top & 0x70007000u) >> 6;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(pair), "r"(0x7E807E80u), "r"(kPairSigns));
+    pairs[i] = ptx::mul_bf16x2(e2m1_pair_of<bf16>(word, i), 0x7E807E80u);
   }
 }
 
@@ -976,8 +1011,8 @@ struct Consumer {
     weight_ring.advance();
     place.columns -= kTileCols;
   }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. In one branch, the
-  // compiler knows which registers are in flight.
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
   template <int kRows = kStepM>
   __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
     if constexpr (kRows < kTileM)
@@ -1005,7 +1040,8 @@ struct Consumer {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // Half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the other is filled.
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn

@@ -269,16 +269,19 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 }
 
 // ---- partials/e2m1_decode --------------------------------------------------
-// Decodes code i of a word, bits 4 i to 4 i + 3, to v[i]. The bits of a code, as sign, last exponent bits and first
-// mantissa bit of a float16, are its value times 2^-14 (a subnormal for 0.5). The halves of a register hold codes i and
-// i + 4.
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
 __device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32 top  = word << (12 - 4 * i);
-    const uint32 pair = (top & 0x80008000u) | (top & 0x70007000u) >> 3;
-    v[i]     = ptx::cvt_f32_f16(uint16(pair)) * 0x1p14f;
-    v[i + 4] = ptx::cvt_f32_f16(uint16(pair >> 16)) * 0x1p14f;
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
   }
 }
 
@@ -316,7 +319,6 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;
@@ -376,6 +378,7 @@ constexpr int    kTokens = 2;
 // ---- kernel ----------------------------------------------------------------
 constexpr int kChunk = 8;  // elements
 extern __shared__ Place places[];  // of the CTA's tokens, with kCta
+static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     const uint8* __restrict__ k_codes,      // [pages, tokens, heads, d/2], low nibble first

@@ -423,7 +423,6 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;
@@ -512,6 +511,7 @@ struct Lists {
   }
 };
 extern __shared__ Place places[];  // of the CTA's tokens, with kTogether
+static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 extern "C" __global__ void __launch_bounds__(256) kv_quantize(
     const In* __restrict__ k,                // [tokens, heads, d] or [pages, tokens, heads, d], d contiguous

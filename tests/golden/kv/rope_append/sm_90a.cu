@@ -2,9 +2,9 @@
 // spec: {"cache":"nvfp4","in_dtype":"bf16","lanes":4,"threads":64}
 //
 // Behind the product that makes queries, keys and values: rotates queries and keys by their positions, where weights
-// are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one token. A lane takes
-// a unit of a row, and kLanes lanes share the row. Every value is rounded to 16 bits after the norm and after the
-// rotation, so that the result is that of the same steps one by one.
+// are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one
+// token. A lane takes a unit of a row, and kLanes lanes share the row. Every value is rounded to 16 bits after the norm
+// and after the rotation, so that the result is that of the same steps one by one.
 // Grid: x over rows, in the order of tokens, and for each token its heads of queries, keys and values.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -396,6 +396,21 @@ template <typename T, bool kPacked> struct Weights {
   }
 };
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster ------------------------------------------------------
 // CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
@@ -427,11 +442,7 @@ __device__ __forceinline__ void cluster_sync() {
 }
 // Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
 __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
-  asm volatile("{\n"
-               "  .reg .b32 a;\n"
-               "  mapa.shared::cluster.u32 a, %0, %1;\n"
-               "  st.shared::cluster.f32 [a], %2;\n"
-               "}" ::"r"(shared_address(p)), "r"(rank), "f"(v) : "memory");
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -625,7 +636,6 @@ struct Place {
   uint32 token = kNowhere;  // of the page
   __device__ __forceinline__ bool found() const { return token != kNowhere; }
 };
-static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
 struct Strides {  // in elements of the pointer that they are used with
   uint32 page, token;

@@ -4,6 +4,11 @@
 // Quantizes a batch of matrices; with kMasked, only the first mask[b] rows of matrix b. Threads (32 * w, h): a CTA is w
 // warps along K by h sectors of block scales down a matrix. Grid: x along K, y down a matrix, z over the batch.
 
+// ---- partials/format -------------------------------------------------------
+enum class Format { kNvfp4, kMxfp4 };
+// Elements that share a scale.
+__host__ __device__ constexpr int block_of(Format format) { return format == Format::kNvfp4 ? 16 : 32; }
+
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
@@ -314,7 +319,6 @@ __device__ __forceinline__ float decode_ue8m0(uint8 b) {
 // ---- partials/formats ------------------------------------------------------
 // The block formats under one interface: scale() gives the scale byte of a block, multiplier() the factor of elements
 // before they are rounded, value() the factor of decoded codes. g is the encode scale; for value(), the decode scale.
-enum class Format { kNvfp4, kMxfp4 };
 template <Format> struct Recipe;
 template <> struct Recipe<Format::kNvfp4> {
   static constexpr int  kBlock          = kNvfp4Block;

@@ -1,0 +1,75 @@
+"""The operation before experts/combine: the results of all slots, for many rows of each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from jitfp4.arch import Arch
+from jitfp4.families.experts.arguments import ResultArguments
+from jitfp4.families.experts.kernels.wide import WIDE_DOWN, WideTactic
+from jitfp4.families.experts.problem import DTYPES, Problem, Product
+from jitfp4.families.experts.weights import matrix_of
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.operation import Operation
+from jitfp4.reference import experts as reference
+from jitfp4.selection import Row, Table
+
+_ITEM_ROWS = {
+    16: WideTactic(16, 8, 4),
+    32: WideTactic(32, 8, 4),
+    64: WideTactic(64, 16, 4),
+    80: WideTactic(80, 16, 4),
+    160: WideTactic(160, 32, 3),
+}
+TABLE: Table[WideTactic] = Table(
+    (*(Row(tactic, {"item_rows": item_rows}) for item_rows, tactic in _ITEM_ROWS.items()), Row(WideTactic(256, 64, 2))),
+    measured=None,
+)
+
+
+def _problem(arguments: ResultArguments) -> Problem:
+    return Problem(
+        Product.DOWN,
+        DTYPES[arguments.h.dtype],
+        MXFP4 if arguments.mxfp4 else NVFP4,
+        arguments.y.shape[0] // arguments.slots,
+        arguments.slots,
+        experts=arguments.w2.shape[0],
+        n=arguments.y.shape[1],
+        k=arguments.h.shape[1],
+        item_rows=arguments.item_rows,
+    )
+
+
+def _problems(arch: Arch) -> Iterator[Problem]:
+    """One for each row of the table, where the kernel exists."""
+    if arch.has_wgmma:
+        for dtype, block_format, item_rows in product(DTYPES.values(), BlockFormat, (*_ITEM_ROWS, 256)):
+            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, 2048, 768, item_rows)
+
+
+def _reference(arguments: ResultArguments) -> None:
+    a = arguments
+    for expert, first, rows, _ in a.items.tolist():
+        if rows:
+            one = slice(expert, expert + 1)
+            bias = None if a.bias2 is None else a.bias2[one]
+            matrix = matrix_of(a.w2[one], a.scale2[one], bias, (a.y.shape[1], a.h.shape[1]))
+            sums = reference.linear(a.h[first : first + rows], *matrix)
+            a.y[a.order[first : first + rows].long()] = sums.to(a.y.dtype)
+
+
+EXPERTS_RESULTS = Operation(
+    ResultArguments,
+    name="experts_results",
+    kernels=(WIDE_DOWN,),
+    problem=_problem,
+    problems=_problems,
+    tables=(TABLE,),
+    reference=_reference,
+    output="y",
+    aligned=("h", "w2", "scale2", "bias2", "items", "y"),
+    exclusive=("y",),
+    growing=("tokens",),
+)

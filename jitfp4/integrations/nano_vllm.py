@@ -1,0 +1,239 @@
+"""nano-vllm on jitfp4: its attention over pages in NVFP4 or bf16, and its linear layers in FP4.
+
+>>> from jitfp4.integrations.nano_vllm import install
+>>> install()
+>>> from nanovllm import LLM
+
+nano-vllm (https://github.com/GeeeekExplorer/nano-vllm) has no hooks: install() puts a module in the place of
+``nanovllm.layers.attention``, which needs flash-attn, and replaces two functions of its model runner. A block of its
+cache, 256 tokens, is two pages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from jitfp4.errors import ArgumentError
+from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
+from jitfp4.families.attention.api import new_workspace
+from jitfp4.families.kv import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from jitfp4.integrations.layers import Fp4Linear, quantized, regular
+
+PAGE = 128
+_CACHES = ("nvfp4", "bf16")
+
+
+class Step:
+    """Pages [batch, columns] and lengths [batch] of a step's requests, for all layers, and their scratch memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.workspace = new_workspace(device)
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def begin(self, context: Any) -> None:
+        """Take the requests of nano-vllm's context. A captured graph does so each time: the first layer calls it."""
+        self.lengths = context.cu_seqlens_k.diff() if context.is_prefill else context.context_lens
+        if context.block_tables is not None:
+            self.tables = torch.stack((2 * context.block_tables, 2 * context.block_tables + 1), -1).flatten(1)
+            return
+        # whole requests, whose slots tell their pages
+        starts = torch.arange(0, context.max_seqlen_k, PAGE, device=self.lengths.device)
+        firsts = (context.cu_seqlens_q[:-1].unsqueeze(1) + starts).clamp(max=len(context.slot_mapping) - 1)
+        self.tables = (context.slot_mapping[firsts] // PAGE).to(torch.int32)
+
+
+@dataclass(slots=True)
+class Pages:
+    """Keys and values of a layer, [pages, page, kv_heads, ...], scales, and decode scales float32 [1].
+
+    In bf16 there is one page more: tokens without a slot are written there.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | None
+    factors: tuple[torch.Tensor, torch.Tensor] | None
+
+    @staticmethod
+    def new(cache: str, pages: int, heads: int, head_dim: int, device: torch.device, decode_scale: float) -> Pages:
+        """Pages of zeros."""
+        if cache == "bf16":
+            key, value = (
+                torch.zeros(pages + 1, PAGE, heads, head_dim, dtype=torch.bfloat16, device=device) for _ in range(2)
+            )
+            return Pages(key, value, None, None)
+        key, value = (
+            torch.zeros(pages, PAGE, heads, head_dim // 2, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        first, second = (
+            torch.zeros(pages, PAGE, heads, head_dim // 16, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+            for _ in range(2)
+        )
+        factor = torch.tensor([decode_scale], dtype=torch.float32, device=device)
+        return Pages(key, value, (first, second), (factor, factor))
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write tokens [n, kv_heads, d] to their slots; those with slot -1 nowhere."""
+        if self.scales is None or self.factors is None:
+            places = torch.where(slots < 0, self.key.shape[0] * PAGE - 1, slots).long()
+            for pages, states in ((self.key, key), (self.value, value)):
+                pages.flatten(0, 1).index_copy_(0, places, states)
+            return
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            key, value, slots, (self.key, self.value), self.scales, *self.factors, kv_layout="NHD", v_sf_layout="linear"
+        )
+
+    def products(self, scale: float) -> tuple[Any, Any]:
+        """What products with keys and with values are multiplied by."""
+        return (scale, 1.0) if self.factors is None else (scale * self.factors[0], self.factors[1])
+
+
+class Attention(nn.Module):
+    """In the place of nano-vllm's, with its arguments: q [tokens, heads, d], k and v [tokens, kv_heads, d]."""
+
+    def __init__(self, num_heads: int, head_dim: int, scale: float, num_kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale, self.num_kv_heads = num_heads, head_dim, scale, num_kv_heads
+        self.pages: Pages | None = None
+        self.step: Step | None = None
+        self.is_first = False
+        self._products: tuple[Any, Any] | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, d]. Before there are pages, when memory is measured, attention is torch's."""
+        context = sys.modules["nanovllm.utils.context"].get_context()
+        if self.pages is None or self.step is None:
+            return self._without_pages(q, k, v, context)
+        q, k, v = regular(q), regular(k), regular(v)
+        self.pages.append(k, v, context.slot_mapping)
+        if self.is_first:
+            self.step.begin(context)
+        tables, lengths = self.step.tables, self.step.lengths
+        if self._products is None:
+            self._products = self.pages.products(self.scale)
+        first = (q, (self.pages.key, self.pages.value), self.step.workspace, tables, lengths)
+        options: dict[str, Any] = {"kv_layout": "NHD", "kv_cache_sf": self.pages.scales, "v_scale_layout": "linear"}
+        if context.is_prefill:
+            ends = context.cu_seqlens_q, context.cu_seqlens_k
+            sizes = context.max_seqlen_q, context.max_seqlen_k
+            out = trtllm_batch_context_with_kv_cache(*first, *sizes, *self._products, len(lengths), *ends, **options)
+        else:
+            out = trtllm_batch_decode_with_kv_cache(*first, tables.shape[1] * PAGE, *self._products, **options)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    def _without_pages(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any) -> torch.Tensor:
+        ends = context.cu_seqlens_q.tolist()
+        outs = []
+        for begin, end in itertools.pairwise(ends):
+            one, two, three = (states[begin:end].transpose(0, 1).unsqueeze(0) for states in (q, k, v))
+            out = functional.scaled_dot_product_attention(
+                one, two, three, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+class _Linear(nn.Module):
+    """A linear layer of a rank; the parts of rows are added up over ranks."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        rows, cols = own.weight.shape
+        rows_are_parts = own.tp_dim == 1
+        self.reduce = rows_are_parts and own.tp_size > 1
+        self.layer = Fp4Linear(cols, rows, False, own.weight.dtype)
+        self.layer.load(quantized(own.weight.data))
+        self.layer.bias = own.bias if not rows_are_parts or own.tp_rank == 0 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        if self.reduce:
+            out = out.contiguous()
+            torch.distributed.all_reduce(out)
+        return out
+
+
+def quantize_linears(model: nn.Module, base: type[nn.Module]) -> int:
+    """Replace the linear layers, instances of nano-vllm's LinearBase, one after the other. Returns how many."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
+    for name, module in found:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Linear(module))
+    return len(found)
+
+
+def install(
+    *,
+    fp4_weights: bool = True,
+    cache: str = "nvfp4",
+    decode_scale: float = 0.125,
+    load_weights: Callable[[nn.Module, str], None] | None = None,
+) -> None:
+    """Put jitfp4 into nano-vllm, before ``nanovllm`` is imported.
+
+    Args:
+        fp4_weights: whether linear layers are quantized to NVFP4 when they are loaded. The head keeps its floats.
+        cache: "nvfp4" or "bf16".
+        decode_scale: of keys and values in NVFP4, any power of two near 2688 times less than the largest of them; with
+            0.125, they are up to 336, and blocks whose largest is below 0.012 lose precision.
+        load_weights: in place of nano-vllm's, which reads safetensors files of a folder; gets the model and the folder.
+    Raises:
+        ArgumentError: for another cache, or if nano-vllm's attention was imported already.
+    """
+    if cache not in _CACHES:
+        raise ArgumentError("cache", repr(cache), " or ".join(map(repr, _CACHES)))
+    name = "nanovllm.layers.attention"
+    if name in sys.modules and not hasattr(sys.modules[name], "of_jitfp4"):
+        raise ArgumentError("nanovllm", "imported already", "install() before it is imported")
+    module = ModuleType(name)
+    module.__dict__.update(Attention=Attention, of_jitfp4=True)
+    sys.modules[name] = module
+    from nanovllm.engine import model_runner
+    from nanovllm.layers.linear import LinearBase
+
+    load = getattr(model_runner.load_model, "of_nano_vllm", model_runner.load_model)
+
+    def load_model(model: nn.Module, path: str) -> None:
+        (load_weights or load)(model, path)
+        if fp4_weights:
+            quantize_linears(model, LinearBase)
+
+    def allocate_kv_cache(runner: Any) -> None:
+        _allocate(runner, cache, decode_scale)
+
+    load_model.of_nano_vllm = load  # type: ignore[attr-defined]
+    model_runner.load_model = load_model
+    model_runner.ModelRunner.allocate_kv_cache = allocate_kv_cache
+
+
+def _allocate(runner: Any, cache: str, decode_scale: float) -> None:
+    """As many blocks as the memory that nano-vllm's configuration allows."""
+    config = runner.config
+    free, total = torch.cuda.mem_get_info()
+    stats = torch.cuda.memory_stats()
+    taken = total - free + stats["allocated_bytes.all.peak"] - stats["allocated_bytes.all.current"]
+    layers = [module for module in runner.model.modules() if isinstance(module, Attention)]
+    heads, head_dim = layers[0].num_kv_heads, layers[0].head_dim
+    row = 2 * head_dim if cache == "bf16" else head_dim // 2 + head_dim // 16
+    block = 2 * len(layers) * runner.block_size * heads * row
+    step = Step(torch.device("cuda", torch.cuda.current_device()))
+    spare = step.workspace.nbytes + 2 * len(layers) * PAGE * heads * row
+    config.num_kvcache_blocks = int(total * config.gpu_memory_utilization - taken - spare) // block
+    if config.num_kvcache_blocks <= 0:
+        raise ArgumentError("gpu_memory_utilization", config.gpu_memory_utilization, "room for a block of the cache")
+    if runner.block_size != 2 * PAGE:
+        raise ArgumentError("kvcache_block_size", runner.block_size, f"{2 * PAGE}")
+    pages = 2 * config.num_kvcache_blocks
+    for number, layer in enumerate(layers):
+        layer.pages = Pages.new(cache, pages, heads, head_dim, step.workspace.device, decode_scale)
+        layer.step, layer.is_first = step, number == 0

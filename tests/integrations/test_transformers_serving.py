@@ -1,0 +1,82 @@
+"""The kernels that load_kernels() names are all that steps of a model need: tiny random models, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from jitfp4 import warmup
+from jitfp4.arch import Arch
+from jitfp4.dtypes import HALVES
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
+from jitfp4.families.experts.problem import Product
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.kv.operation import quantize
+from jitfp4.integrations import kernels
+from jitfp4.integrations.transformers import Jitfp4Config, Nvfp4Cache, load_kernels, register, serving
+from jitfp4.operation import Operation
+from tests.support.tiny_models import load, prompts, save
+
+register()
+ARCH = Arch.of("sm_90a")
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
+    """What load_kernels() would load on a GPU, by operation."""
+    tasks: dict[str, set[Any]] = {}
+
+    def name(operation: Operation[Any, Any], problems: Any) -> None:
+        tasks.setdefault(operation.name, set()).update(warmup.needed(operation, problems, ARCH))
+
+    def experts(own: Any, dtype: torch.dtype, slots: int, tokens: int) -> None:
+        rest = (HALVES[dtype], own.format, own.experts, slots, tokens)
+        for operation, matrix in (
+            (EXPERTS_UP, (Product.GATED, own.rows13, own.hidden)),
+            (EXPERTS_DOWN, (Product.DOWN, own.hidden, own.inter)),
+        ):
+            name(operation, kernels.expert_products(matrix, *rest))
+
+    stand_ins = {
+        "load_products": lambda w, d, m: name(MM_BF16_FP4, kernels.products(HALVES[d], w.format, w.n, w.k, m)),
+        "load_experts": experts,
+        "load_attention": lambda call, traffic: name(
+            ATTENTION, kernels.attentions(ATTENTION.problem(call), call.key_cache.shape[1], traffic)
+        ),
+        "load_appends": lambda d, heads, dim, m, _: name(quantize, kernels.appends(HALVES[d], heads, dim, m)),
+    }
+    for function, stand_in in stand_ins.items():
+        monkeypatch.setattr(serving, function, stand_in)
+    return tasks
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_no_step_needs_another_kernel(
+    kind: str, tmp_path: Path, named: dict[str, set[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(save(kind, tmp_path / "floats"), quantization_config=Jitfp4Config(), attn_implementation="jitfp4")
+    load_kernels(model, requests=3, max_cache_len=128, max_tokens=3 * 40)
+    assert {"mm_bf16_fp4", "attention"} <= {operation.rpartition(":")[2] for operation in named}
+    needed: dict[str, set[Any]] = {}
+    call = Operation.__call__
+
+    def watched(self: Operation[Any, Any], arguments: Any) -> Any:
+        if self.name in named:
+            tasks = warmup.needed(self, [self.problem(self.arguments(*arguments))], ARCH)
+            needed.setdefault(self.name, set()).update(tasks)
+        return call(self, arguments)
+
+    monkeypatch.setattr(Operation, "__call__", watched)
+    for rows, length in ((1, 3), (3, 40)):
+        cache = Nvfp4Cache(model.config, 128)
+        for part in (prompts(rows, length), prompts(rows, 1)):
+            model(part, past_key_values=cache)
+    assert needed.keys() == named.keys()
+    for operation, tasks in needed.items():
+        assert tasks <= named[operation], operation
