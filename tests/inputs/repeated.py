@@ -75,11 +75,7 @@ def _more() -> Calls:
         return arguments | {key: _half(*arguments[key].shape[:-1], 128)}
 
     def layer(tokens: int) -> Arguments:
-<<<<<<< HEAD
         ids = torch.tensor([[token % 2, 1 - token % 2] for token in range(tokens)])
-=======
-        ids = torch.stack([torch.tensor((token % 2, 1 - token % 2)) for token in range(tokens)])
->>>>>>> experts
         return {
             "x": _half(tokens, 64),
             "experts": good["fp4_experts"]()["experts"],
