@@ -19,6 +19,7 @@ NEEDED = {  # packages that not every installation has; what measures a Triton k
 }
 TEXTS = ("*.md", "docs/**/*.md", "bench/*.py", "examples/**/*", "jitfp4/**/*.md", "jitfp4/**/*.py", "tests/**/*.py")
 COMMAND = re.compile(r"(?:python -m bench\.|(?:python|--) (?:bench|examples)/)(\w+)(?:\.py)?(?=[\s`])([^`\n]*)")
+WALKTHROUGH = "bench_toy"  # the reader of CONTRIBUTING.md writes it
 MENTIONED = re.compile(r"``(--[^`]+)``")
 
 
@@ -32,7 +33,7 @@ def commands() -> list[tuple[str, str]]:
     for name, file in FILES.items():
         summary = file.read_text().split('"""')[1]
         found |= {(name, usage) for usage in MENTIONED.findall(summary)}
-    return sorted(found)
+    return sorted((name, usage) for name, usage in found if name != WALKTHROUGH)
 
 
 def spelled_out(usage: str) -> Iterator[list[str]]:

@@ -51,7 +51,7 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
 
 ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
 
-# bench.bench_experts --part search: as many bytes in flight as an SM needs, in many small CTAs
+# experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
 _UP: tuple[Row[Any], ...] = (
     Row(NarrowTactic(8, 2, 1, 8, 2, 3, split=2), {"item_rows": 0, "tiles_per_sm": 0.5}),
