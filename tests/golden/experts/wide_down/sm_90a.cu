@@ -1,8 +1,8 @@
 // experts_wide_down, generated from templates/experts/wide_down.cu.j2
 // spec: {"dtype":"bf16","format":"nvfp4","groups":4,"step_m":8,"tile_m":16}
 //
-// y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The rows
-// of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
+// y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The
+// rows of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
 // experts/combine adds up the slots of a token.
 
 // ---- partials/arch ---------------------------------------------------------
@@ -1094,8 +1094,9 @@ __device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint
   return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
 }
 
-// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
-// and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
+// Writes the first `rows` rows of a warpgroup's results, once all of it has left the tile before. `pair(i, lower)`
+// gives two: of rows g or g + 8 of the weight, and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8
+// neighbouring results of a row.
 template <class Pair, class Store>
 __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
                                            const Store& store) {

@@ -1092,8 +1092,9 @@ __device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint
   return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
 }
 
-// Writes the first `rows` rows of a warpgroup's results, which meets before. `pair(i, lower)` gives two: of rows g or g + 8 of the weight,
-// and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8 neighbouring results of a row.
+// Writes the first `rows` rows of a warpgroup's results, once all of it has left the tile before. `pair(i, lower)`
+// gives two: of rows g or g + 8 of the weight, and rows 8 i + 2 t and the next of x. `store(row, chunk, v)` stores 8
+// neighbouring results of a row.
 template <class Pair, class Store>
 __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 rows, const Pair& pair,
                                            const Store& store) {
