@@ -190,6 +190,7 @@ def _problem_of(q_lens: tuple[int, ...], group: int, *, causal: bool) -> Problem
         "causal": causal,
         "max_tokens": 1,
         "hnd": True,
+        "soft_cap": 0.0,
     }
     return ATTENTION.problem(Arguments(**arguments))
 

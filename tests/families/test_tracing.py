@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
+from jitfp4.families.experts.arguments import ResultArguments, RouteArguments
+from jitfp4.families.experts.operation import EXPERTS_ROUTE
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.gemm.arguments import ExpandArguments
 from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.operation import Operation, operations
@@ -233,9 +236,23 @@ def recorded() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     with Recorder() as recorder:
         for name, arguments in good_calls().items():
             function_of(name)(**arguments())
-    x = torch.empty(6, 128, dtype=torch.float16)  # an operator that the operator mm_fp4 calls
-    expand = EXPAND.operator, ExpandArguments(*SWIZZLED, x, 16, use_8x4_sf_layout=False, enable_pdl=None)
-    return {call[0].name(): call for call in (*recorder.calls, expand)}
+    calls = [*recorder.calls, *within()]
+    return {call[0].name(): call for call in calls}
+
+
+def within() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Calls of operators that CPU tensors or few rows do not reach: they run before the operators of a function."""
+    x = torch.empty(6, 128, dtype=torch.float16)
+    expand = ExpandArguments(*SWIZZLED, x, 16, use_8x4_sf_layout=False, enable_pdl=None)
+    ids, items, order = torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4).int()
+    route = RouteArguments(ids, None, items, order, 2, 16, None, "ids=topk_ids")
+    experts = good_calls()["fp4_experts"]()["experts"]
+    weight, h, y = (experts.w2, experts.scale2, experts.bias2), torch.ones(4, 64), torch.empty(4, 64)
+    listed = torch.tensor([[0, 0, 2, 0], [1, 2, 2, 0]], dtype=torch.int32), torch.tensor([0, 3, 1, 2]).int()
+    results = ResultArguments(
+        h.bfloat16(), *weight, *listed, y.bfloat16(), slots=2, mxfp4=True, item_rows=16, enable_pdl=None, names=""
+    )
+    return [(EXPAND.operator, expand), (EXPERTS_ROUTE.operator, route), (EXPERTS_RESULTS.operator, results)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

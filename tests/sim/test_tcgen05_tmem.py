@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jitfp4.arch import Arch
 from jitfp4.errors import SimError, SimMemoryError
 from jitfp4.sim import tmem
 from jitfp4.sim.instruction_descriptor import InstructionDescriptor
@@ -174,6 +175,6 @@ def test_which_columns_of_scales_a_multiply_reads(
     n: int, k96: bool, block: int, sf_id: int, expected: list[tuple[int, int]]
 ) -> None:
     bits = 1 << 7 | 1 << 10 | n >> 3 << 17 | (block == 32) << 23 | 1 << 27 | sf_id << 4 | sf_id << 29 | k96 << 31
-    shape = InstructionDescriptor.decode(bits, "mxf4nvf4", 1, "sm_103a", block=block)
+    shape = InstructionDescriptor.decode(bits, "mxf4nvf4", 1, Arch.of("sm_103a"), block=block)
     reads = _tensor_reads(_Form(1, "mxf4nvf4", block), shape, _Operands(0, 0, 0, bits, (464, 480), False))
     assert [read for read in reads if read[0] >= 480] == expected
