@@ -58,7 +58,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         kinds = () if torch.compiler.is_dynamo_compiling() else (*map(type, (*args, *kwargs.values())), *kwargs)
-        if kinds in known:
+        if kinds and kinds in known:  # the first for torch.compile, which guards the size of known
             values: tuple[Any, ...] = (*args, *kwargs.values())
             for number, name, rule in known[kinds]:
                 value = values[number]
