@@ -16,8 +16,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from jitfp4 import nvrtc, sim, tactics
 from jitfp4.arch import Arch
@@ -36,7 +36,16 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheInfo", "cache_info"]
 
+R = TypeVar("R")
+
 _log = logging.getLogger("jitfp4.engine")
+_memos: list[functools._lru_cache_wrapper[Any]] = []  # by until_reset
+
+
+def until_reset(function: Callable[..., R]) -> functools._lru_cache_wrapper[R]:
+    """``functools.cache``, which reset() empties: for what follows from loaded kernels or from the environment."""
+    _memos.append(functools.cache(function))
+    return _memos[-1]
 
 
 class Target(NamedTuple):
@@ -128,7 +137,7 @@ def _load(kernel: AnyKernel, spec: KernelSpec, arch: Arch, device: int) -> Loade
         return _kernels[key]
 
 
-@functools.cache
+@until_reset
 def _build_lock(kernel: AnyKernel, spec: KernelSpec) -> threading.Lock:  # noqa: ARG001 - one lock for each pair
     return threading.Lock()
 
@@ -138,7 +147,7 @@ def _ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
         return _compile_ptx(kernel, spec, arch)
 
 
-@functools.cache
+@until_reset
 def _compile_ptx(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> str:
     if cache().config.offline:
         raise OfflineError(f"the simulator compiles {kernel.name}[{spec}] for {arch.name}, and JITFP4_OFFLINE is set")
@@ -214,7 +223,7 @@ def _record(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> None:
         _warn_of_record(f"{config.record}: {error.strerror}")
 
 
-@functools.cache
+@until_reset
 def _warn_of_record(trouble: str) -> None:
     _log.warning("JITFP4_RECORD: %s; what this process uses is not recorded", trouble)
 
@@ -222,7 +231,7 @@ def _warn_of_record(trouble: str) -> None:
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+@until_reset
 def cache() -> Cache:
     """The process's cache, as the environment describes it at the first use."""
     config = read_config()
@@ -250,7 +259,7 @@ def reset() -> None:
     """Forget calls, kernels, tactics and the cache's configuration. The next call reads the environment again."""
     _kernels.clear()
     tactics.use(None)
-    for memo in (cache, _compile_ptx, _build_lock, _warn_of_record):
+    for memo in _memos:
         memo.cache_clear()
 
 

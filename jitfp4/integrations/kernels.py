@@ -6,7 +6,6 @@ calls can be listed, and the tables say which few kernels they select.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -54,7 +53,7 @@ def load_products(weight: Fp4Weight, dtype: torch.dtype, max_tokens: int) -> Non
         _load_products(target, HALVES[dtype], weight.format, weight.n, weight.k, max_tokens)
 
 
-@functools.cache
+@engine.until_reset
 def _load_products(
     target: engine.Target, dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int
 ) -> None:
@@ -81,7 +80,7 @@ def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens
         _load(EXPERTS_ROUTE, (RouteProblem(t, slots, shape[2]) for t in _tokens(max_tokens)), target)
 
 
-@functools.cache
+@engine.until_reset
 def _load_experts(
     target: engine.Target,
     operation: Operation[Any, Any],

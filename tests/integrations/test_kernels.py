@@ -29,6 +29,7 @@ from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
 from jitfp4.families.kv.problem import Addressing, QuantizeProblem
 from jitfp4.formats import MXFP4, NVFP4, DType
+from jitfp4.integrations import kernels
 from jitfp4.integrations.kernels import (
     Traffic,
     appends,
@@ -104,6 +105,18 @@ def test_experts_of_every_number_of_tokens(arch: str, shape: tuple[int, int, int
             for t in range(1, 2501)
         )
         assert set(warmup.needed(operation, every, Arch.of(arch))) <= set(listed)
+
+
+def test_kernels_are_loaded_again_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[object] = []
+    monkeypatch.setattr(kernels, "_load", lambda *call: loads.append(call))
+    target = engine.Target(Arch.of("sm_90a"), 0)
+    for _ in range(3):  # layers of one size
+        kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1)
+    assert len(loads) == 1
+    engine.reset()
+    kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1)
+    assert len(loads) == 2
 
 
 def test_the_simulator_loads_nothing() -> None:
