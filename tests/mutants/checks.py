@@ -16,8 +16,9 @@ from jitfp4.arch import Arch
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn import gated_delta_rule_mtp
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
@@ -26,9 +27,9 @@ from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.operation import RMSNORM
-from jitfp4.families.norm.problem import Tactic
-from jitfp4.families.quantize.tables import TABLE_TACTICS
+from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
 from jitfp4.formats import MXFP4, NVFP4
 from tests.families import test_attention as attention
 from tests.families import test_attention_wgmma as attention_wgmma

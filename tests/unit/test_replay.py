@@ -13,7 +13,7 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
-from jitfp4.families.kv import arguments
+from jitfp4.families.kv import checks
 from jitfp4.remembered import Step
 from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
 
@@ -497,13 +497,13 @@ class TestLogic:
     def test_no_value_of_a_scale_is_read_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         scale, other = torch.ones(1), torch.full((1,), -1.0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert arguments._are_good(scale, other)
+        assert checks._are_good(scale, other)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        assert arguments._are_good(scale) and not arguments._are_good(scale, other)
+        assert checks._are_good(scale) and not checks._are_good(scale, other)
         monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-        assert arguments._are_good(scale)
+        assert checks._are_good(scale)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not arguments._are_good(scale), "it would be copied to the device"
+        assert not checks._are_good(scale), "it would be copied to the device"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []

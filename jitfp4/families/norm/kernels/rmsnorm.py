@@ -12,7 +12,7 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.norm.problem import MAX_HIDDEN, TURN
+from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, UNIT
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
@@ -20,7 +20,6 @@ from jitfp4.operation import Written
 from jitfp4.selection import Row, Table
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 
-_UNIT = 16  # elements
 _WARP = 32
 
 
@@ -112,7 +111,7 @@ def rejects(problem: Problem, tactic: Tactic, _arch: Arch) -> str | None:
 def row_threads(h: int, spec: Spec) -> int:
     """Threads of a CTA that share a row: a power of two within a warp, or whole warps."""
     if spec.warps == 1 and spec.units == 1:
-        return 1 << (ceil_div(h, _UNIT) - 1).bit_length()
+        return 1 << (ceil_div(h, UNIT) - 1).bit_length()
     return _WARP * ceil_div(h, TURN * spec.units)
 
 
