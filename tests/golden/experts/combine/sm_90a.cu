@@ -323,8 +323,8 @@ template <typename T> struct SlotSum {
   int64 n;
   int   slots;
 
-  // Four columns from `at` on, of the slots that `taken` has a bit for. An index of 32 bits takes fewer registers.
-  template <typename Index> __device__ __forceinline__ float4 quad(int64 token, uint32 taken, Index at) const {
+  // Four columns from `at` on, of the slots that `taken` has a bit for.
+  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
     constexpr int kAtOnce = 8;
     float4 sum = {};
     for (int slot = 0; slot < slots; slot += kAtOnce) {
