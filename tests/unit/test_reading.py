@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import jitfp4
-from jitfp4 import sim
+from jitfp4 import engine, sim
+from jitfp4.operation import operations
 from jitfp4.render import templates_dir
 from tests.inputs.good import good_calls
 
@@ -54,6 +55,9 @@ def test_the_files_to_read(function: str, arch: str, family: str, files: str, py
     names = re.findall(r"`([\w/]+)`", files)
     listed = {f"families/{family}/{name}" for name in names}
     arguments = good_calls()[function]()
+    engine.reset()
+    for operation in operations():
+        operation.plan.cache_clear()  # as in a new process
     with sim.device(arch):
         modules = entered(lambda: getattr(jitfp4, function)(**arguments))
     of_family = {name for name in modules if name.startswith("families/")}

@@ -13,10 +13,9 @@ from jitfp4.families.gdn.problem import AHEAD_GRAIN, HEAD_DIMS, VALUE_DIMS, Prob
 from jitfp4.formats import DType
 from jitfp4.kernel import Plan
 from jitfp4.layouts import ceil_div
-from jitfp4.spec import F32, I64, Geometry, Param, Ptr
+from jitfp4.spec import F32, I64, MAX_GRID_YZ, WARP, Geometry, Param, Ptr
 
 BIAS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MAX_GRID_Y = 65535
 
 PARAMS: tuple[Param, ...] = (
     Ptr("q", "const In", "[batch, tokens, heads, K]"),
@@ -162,10 +161,10 @@ def require_grain(ahead: int) -> None:
 
 def grid(problem: Problem, spec: StateSpec, least_shared_bytes: int) -> Geometry:
     """``value_dim / tile_v`` CTAs for each value head along x; requests along y and, beyond the limit of y, z."""
-    grid_y = min(problem.batch, _MAX_GRID_Y)
+    grid_y = min(problem.batch, MAX_GRID_YZ)
     ctas = (problem.value_heads * (spec.value_dim // spec.tile_v), grid_y, ceil_div(problem.batch, grid_y))
     shared_bytes = max(spec.shared_bytes, least_shared_bytes)
-    return Geometry(grid=ctas, block=(32 * spec.warps, 1, 1), shared_bytes=shared_bytes)
+    return Geometry(grid=ctas, block=(WARP * spec.warps, 1, 1), shared_bytes=shared_bytes)
 
 
 def bound(problem: Problem, bounds: tuple[int, ...]) -> int:

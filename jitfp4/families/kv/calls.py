@@ -21,9 +21,10 @@ from jitfp4.families.kv.checks import (
     is_interleaved,
     sides,
 )
-from jitfp4.families.kv.launches import MAX_GRID_YZ, steps
+from jitfp4.families.kv.launches import steps
 from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.formats import NVFP4
+from jitfp4.spec import MAX_GRID_YZ
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

@@ -13,8 +13,9 @@ from jitfp4 import replay
 from jitfp4.dispatch import differ, known, reaches
 from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.kv.launches import MAX_GRID_YZ, MAX_THREADS, steps
+from jitfp4.families.kv.launches import MAX_THREADS, steps
 from jitfp4.formats import NVFP4
+from jitfp4.spec import MAX_GRID_YZ
 from jitfp4.tensors import LEAST, Pair, check_contiguous, check_device, check_dtype, check_same_device, number_f32, pair
 
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)

@@ -12,7 +12,6 @@ from jitfp4.families.kv.arguments import Dequantize, Quantize
 from jitfp4.layouts import ceil_div
 from jitfp4.spec import I64, KernelSpec
 
-MAX_GRID_YZ = 65535
 MAX_THREADS = 256
 PLACE_BYTES = 8
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 from jitfp4.arch import Arch
 from jitfp4.formats import DType
 from jitfp4.layouts import ceil_div
+from jitfp4.spec import WARP
 
 MIN_HIDDEN, MAX_HIDDEN = 64, 65536
 
 UNIT = 16  # elements of a unit, which one thread takes
-TURN = UNIT * 32
+TURN = UNIT * WARP
 """Elements of a turn: a unit for each lane of a warp."""
 
 _FEW_ELEMENTS = 8192  # of each SM

@@ -7,10 +7,8 @@ from typing import Any
 from jitfp4.families.quantize.arguments import Arguments
 from jitfp4.kernel import Plan
 from jitfp4.layouts import SfLayout, ceil_div
-from jitfp4.spec import Geometry, Ptr
+from jitfp4.spec import MAX_GRID_YZ, WARP, Geometry, Ptr
 
-WARP = 32
-MAX_GRID_YZ = 65535
 Q = Ptr("q", "uint8", "[m, k/2], low nibble first")
 SF = Ptr("sf", "uint8", "block scales in kSfLayout")
 

@@ -11,9 +11,8 @@ from jitfp4.families.norm.problem import TURN, UNIT, Problem, Scale
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, ceil_div
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
 
-_WARP = 32
 _MAX_CTAS = 8  # of a cluster
 
 
@@ -55,7 +54,7 @@ class Spec(KernelSpec):
     @property
     def max_threads(self) -> int:
         """The most threads of a CTA. Where one warp takes a row, a CTA has four warps."""
-        return _WARP * (4 if self.warps == 1 else self.warps)
+        return WARP * (4 if self.warps == 1 else self.warps)
 
     @property
     def min_ctas(self) -> int:
@@ -76,10 +75,10 @@ class Spec(KernelSpec):
     @property
     def common_bytes(self) -> int:
         """Other shared memory of a CTA, in bytes: two sets of partial sums of 32 lanes, and 256 multipliers."""
-        return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * _WARP + 256)
+        return 4 * (2 * (self.warps + (_MAX_CTAS if self.clustered else 1)) * WARP + 256)
 
     def shared_bytes(self, threads: int) -> int:
-        weights = self.weight_bytes * (threads if self.warps > 1 else _WARP)
+        weights = self.weight_bytes * (threads if self.warps > 1 else WARP)
         return self.common_bytes + (0 if self.stream else weights + self.slot_bytes * threads)
 
     def capacity(self, arch: Arch) -> int:
@@ -123,7 +122,7 @@ def row_threads(h: int, spec: Spec) -> int:
     if spec.clustered:
         return spec.max_threads
     if spec.warps > 1 or spec.units > 1:
-        return ceil_div(h, TURN * spec.units) * _WARP
+        return ceil_div(h, TURN * spec.units) * WARP
     # At least 8, which with blocks of 32 have 4 scales: the columns of a tile of the 128x4 layout
     return max(8, 1 << (ceil_div(h, UNIT) - 1).bit_length())
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jitfp4.arch import Arch
-from jitfp4.families.quantize.launches import SF, WARP, Q, bind_rows, sector_geometry
+from jitfp4.families.quantize.launches import SF, Q, bind_rows, sector_geometry
 from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import SfLayout, ceil_div
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, WARP, Geometry, KernelSpec, Ptr
 
 
 @dataclass(frozen=True, slots=True)

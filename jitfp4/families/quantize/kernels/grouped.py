@@ -7,12 +7,12 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.families.quantize.arguments import BatchArguments
-from jitfp4.families.quantize.launches import MAX_GRID_YZ, sector_geometry
+from jitfp4.families.quantize.launches import sector_geometry
 from jitfp4.families.quantize.problem import BatchProblem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, MAX_GRID_YZ, Geometry, KernelSpec, Ptr
 
 
 @dataclass(frozen=True, slots=True)

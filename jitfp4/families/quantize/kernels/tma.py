@@ -10,12 +10,12 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.families.quantize.arguments import Arguments
-from jitfp4.families.quantize.launches import SF, WARP, Q, bind_codes
+from jitfp4.families.quantize.launches import SF, Q, bind_codes
 from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, ceil_div, round_up
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
+from jitfp4.spec import I64, WARP, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 
 _MAX_MAP_SIZE = 1 << 32  # elements along a dimension of a tensor map
 
