@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
 import jitfp4
-from jitfp4 import engine, sim
-from jitfp4.operation import operations
+from jitfp4 import sim
 from jitfp4.render import templates_dir
 from tests.inputs.good import good_calls
 
@@ -26,19 +24,21 @@ SHARED, VOCABULARY, MACHINERY = (
 )
 
 
-def entered(call: Callable[[], Any]) -> set[str]:
-    """The modules of the package of which a call enters a function, without suffix."""
+def entered(function: str, arch: str) -> set[str]:
+    """The modules of the package of which a good call enters a function, without suffix."""
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             files.add(frame.f_code.co_filename)
 
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    arguments = good_calls()[function]()
+    with sim.device(arch):
+        sys.setprofile(note)
+        try:
+            getattr(jitfp4, function)(**arguments)
+        finally:
+            sys.setprofile(None)
     own = {Path(file) for file in files if file.startswith(f"{PACKAGE}/")}
     return {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in own}
 
@@ -54,12 +54,10 @@ def included(template: str) -> set[str]:
 def test_the_files_to_read(function: str, arch: str, family: str, files: str, python: str, templates: str) -> None:
     names = re.findall(r"`([\w/]+)`", files)
     listed = {f"families/{family}/{name}" for name in names}
-    arguments = good_calls()[function]()
-    engine.reset()
-    for operation in operations():
-        operation.plan.cache_clear()  # as in a new process
-    with sim.device(arch):
-        modules = entered(lambda: getattr(jitfp4, function)(**arguments))
+    # a new process, which has planned no call yet
+    call = f"from tests.unit.test_reading import entered; print(*entered({function!r}, {arch!r}))"
+    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
     of_family = {name for name in modules if name.startswith("families/")}
     assert of_family <= listed
     without_code = {name.rsplit("/", 1)[1] for name in listed - of_family}
