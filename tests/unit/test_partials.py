@@ -104,6 +104,13 @@ USES: dict[str, tuple[str, str]] = {
         "__global__ void run(uint32 (&pair)[4]) { decode(5, pair), pair[0] = decode_scales(multiply_add(1, 2, 3)); }\n",
     ),
     "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
+    "attention/scales.cuh.j2": (
+        "sm_80",
+        "struct Operands { float bmm1, bmm2; const float *bmm1_tensor, *bmm2_tensor, *sinks; };\n"
+        "__global__ void run(const Operands& p, float* x) {\n"
+        "  const float factor = add_sink(p, 0, x[0], x[1]) * logit_scale(p, 1) * query_exponent(x[0]);\n"
+        "  x[2] = output_factor(factor, output_scale(p, 1), x[1]), x[3] = row_lse(x[0], x[1]);\n}\n",
+    ),
     "attention/request.cuh.j2": (
         "sm_80",
         "struct Operands {\n"

@@ -1319,12 +1319,48 @@ struct Values {
 
 using namespace nvfp4_tile;
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/queries -----------------------------------------------------
 // kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
 // float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
 // over 28 binades; Scales has the inverse.
-constexpr float kLog2E = 1.44269504f;
-
 constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
 
 // Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
@@ -1388,7 +1424,7 @@ struct RawQueries {
         }
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-        const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
+        const uint32 exponent = query_exponent(amax);
         factor = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
       }
       factor = copysignf(factor, unit);
@@ -1616,17 +1652,10 @@ __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad
   const int   token = token_of(p, block_row);
   const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
   const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
-  float factor = 1.0f;
-  if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, quad.reference);
-    factor = ptx::ex2_approx(quad.reference - top);
-    quad.sum = fmaf(quad.sum, factor, ptx::ex2_approx(sink - top)), quad.reference = top;
-  }
-  if (p.lse && dim == 0) {
-    p.lse[at] = quad.sum == 0.0f ? __uint_as_float(0xFF800000u) : quad.reference + log2f(quad.sum);
-  }
-  const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kValueUnit;
-  factor = quad.sum == 0.0f ? 0.0f : factor * scale / quad.sum;
+  float factor = add_sink(p, head, quad.reference, quad.sum);
+  if (p.lse && dim == 0) p.lse[at] = row_lse(quad.reference, quad.sum);
+  const float scale = output_scale(p, kValueUnit);
+  factor = output_factor(factor, scale, quad.sum);
   store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
 }
 
@@ -1922,7 +1951,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) ahead.issue(i * kStageBytes);
   const Lane lane;
-  const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
+  const float unit = logit_scale(p, kKeyUnit);
   constexpr int kLast = (kStages - 1) * kStageBytes;
   const Ring& ring = *reinterpret_cast<const Ring*>(dynamic + keep(warp * int(sizeof(Ring))));
   int  stage = 0, free = kLast;  // the stage that is used next, and the one that is filled; in bytes from the first

@@ -780,6 +780,44 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   }
 }
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -794,7 +832,6 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
 // The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
 // powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
 // power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
-constexpr float kLog2E = 1.44269504f;
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight that sets a reference, of any weight
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 constexpr int   kParts = kWarpRows / 16;
@@ -834,7 +871,7 @@ struct Queries {
   uint32 at;  // address of this lane's words in shared memory
 
   __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, Scales& scales) {
-    const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
+    const float unit = logit_scale(p, kUnit);
     at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
@@ -905,7 +942,7 @@ struct Queries {
     }
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-    const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
+    const uint32 exponent = query_exponent(amax);
     factor = __uint_as_float(exponent << 23);
     return __uint_as_float((254 - exponent) << 23);
   }
@@ -959,12 +996,12 @@ struct State {
 
   // Writes the outputs of its rows.
   __device__ __forceinline__ void finish(const Operands& p, const Block& block) {
-    const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
+    const float scale = output_scale(p, kUnit);
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float total = sum[n][i], top = reference[n][i], factor = 1.0f;
+        float total = sum[n][i], top = reference[n][i];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
         int row = row_of(block, n, i);
@@ -972,15 +1009,10 @@ struct State {
         if (row >= block.rows(p)) continue;
         const int head = block.head * p.group + row % p.group;
         const int64 at = int64(block.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
-        if (p.sinks) {
-          const float sink = p.sinks[head] * kLog2E;
-          top    = fmaxf(top, sink);
-          factor = ptx::ex2_approx(reference[n][i] - top);
-          total  = fmaf(total, factor, ptx::ex2_approx(sink - top));
-        }
+        float factor = add_sink(p, head, top, total);
         const int c = threadIdx.x % 4;
-        if (p.lse && c == 0) p.lse[at] = total == 0.0f ? __uint_as_float(0xFF800000u) : top + log2f(total);
-        factor = total == 0.0f ? 0.0f : factor * scale / total;
+        if (p.lse && c == 0) p.lse[at] = row_lse(top, total);
+        factor = output_factor(factor, scale, total);
         Out* out = p.out + at * kHeadDim + 2 * c;
 #pragma unroll
         for (int m = 0; m < kHeadDim / 8; ++m) {

@@ -1243,6 +1243,44 @@ template <Side kSide> class Raw {
   uint32 scales_[kScaleWords];
 };
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -1256,7 +1294,6 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
 // ---- attention/team --------------------------------------------------------
 // The query rows of a team and their softmax, in powers of two. With g = lane / 4 and c = lane % 4, a lane has of rows
 // g and g + 8 of its warp's 16 every 8 columns the ones at 2 c and 2 c + 1.
-constexpr float kLog2E = 1.44269504f;
 // A weight is 2^kHeadroom at the maximum that set its reference, which moves only when float16 might not hold a weight.
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 
@@ -1346,8 +1383,8 @@ struct Rows {
       for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
     }
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    const float    unit     = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
-    const uint32   exponent = kIsBf16<Mma> ? 127u : min(268 - (__float_as_uint(amax) >> 23), 253u);
+    const float    unit     = logit_scale(p, kUnit);
+    const uint32   exponent = kIsBf16<Mma> ? 127u : query_exponent(amax);
     const float    factor   = copysignf(__uint_as_float(exponent << 23), unit);  // a scale is positive
     const float    back     = fmaxf(fabsf(unit) * __uint_as_float((254 - exponent) << 23), 0x1p-126f);
     const uint32   line     = ptx::shared_address(to) + (row - item.row) % kTeamRows * 128 + lane / 2 * 128;
@@ -1437,7 +1474,7 @@ struct State {
   }
   __device__ __forceinline__ void finish(const Operands& p, const Item& item, const Rows& rows) {
     const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
-    const float unit = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
+    const float unit = output_scale(p, kUnit);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = rows.first_row(item) + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
@@ -1452,7 +1489,7 @@ struct State {
       }
       scale = sum[i] == 0.0f ? 0.0f : scale / sum[i];
       if (p.lse && used && c == 0)
-        p.lse[at] = sum[i] == 0.0f ? __uint_as_float(0xFF800000u) : reference[i] + log2f(sum[i]);
+        p.lse[at] = row_lse(reference[i], sum[i]);
       Out* out = p.out + at * kHeadDim;
 #pragma unroll
       for (int block = 0; block < kHeadDim / 8; block += 4) {
