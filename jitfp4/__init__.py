@@ -57,6 +57,7 @@ _HOMES = {
     ),
     "jitfp4.families.experts": ("Fp4Experts", "fp4_experts", "prepare_fp4_experts"),
     "jitfp4.families.gdn": (
+        "chunk_gated_delta_rule",
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",

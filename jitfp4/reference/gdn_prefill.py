@@ -1,0 +1,121 @@
+"""The gated delta rule for whole prompts: the definition, token by token, and the products of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from jitfp4.reference.gdn import NORM_EPS, delta_rule
+
+_CHUNK = 64
+_ROW = _CHUNK + 8
+_VEC = 4
+
+Gates = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def sequences(cu_seqlens: torch.Tensor, tokens: int) -> Iterator[tuple[int, int]]:
+    """The first token of each sequence and the one behind its last, within ``tokens`` whatever the list holds."""
+    bounds = cu_seqlens.clamp(0, tokens).tolist()
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        yield first, max(first, end)
+
+
+def prefill(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    gates: Gates,
+    scale: float,
+    initial: torch.Tensor | None,
+    final: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    slots: torch.Tensor | None,
+    checkpoints: tuple[torch.Tensor | None, torch.Tensor | None, int],
+    out: torch.Tensor,
+    *,
+    use_qk_l2norm: bool,
+) -> None:
+    """Fill ``out``, ``final`` and the checkpoints: every token by the recurrence, in float32."""
+    tokens, heads, value_dim = out.shape
+    q, k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in qkv)
+    decay, beta = (torch.ones(tokens, heads) if gate is None else gate for gate in gates)
+    stored, starts, every = checkpoints
+    pool = next((len(state) for state in (initial, final) if state is not None), None)
+    for n, (first, end) in enumerate(sequences(cu_seqlens, tokens)):
+        slot = n if slots is None else int(slots[n])
+        if slot < 0 or (pool is not None and slot >= pool):
+            out[first:end] = 0
+            continue
+        h = torch.zeros(1, heads, value_dim, q.shape[2]) if initial is None else initial[slot : slot + 1].float()
+        one = slice(first, end)
+        parts = (x[one].unsqueeze(0) for x in (q, k, v, decay, beta))
+        for t, (out_t, after) in enumerate(delta_rule(*parts, h, scale, use_qk_l2norm=use_qk_l2norm, vec=_VEC), 1):
+            h = after
+            out[first + t - 1] = out_t[0].to(out.dtype)
+            if stored is not None and starts is not None and every and t % every == 0:
+                at = int(starts[n]) + t // every - 1
+                if 0 <= at < len(stored):
+                    stored[at] = h[0].to(stored.dtype)
+        if final is not None:
+            final[slot] = h[0].to(final.dtype)
+
+
+def products(
+    q: torch.Tensor, k: torch.Tensor, gates: Gates, first: int, end: int, scale: float, heads: int, use_qk_l2norm: bool
+) -> Iterator[torch.Tensor]:
+    """For each chunk of a sequence, [heads, bytes]: ChunkProducts of templates/gdn/prefill_chunk.cuh.j2."""
+    for start in range(first, end, _CHUNK):
+        one = slice(start, min(end, start + _CHUNK))
+        count = one.stop - start
+
+        def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
+            whole = torch.full((_CHUNK, *x.shape[1:]), fill, dtype=torch.float64)
+            whole[:count] = x
+            return whole
+
+        decay, beta = (torch.ones(count, heads) if gate is None else gate[one] for gate in gates)
+        decay, beta = padded(decay.double(), 1.0).T, padded(beta.double(), 0.0).T
+        keys, queries = (padded(x[one].double(), 0.0).repeat_interleave(heads // x.shape[1], 1) for x in (k, q))
+        keys, queries = keys.transpose(0, 1), queries.transpose(0, 1)
+        norms = [_norms(x) if use_qk_l2norm else torch.ones(x.shape[:2]) for x in (keys, queries)]
+        yield _pack(keys, queries, norms[0].double(), norms[1].double(), decay, beta, scale, q.dtype)
+
+
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    """1 / the length of each row, as normalize() has it."""
+    return (x.square().sum(-1) + NORM_EPS).rsqrt()
+
+
+def _pack(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    key_norm: torch.Tensor,
+    query_norm: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    heads = len(keys)
+    later, earlier = torch.arange(_CHUNK).unsqueeze(1), torch.arange(_CHUNK)
+    spans = torch.zeros(heads, _CHUNK, _CHUNK, dtype=torch.float64)
+    for t in range(_CHUNK):
+        if t:
+            spans[:, t] = spans[:, t - 1] * decay[:, t : t + 1]
+        spans[:, t, t] = 1.0
+    since_first = spans[:, :, 0] * decay[:, :1]
+    keys_k, keys_q = keys @ keys.mT, queries @ keys.mT
+    lower = keys_k * (beta * key_norm).unsqueeze(-1) * key_norm.unsqueeze(-2) * spans
+    lower = torch.where(earlier < later, lower, 0.0) + torch.eye(_CHUNK)
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(_CHUNK, dtype=torch.float64), upper=False)
+    solve = inverse * beta.unsqueeze(-2)
+    attend = keys_q * (scale * query_norm).unsqueeze(-1) * key_norm.unsqueeze(-2) * spans
+    attend = torch.where(earlier <= later, attend, 0.0)
+    squares = torch.zeros(heads, 2, _CHUNK, _ROW, dtype=dtype)
+    squares[:, 0, :, :_CHUNK], squares[:, 1, :, :_CHUNK] = solve.to(dtype), attend.to(dtype)
+    factors = torch.zeros(heads, 3 * _CHUNK + 4)
+    columns = (since_first * key_norm, since_first * query_norm * scale, spans[:, -1] * key_norm, since_first[:, -1:])
+    factors[:, : 3 * _CHUNK + 1] = torch.cat(columns, -1).float()
+    return torch.cat([squares.view(torch.uint8).flatten(1), factors.view(torch.uint8)], -1)
+
+
