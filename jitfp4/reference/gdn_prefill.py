@@ -111,11 +111,17 @@ def _pack(
     solve = inverse * beta.unsqueeze(-2)
     attend = keys_q * (scale * query_norm).unsqueeze(-1) * key_norm.unsqueeze(-2) * spans
     attend = torch.where(earlier <= later, attend, 0.0)
-    squares = torch.zeros(heads, 2, _CHUNK, _ROW, dtype=dtype)
-    squares[:, 0, :, :_CHUNK], squares[:, 1, :, :_CHUNK] = solve.to(dtype), attend.to(dtype)
-    factors = torch.zeros(heads, 3 * _CHUNK + 4)
-    columns = (since_first * key_norm, since_first * query_norm * scale, spans[:, -1] * key_norm, since_first[:, -1:])
-    factors[:, : 3 * _CHUNK + 1] = torch.cat(columns, -1).float()
-    return torch.cat([squares.view(torch.uint8).flatten(1), factors.view(torch.uint8)], -1)
+    parts = (
+        _square(solve, dtype),
+        (since_first * key_norm).float(),
+        (spans[:, -1] * key_norm).float(),
+        torch.nn.functional.pad(since_first[:, -1:], (0, 3)).float(),
+        _square(attend, dtype),
+        (since_first * query_norm * scale).float(),
+    )
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
+def _square(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of each head, padded, one behind the other."""
+    return torch.nn.functional.pad(matrix, (0, _ROW - _CHUNK)).to(dtype).flatten(1)

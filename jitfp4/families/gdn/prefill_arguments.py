@@ -11,8 +11,10 @@ from jitfp4.layouts import ceil_div
 from jitfp4.operation import Written
 
 CHUNK = 64  # tokens that are taken at once
-_ROW = CHUNK + 8
-PRODUCTS_BYTES = 2 * CHUNK * _ROW * 2 + 3 * CHUNK * 4 + 16  # ChunkProducts in templates/gdn/prefill_chunk.cuh.j2
+_SQUARE = CHUNK * (CHUNK + 8) * 2
+STATE_PRODUCTS_BYTES = _SQUARE + 2 * CHUNK * 4 + 16  # StateProducts in templates/gdn/prefill_chunk.cuh.j2
+OUTPUT_PRODUCTS_BYTES = _SQUARE + CHUNK * 4  # OutputProducts
+PRODUCTS_BYTES = STATE_PRODUCTS_BYTES + OUTPUT_PRODUCTS_BYTES
 
 
 class PrefillArguments(NamedTuple):

@@ -14,14 +14,13 @@ from jitfp4.operation import Operation
 from jitfp4.reference import gdn_prefill as reference
 from jitfp4.selection import Row, Table
 
-_WARPS = ((33, 2), (66, 4), (None, 8))  # most states of a call, and the warps of a CTA: CTAs for 132 SMs
+_FEW = 33  # states whose CTAs of two pairs are no more than the SMs of an H200
 
 
 def _rows() -> Iterator[Row[PrefillTactic]]:
-    for states, warps in _WARPS:
-        for stages in (2, 1):  # one, where two do not fit
-            for fewer in (warps, 4) if warps == 8 else (warps,):  # 64 rows of a state are four warps
-                yield Row(PrefillTactic(fewer, stages), {} if states is None else {"states": states})
+    for pairs, when in ((2, {"states": _FEW}), (4, {}), (2, {})):  # two, where four do not fit
+        for stages in (2, 1):
+            yield Row(PrefillTactic(pairs, stages), when)
 
 
 TABLE = Table(tuple(_rows()), measured=None)
@@ -42,7 +41,7 @@ def _problem(arguments: PrefillArguments) -> PrefillProblem:
 def problems(_arch: Arch) -> Iterator[PrefillProblem]:
     """Problems that reach each row of the table, in each dtype."""
     for dtype, head_dim in product(HALVES.values(), HEAD_DIMS):
-        for value_dim, states in product(VALUE_DIMS[head_dim], (32, 64, 128)):
+        for value_dim, states in product(VALUE_DIMS[head_dim], (32, 128)):
             yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 16, heads=16)
 
 

@@ -28,21 +28,21 @@ from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 class PrefillTactic:
     """Fields of PrefillSpec."""
 
-    warps: int
+    pairs: int
     stages: int
 
 
-TACTICS = tuple(PrefillTactic(warps, stages) for warps in (2, 4, 8) for stages in (2, 1))
+TACTICS = tuple(PrefillTactic(pairs, stages) for pairs in (2, 4) for stages in (2, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec(KernelSpec):
-    """A warp holds 16 rows of a state; ``stages`` chunks are in shared memory."""
+    """Each of ``pairs`` pairs of warps has 16 rows of a state; ``stages`` chunks are in shared memory."""
 
     dtype: DType
     head_dim: int
     value_dim: int
-    warps: int
+    pairs: int
     stages: int
 
     def __post_init__(self) -> None:
@@ -50,16 +50,17 @@ class PrefillSpec(KernelSpec):
             raise ArgumentError("head_dim", self.head_dim, f"one of {HEAD_DIMS}")
         if self.value_dim not in VALUE_DIMS[self.head_dim]:
             raise ArgumentError("value_dim", self.value_dim, f"one of {VALUE_DIMS[self.head_dim]}")
-        if self.warps not in (2, 4, 8) or self.value_dim % (CHUNK_ROWS * self.warps):
-            raise ArgumentError("warps", self.warps, f"2, 4 or 8 times 16 rows in {self.value_dim}")
+        if self.pairs not in (2, 4):
+            raise ArgumentError("pairs", self.pairs, "2 or 4")
         if self.stages not in (1, 2):
             raise ArgumentError("stages", self.stages, "1 or 2")
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: a chunk's products, keys, queries and values, for each stage."""
-        elements = CHUNK * (2 * (self.head_dim + 8) + CHUNK_ROWS * self.warps + 8)
-        return self.stages * (PRODUCTS_BYTES + 2 * elements)
+        """Shared memory of a CTA in bytes: for each stage a chunk's products, keys, values, queries and left operands."""
+        rows = CHUNK * (2 * (self.head_dim + 8) + CHUNK_ROWS * self.pairs + 8) * 2
+        left = self.pairs * CHUNK_ROWS * (self.head_dim + CHUNK) * 2
+        return self.stages * (PRODUCTS_BYTES + rows + left)
 
 
 def _specialise(problem: PrefillProblem, tactic: PrefillTactic) -> PrefillSpec:
@@ -82,8 +83,8 @@ def _rejects(problem: PrefillProblem, tactic: PrefillTactic, arch: Arch) -> str 
 
 def _geometry(problem: PrefillProblem, tactic: PrefillTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
-    ctas = problem.states * (problem.value_dim // (CHUNK_ROWS * tactic.warps))
-    return Geometry(grid=(ctas, 1, 1), block=(32 * tactic.warps, 1, 1), shared_bytes=spec.shared_bytes)
+    ctas = problem.states * (problem.value_dim // (CHUNK_ROWS * tactic.pairs))
+    return Geometry(grid=(ctas, 1, 1), block=(2 * 32 * tactic.pairs, 1, 1), shared_bytes=spec.shared_bytes)
 
 
 def _scratch(_arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
