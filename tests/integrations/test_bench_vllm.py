@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engines import vllm_llama
-from bench.engines.llama import VARIANTS, config_of
+from bench.engines import vllm_decode
+from bench.engines.models import VARIANTS, config_of
 from jitfp4 import nvfp4_kv_dequantize, nvfp4_kv_quantize
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def test_only_variants_with_fp4_weights_say_so() -> None:
 def test_keys_are_rounded_as_the_cache_rounds_them(shape: tuple[int, ...]) -> None:
     rows = torch.randn(shape).bfloat16()
     codes, scales = nvfp4_kv_quantize(rows.view(-1, 128), 1.0)
-    found = vllm_llama.rounded(rows, 128)
+    found = vllm_decode.rounded(rows, 128)
     assert found.dtype == torch.bfloat16 and found.shape == shape
     assert torch.equal(found.view(-1, 128), nvfp4_kv_dequantize(codes, scales, 1.0).bfloat16())
     assert 0.05 < (found - rows).float().norm() / rows.float().norm() < 0.15
@@ -46,19 +46,19 @@ def test_what_attention_gets_is_rounded() -> None:
             return rows
 
     model = torch.nn.Sequential(Attention())
-    vllm_llama.round_keys_and_values(model)
+    vllm_decode.round_keys_and_values(model)
     query, key, value = (torch.randn(3, 128).bfloat16() for _ in range(3))
     got = model[0](query, key, value)
     assert torch.equal(got[0], query)
-    assert torch.equal(got[1], vllm_llama.rounded(key, 64)) and torch.equal(got[2], vllm_llama.rounded(value, 64))
+    assert torch.equal(got[1], vllm_decode.rounded(key, 64)) and torch.equal(got[2], vllm_decode.rounded(value, 64))
 
 
 def test_cosines_do_not_see_what_softmax_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = torch.randn(2, 3, 128)
-    assert torch.allclose(vllm_llama.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
+    assert torch.allclose(vllm_decode.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
     torch.save(own, tmp_path / "own.pt")
     torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "plugin.pt")
-    vllm_llama.compared(tmp_path)
+    vllm_decode.compared(tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     one, minus = (f"least {cosine:.5f} mean {cosine:.5f}" for cosine in (1.0, -1.0))
     assert line == f"COSINE plugin to own: prompts {one}, steps {minus}"

@@ -1,6 +1,6 @@
 """Decode steps of Llama-3.1-8B in vLLM: in bf16, with vLLM's own NVFP4 kernels, and with jitfp4's plugin.
 
-    python -m bench.engines.vllm_llama [--variant bf16 own plugin plugin-kv] [--layers 32] [--batch 1 8 64]
+    python -m bench.engines.vllm_decode [--variant bf16 own plugin plugin-kv] [--layers 32] [--batch 1 8 64]
         [--context 16] [--profile] [--check] [--limit 110] [--out DIR]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. Weights are random,
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bench.engines.llama import VARIANTS, engine_of, set_environment
+from bench.engines.models import VARIANTS, engine_of, set_environment
 from bench.harness import write_results
 from bench.stamp import stamp
 
