@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.engines import vllm_decode
-from bench.engines.models import VARIANTS, config_of
+from bench.engines.models import MODELS, VARIANTS, config_of
 from jitfp4 import nvfp4_kv_dequantize, nvfp4_kv_quantize
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +21,11 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_only_variants_with_fp4_weights_say_so() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_only_variants_with_fp4_weights_say_so(model: str) -> None:
     for name, variant in VARIANTS.items():
-        config = config_of(variant, 3)
-        assert config["num_hidden_layers"] == 3
+        config = config_of(model, variant, 3)
+        assert config["num_hidden_layers"] == 3 and len(config.get("layer_types", "abc")) == 3
         assert ("quantization_config" in config) == (name != "bf16")
 
 
@@ -56,12 +57,12 @@ def test_what_attention_gets_is_rounded() -> None:
 def test_cosines_do_not_see_what_softmax_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = torch.randn(2, 3, 128)
     assert torch.allclose(vllm_decode.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
-    torch.save(own, tmp_path / "own.pt")
-    torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "plugin.pt")
-    vllm_decode.compared(tmp_path)
+    torch.save(own, tmp_path / "a model own.pt")
+    torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "a model plugin.pt")
+    vllm_decode.compared("a model", tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     one, minus = (f"least {cosine:.5f} mean {cosine:.5f}" for cosine in (1.0, -1.0))
-    assert line == f"COSINE plugin to own: prompts {one}, steps {minus}"
+    assert line == f"COSINE a model plugin to own: prompts {one}, steps {minus}"
 
 
 def test_the_guide_names_the_figures_of_the_run() -> None:
