@@ -232,8 +232,6 @@ def write(folder: Path, out: Path) -> None:
     """All lines of the variants that have run."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
     results = [json.loads(file.read_text()) for file in files]
-        json.loads(file.read_text()) for file in sorted(folder.glob("*.json"), key=lambda f: f.stat().st_mtime_ns)
-    ]
     for name in ("vllm", "vllm_kernels"):
         if rows := [row for result in results for row in result[name]]:
             write_results(out / name, rows, stamp() | {"vllm": version("vllm")})
