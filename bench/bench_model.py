@@ -261,6 +261,7 @@ def main() -> None:
     rows: dict[str, list[dict[str, object]]] = {"model": [], "model_prefill": []}
     register()
     bandwidth = read_bandwidth(options.device)
+    origin = stamp() | {"read_bandwidth": bandwidth}
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in options.model:
         for variant in options.variant:
@@ -273,7 +274,7 @@ def main() -> None:
                         continue
                     row = {"model": name, "variant": variant, "glue": options.glue} | line()
                     rows[file].append(row)
-                    write_results(options.out / file, rows[file], stamp() | {"read_bandwidth": bandwidth})
+                    write_results(options.out / file, rows[file], origin)
                     gc.collect()
                     text = " ".join(f"{key}={value}" for key, value in row.items())
                     print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)

@@ -1,7 +1,7 @@
 """Generate with nano-vllm, a whole small engine, on jitfp4: its attention, an NVFP4 cache and FP4 weights.
 
     git clone https://github.com/GeeeekExplorer/nano-vllm
-    python examples/nano_vllm.py nano-vllm [MODEL] [--cache nvfp4|bf16] [--weights nvfp4|bf16]
+    python examples/nano_vllm.py nano-vllm [MODEL] [--cache nvfp4|bf16] [--weights nvfp4|nvfp4-head|bf16]
         [--case REQUESTS:PROMPT ...] [--new 128] [--json]
 
 Needs a GPU, transformers and xxhash, but not flash-attn. MODEL is a folder with a Qwen3 checkpoint in bf16; without it,
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("repository", type=Path, help="of nano-vllm")
     parser.add_argument("model", nargs="?", type=Path, help="a folder")
     parser.add_argument("--cache", choices=("nvfp4", "bf16"), default="nvfp4")
-    parser.add_argument("--weights", choices=("nvfp4", "bf16"), default="nvfp4")
+    parser.add_argument("--weights", choices=("nvfp4", "nvfp4-head", "bf16"), default="nvfp4")
     parser.add_argument("--case", nargs="+", type=case, default=[(64, 512)], metavar="REQUESTS:PROMPT")
     parser.add_argument("--new", type=int, default=128, help="tokens that are generated for each request")
     parser.add_argument("--json", action="store_true", help="print a JSON document for each case")
@@ -87,7 +87,8 @@ def main() -> None:
         parser.error(f"--new must be more than {FEW}")
     sys.path.insert(0, str(options.repository))
     load = None if options.model else random_weights
-    install(fp4_weights=options.weights == "nvfp4", cache=options.cache, load_weights=load)
+    fp4, head = options.weights != "bf16", options.weights == "nvfp4-head"
+    install(fp4_weights=fp4, fp4_head=head, cache=options.cache, load_weights=load)
     from nanovllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as made:

@@ -228,13 +228,13 @@ def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> 
     return status
 
 
-def write(folder: Path, out: Path) -> None:
+def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
     """All lines of the variants that have run."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
     results = [json.loads(file.read_text()) for file in files]
     for name in ("vllm", "vllm_kernels"):
         if rows := [row for result in results for row in result[name]]:
-            write_results(out / name, rows, stamp() | {"vllm": version("vllm")})
+            write_results(out / name, rows, origin)
 
 
 def main() -> None:
@@ -254,7 +254,7 @@ def main() -> None:
         __import__(module)
     if torch.cuda.is_initialized():
         raise SystemExit("vLLM initialised CUDA while it was imported: forks could not use it")
-    failed = []
+    failed, origin = [], stamp() | {"vllm": version("vllm")}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for model in options.model:
@@ -262,7 +262,7 @@ def main() -> None:
                 if forked(model, name, options, folder):
                     failed.append(f"{model} {name}")
                 elif not options.check:
-                    write(folder, options.out)
+                    write(folder, options.out, origin)
             if options.check:
                 compared(model, folder)
     if failed:
