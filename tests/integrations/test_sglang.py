@@ -4,6 +4,9 @@ use on a GPU, are stood in for where they are not installed.
 
 from __future__ import annotations
 
+import argparse
+import re
+import shlex
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -23,6 +26,7 @@ from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.server_args import ServerArgs
 
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.integrations import sglang as plugin
@@ -109,6 +113,14 @@ def test_the_entry_point_names_the_function() -> None:
     value = text.splitlines()[0].partition(" = ")[2].strip('"')
     assert all(point.value == value for point in installed)
     assert EntryPoint("jitfp4", value, "sglang.srt.plugins").load() is plugin.register
+
+
+def test_the_commands_of_the_guide_are_sglangs() -> None:
+    guide = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    (command,) = re.findall(r"sglang\.launch_server (.*?)  #", guide)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert parser.parse_args(shlex.split(command)).model_path == "MODEL"
 
 
 def test_registering_again_changes_nothing() -> None:

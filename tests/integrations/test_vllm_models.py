@@ -7,6 +7,8 @@ layers: what a name, a dtype or a shape breaks in an engine breaks here.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from vllm.distributed import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import jitfp4.integrations.vllm as plugin
 from bench.engines.models import MODELS, VARIANTS, config_of, seed
@@ -57,10 +61,11 @@ def define_routing() -> torch.library.Library:
     name = "topk_softmax"
     if not hasattr(torch.ops._moe_C, name):
         outs = "Tensor(a!) weights, Tensor(b!) ids, Tensor(c!) places"
-        library.define(f"{name}({outs}, Tensor logits, bool renormalize, Tensor? bias=None) -> ()")
+        rest = "Tensor? bias=None, Tensor? is_padding=None"  # the last since vLLM 0.33
+        library.define(f"{name}({outs}, Tensor logits, bool renormalize, {rest}) -> ()")
 
-        def choose(weights: Any, ids: Any, _: Any, logits: Any, renormalize: bool, bias: Any = None) -> None:
-            assert bias is None
+        def choose(weights: Any, ids: Any, _: Any, logits: Any, renormalize: bool, *rest: Any) -> None:
+            assert not any(tensor is not None for tensor in rest)
             values, chosen = logits.float().softmax(-1).topk(weights.shape[1])
             weights.copy_(values / values.sum(-1, keepdim=True) if renormalize else values)
             ids.copy_(chosen)
@@ -112,6 +117,18 @@ def made(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         yield model, tensors, config
         torch.set_default_dtype(before)
+
+
+def test_the_commands_of_the_guide_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(platforms.current_platform), "device_type", "cpu")
+    guide = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    commands = re.findall(r"vllm serve (MODEL.*?)(?:  #|`|$)", guide, re.MULTILINE)
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for command in commands:
+        words = shlex.split(command.replace("MODEL", "--model MODEL"))
+        assert parser.parse_args(words).model == "MODEL"
+    options = [parser.parse_args(shlex.split(command)[1:]) for command in commands]
+    assert any(given.kv_cache_dtype == "nvfp4" for given in options) and len(commands) > 3
 
 
 @pytest.mark.parametrize("made", MODELS, indirect=True)
