@@ -429,6 +429,20 @@ template <int kSize> struct Ring {
   }
 };
 
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/cluster_address ----------------------------------------------
 namespace ptx {
 // The address that `p` has in the CTA `rank` of the cluster.
@@ -444,56 +458,38 @@ __device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
 }
 }  // namespace ptx
 
-// ---- partials/store_matrices -----------------------------------------------
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
 namespace ptx {
-// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
-// 8 i + c gives the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
+  return v;
 }
 }  // namespace ptx
 
-// ---- gemm/products ---------------------------------------------------------
-// The matrix product of warpgroups, and the copies around it.
+// ---- gemm/wide_copies ------------------------------------------------------
+// Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
-// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
-// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
-__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
-// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
-// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
-// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
-// before a wait.
-__device__ __forceinline__ void wgmma(float (&d)[4], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%8, 0x40000040};\n"
-               "  setp.ne.b32 add, %9, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3"
-               "}, {%4, %5, %6, %7}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-__device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%12, 0x40000040};\n"
-               "  setp.ne.b32 add, %13, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7"
-               "}, {%8, %9, %10, %11}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
 // Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
@@ -536,6 +532,18 @@ __device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
   return v;
 }
 }  // namespace ptx
+
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
 
 // ---- partials/format -------------------------------------------------------
 enum class Format { kNvfp4, kMxfp4 };
@@ -624,148 +632,19 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- experts/routing -------------------------------------------------------
-// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
-namespace ptx {
-// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
-__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
-  int32 v;
-  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
-  int64 v;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
-__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
-  int4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-struct Routing {
-  const uint8* ids;
-  const int32* map;  // null: the identity
-  int64 id_bytes, end, experts;
-
-  __device__ __forceinline__ int64 id(int64 assignment) const {
-    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
-    return ptx::ld_fresh_4(ids + 4 * assignment);
-  }
-  // -1 where the slot is skipped: never an expert that is not there.
-  __device__ __forceinline__ int32 expert(int64 id) const {
-    if (id < 0 || id >= end) return -1;
-    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
-    return local < 0 || local >= experts ? -1 : int32(local);
-  }
-  // A bit for each slot of a token that is not skipped; there are up to 32.
-  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
-    uint32 mask = 0;
-#pragma unroll 8
-    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
-    return mask;
-  }
-};
-
-// ---- spec ------------------------------------------------------------------
-using In  = bf16;
-using Out = In;
-constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 16;  // the most rows of an item
-constexpr int kStepM       = 8;  // products have a multiple of as many rows
-constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kSlots       = 18;
-constexpr int kWeightSlots = 10;
-constexpr int kTileBytes   = 4608;
-
-constexpr int kDepth = 1, kCluster = 1;
-constexpr int kTeams     = kGroups;  // consumer warpgroups
-constexpr int kConsumers = kTeams * 128;  // threads
-constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
-// others.
-constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
-constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
-
-// ---- shared memory ---------------------------------------------------------
-constexpr int kTileN       = kGroups * kTileRows;
-constexpr int kHalf        = kTileCols / 2;
-constexpr int kSums        = kTileM / 2;  // of a thread
-constexpr int kCopiers     = 64;  // threads that copy x
-constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
-constexpr int kStagedBytes = 64 * 2;  // of a row
-
-struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   weight[kWeightSlots][kGroups][kTileBytes];
-  uint8   staged[kTeams][kStagedRows * kStagedBytes];
-  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
-  Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
-};
-static_assert(sizeof(Shared) == 232448, "the launch counts on it");
-static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
-
-enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
-
-// ---- gemm/wide_place -------------------------------------------------------
-// What a consumer holds of its tile, and where its 64 rows of the weight are.
-using Sums = float[kSums];
-using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
-
-struct Affine { float scale, bias; };  // of a row of the weight
-
-// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
-struct Place {
-  uint32 warp, lane, row;
-  int32  columns;
-};
-
-// ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and loads from it.
-namespace ptx {
-// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
-__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
-  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
-}
-__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
-  uint32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
-  return v;
-}
-// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
-__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
-  return v;
-}
-}  // namespace ptx
-
 // ---- gemm/prepared_weight --------------------------------------------------
 // The weight in tiles that lie in memory as decode_weight() takes them.
-constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
-static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
+template <typename In, typename Out, Format kFormat> struct PreparedWeight {
+  static constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
 
-struct Weight {
   const uint8* tiles;
   const float* row_scale;
   const Out*   bias;
   int64        n;
 
   // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
+  template <int kGroups>
   __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
                                        Barrier* full) const {
 #pragma unroll
@@ -781,32 +660,73 @@ struct Weight {
     if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
     return of;
   }
+  // Half `half` of the columns of a tile; each warp has 16 of its rows.
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                         + half * (kBlockScales / 16);
+    if constexpr (kFormat == Format::kNvfp4) {
+      const uint2 scales = ptx::ld_shared_8(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+    } else {
+      const uint32 scales = ptx::ld_shared_4(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+    }
+  }
 };
 
-// Half `half` of the columns of a tile; each warp has 16 of its rows.
-__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-  const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-  const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                       + half * (kBlockScales / 16);
-  if constexpr (kFormat == Format::kNvfp4) {
-    const uint2 scales = ptx::ld_shared_8(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
-  } else {
-    const uint32 scales = ptx::ld_shared_4(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
-  }
+// ---- gemm/products ---------------------------------------------------------
+// The matrix products of warpgroups, for the rows and the type that the spec names.
+namespace ptx {
+// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
+// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
+// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
+// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
+// before a wait.
+__device__ __forceinline__ void wgmma(float (&d)[4], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%8, 0x40000040};\n"
+               "  setp.ne.b32 add, %9, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3"
+               "}, {%4, %5, %6, %7}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
+__device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%12, 0x40000040};\n"
+               "  setp.ne.b32 add, %13, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7"
+               "}, {%8, %9, %10, %11}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+}  // namespace ptx
 
 // ---- gemm/wide_mainloop ----------------------------------------------------
 // Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
 // Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
-struct Consumer {
+template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kCluster> struct Consumer {
+  static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier);
+  static constexpr int kWeightSlots = sizeof(Shared::weight_full) / sizeof(Barrier);
+  using Sums = float[kTileM / 2];
+
   Shared& shared;
   uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
   Place   place;
@@ -818,7 +738,7 @@ struct Consumer {
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
     const uint32 slot = weight_ring.slot;
     if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
-    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
+    Weight::decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
   }
   // To be called after the fragments were used: only then are the loads complete for sure.
   __device__ __forceinline__ void release_weight() {
@@ -884,7 +804,54 @@ struct Consumer {
     release_x<1>();
     if (kDepth == 1 && products % 2 == 1) release_weight();
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+    for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+};
+
+// ---- experts/routing -------------------------------------------------------
+// Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
+namespace ptx {
+// From L2, whatever L1 holds: kernels read the routing before they wait for the kernel ahead of them.
+__device__ __forceinline__ int32 ld_fresh_4(const void* p) {
+  int32 v;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64 ld_fresh_8(const void* p) {
+  int64 v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float ld_fresh_f32(const void* p) { return __int_as_float(ld_fresh_4(p)); }
+__device__ __forceinline__ int4 ld_fresh_16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+struct Routing {
+  const uint8* ids;
+  const int32* map;  // null: the identity
+  int64 id_bytes, end, experts;
+
+  __device__ __forceinline__ int64 id(int64 assignment) const {
+    if (id_bytes == 8) return ptx::ld_fresh_8(ids + 8 * assignment);
+    return ptx::ld_fresh_4(ids + 4 * assignment);
+  }
+  // -1 where the slot is skipped: never an expert that is not there.
+  __device__ __forceinline__ int32 expert(int64 id) const {
+    if (id < 0 || id >= end) return -1;
+    const int64 local = map == nullptr ? id : ptx::ld_fresh_4(map + id);
+    return local < 0 || local >= experts ? -1 : int32(local);
+  }
+  // A bit for each slot of a token that is not skipped; there are up to 32.
+  __device__ __forceinline__ uint32 taken(int64 token, int slots) const {
+    uint32 mask = 0;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; ++slot) mask |= uint32(expert(id(token * slots + slot)) >= 0) << slot;
+    return mask;
   }
 };
 
@@ -897,6 +864,47 @@ struct Consumer {
 //                       consumer warpgroups       wait for full -> products -> arrive at empty: 4 warps of each
 //   weight, a step      warp 2                    wait for weight_empty -> bulk copies -> weight_full, by bytes
 //                       consumer warpgroups       wait for weight_full -> decode -> arrive at weight_empty, as above
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+constexpr Format kFormat   = Format::kNvfp4;
+constexpr int kTileM       = 16;  // the most rows of an item
+constexpr int kStepM       = 8;  // products have a multiple of as many rows
+constexpr int kGroups      = 4;  // of 64 rows of the weight
+constexpr int kSlots       = 18;
+constexpr int kWeightSlots = 10;
+
+using Weight = PreparedWeight<In, In, kFormat>;
+constexpr int kTeams     = kGroups;  // consumer warpgroups
+constexpr int kConsumers = kTeams * 128;  // threads
+constexpr int kThreads   = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
+// others.
+constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+
+// ---- shared memory ---------------------------------------------------------
+constexpr int kTileN       = kGroups * kTileRows;
+constexpr int kHalf        = kTileCols / 2;
+using Sums = float[kTileM / 2];  // of a thread
+constexpr int kCopiers     = 64;  // threads that copy x
+constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
+constexpr int kStagedBytes = 64 * 2;  // of a row
+
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   x[kSlots][kTileM * kHalf * 2];
+  uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
+  uint8   staged[kTeams][kStagedRows * kStagedBytes];
+  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
+  Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+};
+static_assert(sizeof(Shared) == 232448, "the launch counts on it");
+static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
+
+enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
+
+// ---- copies ----------------------------------------------------------------
 namespace ptx {
 // Arrives at b when the copies that this thread has started are complete.
 __device__ __forceinline__ void copy_async_arrive(Barrier* b) {
@@ -1062,7 +1070,8 @@ template <bool kFresh> __device__ __forceinline__ void produce_weight(Shared& sh
   Schedule<kFresh> schedule(layer);
   Ring<kWeightSlots> ring;
   for (Work work; schedule.take(work);) {
-    const Weight weight{layer.weight + uint64(work.expert) * tiles * steps * kTileBytes, nullptr, nullptr, layer.n};
+    const uint64 first = uint64(work.expert) * tiles * steps * Weight::kTileBytes;
+    const Weight weight{layer.weight + first, nullptr, nullptr, layer.n};
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
       Barrier* full = &shared.weight_full[ring.slot];
       ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
@@ -1167,7 +1176,7 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
   ptx::registers_more<kConsumerRegisters>();
   ptx::griddep_wait();
   const uint32 lane = ptx::thread_index() % kWarp;
-  Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
+  Consumer<Shared, Weight, kTileM, kStepM, 1, 1> consumer{shared, team, 0, {warp, lane}, {}, {}};
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows;
