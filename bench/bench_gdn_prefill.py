@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule over sequences and lengths, beside flash-linear-attention in the same run, and the errors of both.
+"""chunk_gated_delta_rule over sequences and lengths, beside flash-linear-attention in the same run; errors of both.
 
 Run on a GPU: ``python -m bench.bench_gdn_prefill [--tactics] [--out DIR]``. bf16 inputs, 16 q and k heads and 32 value
 heads of dimension 128, normalised in the kernel, float32 states; FlashInfer's case has 2 and 8 heads. A case is a graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -18,8 +19,7 @@ Gates = tuple[torch.Tensor | None, torch.Tensor | None]
 def sequences(cu_seqlens: torch.Tensor, tokens: int) -> Iterator[tuple[int, int]]:
     """The first token of each sequence and the one behind its last, within ``tokens`` whatever the list holds."""
     bounds = cu_seqlens.clamp(0, tokens).tolist()
-    for first, end in zip(bounds, bounds[1:], strict=False):
-        yield first, max(first, end)
+    yield from ((first, max(first, end)) for first, end in itertools.pairwise(bounds))
 
 
 def prefill(
@@ -48,8 +48,9 @@ def prefill(
             continue
         h = torch.zeros(1, heads, value_dim, q.shape[2]) if initial is None else initial[slot : slot + 1].float()
         one = slice(first, end)
-        parts = (x[one].unsqueeze(0) for x in (q, k, v, decay, beta))
-        for t, (out_t, after) in enumerate(delta_rule(*parts, h, scale, use_qk_l2norm=use_qk_l2norm, vec=_VEC), 1):
+        args = [x[one].unsqueeze(0) for x in (q, k, v, decay, beta)]
+        walk = delta_rule(args[0], args[1], args[2], args[3], args[4], h, scale, use_qk_l2norm=use_qk_l2norm, vec=_VEC)
+        for t, (out_t, after) in enumerate(walk, 1):
             h = after
             out[first + t - 1] = out_t[0].to(out.dtype)
             if stored is not None and starts is not None and every and t % every == 0:
@@ -66,19 +67,19 @@ def products(
     """For each chunk of a sequence, [heads, bytes]: ChunkProducts of templates/gdn/prefill_chunk.cuh.j2."""
     for start in range(first, end, _CHUNK):
         one = slice(start, min(end, start + _CHUNK))
-        count = one.stop - start
-
-        def padded(x: torch.Tensor, fill: float) -> torch.Tensor:
-            whole = torch.full((_CHUNK, *x.shape[1:]), fill, dtype=torch.float64)
-            whole[:count] = x
-            return whole
-
-        decay, beta = (torch.ones(count, heads) if gate is None else gate[one] for gate in gates)
-        decay, beta = padded(decay.double(), 1.0).T, padded(beta.double(), 0.0).T
-        keys, queries = (padded(x[one].double(), 0.0).repeat_interleave(heads // x.shape[1], 1) for x in (k, q))
+        decay, beta = (torch.ones(one.stop - start, heads) if gate is None else gate[one] for gate in gates)
+        decay, beta = _padded(decay, 1.0).T, _padded(beta, 0.0).T
+        keys, queries = (_padded(x[one], 0.0).repeat_interleave(heads // x.shape[1], 1) for x in (k, q))
         keys, queries = keys.transpose(0, 1), queries.transpose(0, 1)
         norms = [_norms(x) if use_qk_l2norm else torch.ones(x.shape[:2]) for x in (keys, queries)]
         yield _pack(keys, queries, norms[0].double(), norms[1].double(), decay, beta, scale, q.dtype)
+
+
+def _padded(x: torch.Tensor, fill: float) -> torch.Tensor:
+    """The tokens of a chunk in float64, and behind them ``fill``."""
+    whole = torch.full((_CHUNK, *x.shape[1:]), fill, dtype=torch.float64)
+    whole[: len(x)] = x
+    return whole
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:

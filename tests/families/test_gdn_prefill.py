@@ -1,7 +1,8 @@
-"""chunk_gated_delta_rule: whole prompts against the recurrence in float64, on the reference, simulated, and on a GPU."""
+"""chunk_gated_delta_rule: whole prompts against the recurrence in float64."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def recurrence(given: Case) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (x.repeat_interleave(g.shape[1] // x.shape[1], 1) for x in (q, k, v))
     states, out = given["initial_state"].double().clone(), torch.zeros_like(v)
     bounds = given["cu_seqlens"].tolist()
-    for n, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (first, end) in enumerate(itertools.pairwise(bounds)):
         h = states[n]
         for t in range(first, end):
             h = h * g[t, :, None, None]

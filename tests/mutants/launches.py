@@ -17,7 +17,9 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
@@ -33,6 +35,7 @@ from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
+from tests.inputs.good import good_calls
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
 from tests.support.attention import Case
@@ -130,6 +133,11 @@ def _gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *,
         arguments["intermediate_states_buffer"] = poisoned((2, tokens, 2, head_dim, head_dim), torch.float32, "cpu")
     with GATED_DELTA_RULE.forced(tactic) if tactic else nullcontext():
         jitfp4.gated_delta_rule_mtp(**arguments)
+
+
+def _gdn_prefill(tactic: PrefillTactic) -> None:
+    with GATED_DELTA_RULE_PREFILL.forced(tactic):
+        jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
 
 
 def _quantize(call: Callable[[torch.Tensor, torch.Tensor], object], m: int = 10, k: int = 96) -> None:
@@ -249,6 +257,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
+    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(2, 2)),
+    "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(2, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),

@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_gdn": ({}, {"gdn"}),
+    "bench_gdn_prefill": ({"CELLS": ((1, 128),), "ERROR_TOKENS": 64}, {"gdn_prefill", "gdn_prefill_errors"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),

@@ -10,7 +10,8 @@ from jitfp4.families.gdn.prefill_arguments import CHUNK, PrefillArguments
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gdn.problem import HEAD_DIMS, STATE_DTYPES, VALUE_DIMS
 from jitfp4.public import public
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device, output as output_of
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+from jitfp4.tensors import output as output_of
 
 _BACKENDS = ("auto", "flashinfer", "cake_gdn", "cudnn")
 
@@ -94,6 +95,8 @@ def chunk_gated_delta_rule(
         raise ArgumentError("backend", repr(backend), ", ".join(_BACKENDS))
     if use_cp not in ("auto", True, False):
         raise ArgumentError("use_cp", repr(use_cp), "'auto', True or False")
+    if max_seqlen is not None and max_seqlen < 0:
+        raise ArgumentError("max_seqlen", max_seqlen, "None or a number of tokens")
     if _cp_chunk_len is not None:
         raise ArgumentError("_cp_chunk_len", _cp_chunk_len, "None: sequences are not divided")
     heads, sequences = _check_inputs(q, k, v, g, beta, cu_seqlens)
@@ -120,7 +123,7 @@ def chunk_gated_delta_rule(
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, sequences, head_shape, known, q
     )
     out = output_of("output", output, (q.shape[0], *head_shape[:2]), (q.dtype,), like=q)
-    in_place = initial_state is not None and output_state is not None and _same(initial_state, output_state)
+    in_place = initial_state is not None and initial_state is output_state
     if output_state is not None and q.shape[0] == 0 and not in_place:
         _carry(initial_state, output_state, state_indices)
     GATED_DELTA_RULE_PREFILL(
@@ -166,7 +169,9 @@ def _check_inputs(
         check_dtype(name, tensor, (q.dtype,))
         check_same_device(name, tensor, q)
         if tensor.dim() != 3 or tensor.shape[0] != tokens or tensor.shape[1] == 0 or tensor.shape[2] not in dims:
-            raise ArgumentError(name, f"shape {tuple(tensor.shape)}", f"[{tokens}, heads, {' or '.join(map(str, dims))}]")
+            raise ArgumentError(
+                name, f"shape {tuple(tensor.shape)}", f"[{tokens}, heads, {' or '.join(map(str, dims))}]"
+            )
     heads = max(q.shape[1], k.shape[1], v.shape[1])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if heads % tensor.shape[1]:
@@ -174,7 +179,9 @@ def _check_inputs(
         row = tensor.shape[1] * tensor.shape[2]
         dense = tensor.stride(2) == 1 and (tensor.shape[1] == 1 or tensor.stride(1) == tensor.shape[2])
         if not dense or (tokens > 1 and (tensor.stride(0) < row or tensor.stride(0) % 8)):
-            raise ArgumentError(name, f"strides {tensor.stride()}", "dense heads, tokens apart by a multiple of 16 bytes")
+            raise ArgumentError(
+                name, f"strides {tensor.stride()}", "dense heads, tokens apart by a multiple of 16 bytes"
+            )
     for name, gate in (("g", g), ("beta", beta)):
         if gate is not None:
             check_dtype(name, gate, (torch.float32,))
@@ -230,11 +237,6 @@ def _check_checkpoints(
         _check_state("state_checkpoints", checkpoints, None, shape, dtype, like)
         check_contiguous("state_checkpoints", checkpoints)
         _check_list("checkpoint_cu_starts", starts, sequences + 1, like)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory in the same shape."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _carry(initial: torch.Tensor | None, final: torch.Tensor, slots: torch.Tensor | None) -> None:

@@ -57,7 +57,7 @@ class PrefillSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: for each stage a chunk's products, keys, values, queries and left operands."""
+        """Shared memory of a CTA in bytes: a stage has products, keys, values, queries and left operands."""
         rows = CHUNK * (2 * (self.head_dim + 8) + CHUNK_ROWS * self.pairs + 8) * 2
         left = self.pairs * CHUNK_ROWS * (self.head_dim + CHUNK) * 2
         return self.stages * (PRODUCTS_BYTES + rows + left)
