@@ -102,7 +102,7 @@ class _Prompt:
         batch, tokens = query.shape[:2]
         fits = query.dtype in _DTYPES and (key.shape[-1], value.shape[-1]) in _HEAD_DIMS
         if not fits or (cu_seqlens is not None and batch > 1):
-            options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            options: dict[str, Any] = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             options |= {"chunk_size": chunk_size, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
             return self.known(query, key, value, g=g, beta=beta, **options, **kwargs)
         if cu_seqlens is None:
