@@ -55,7 +55,13 @@ _HOMES = {
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",
     ),
-    "jitfp4.families.experts": ("Fp4Experts", "fp4_experts", "prepare_fp4_experts"),
+    "jitfp4.families.experts": (
+        "Fp4Experts",
+        "fp4_experts",
+        "fused_topk_deepseek",
+        "prepare_fp4_experts",
+        "route_experts",
+    ),
     "jitfp4.families.gdn": (
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",

@@ -104,7 +104,7 @@ _UPDATED = {
 
 _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
-    *("lse", "output_k", "output_v"),
+    *("lse", "output_k", "output_v", "out_ids", "out_weights", "topk_indices", "topk_values"),
 )
 
 
@@ -133,6 +133,8 @@ def _fits_no_other(bad: Bad) -> bool:
         "q",
         "x",
         "topk_ids",
+        "scores",
+        "logits",  # their number is that of experts, which groups divide
     )
     return (
         sized
