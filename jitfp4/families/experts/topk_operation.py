@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from jitfp4.arch import Arch
-from jitfp4.dtypes import FLOATS
+from jitfp4.dtypes import FLOATS, HALVES
 from jitfp4.families.experts.kernels.topk import TOPK, TopkTactic
 from jitfp4.families.experts.topk_problem import Method, TopkArguments, TopkProblem
 from jitfp4.formats import DType
@@ -28,6 +28,8 @@ def _problems(_arch: Arch) -> Iterator[TopkProblem]:
     """Routers of published models."""
     for logits, method, experts in product(FLOATS.values(), Method, (64, 128, 256, 384, 512)):
         yield TopkProblem(logits, DType.F32, method, 64, experts)
+    for logits in HALVES.values():  # FlashInfer's fused_topk_deepseek
+        yield TopkProblem(logits, logits, Method.SIGMOID, 64, 256)
 
 
 def _reference(arguments: TopkArguments) -> None:
