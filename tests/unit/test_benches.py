@@ -36,6 +36,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
+    "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
     "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),
