@@ -153,6 +153,7 @@ def good_calls() -> Calls:
         **_kv_calls(),
         **_attention_calls(),
         **_gemm_calls(),
+        **_conv_calls(),
         **_experts_calls(),
     }
 
@@ -378,6 +379,31 @@ def _gemm_calls() -> Calls:
             "format": MXFP4,
         },
         "Fp4Weight.from_tensors": lambda: {"named": weight().tensors()},
+    }
+
+
+def _conv_calls() -> Calls:
+    """Filters of 4 taps on 64 channels; sequences of two tokens and one."""
+    given: Callable[[], Arguments] = lambda: {"weight": _half(64, 4), "bias": _half(64), "activation": "silu"}  # noqa: E731
+    return {
+        "causal_conv1d_fn": lambda: {
+            "x": _half(3, 64).T,
+            **given(),
+            "conv_states": _half(5, 64, 3),
+            "query_start_loc": _ints(0, 2, 3),
+            "cache_indices": _ints(3, 1),
+            "has_initial_state": torch.tensor([True, False]),
+        },
+        "causal_conv1d_update": lambda: {
+            "x": _half(3, 64),
+            "conv_state": _half(5, 64, 4),
+            **given(),
+            "conv_state_indices": _ints(3, 1),
+            "num_accepted_tokens": _ints(1, 2),
+            "query_start_loc": _ints(0, 2, 3),
+            "max_query_len": 2,
+            "out": _half(3, 64),
+        },
     }
 
 

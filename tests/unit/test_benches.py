@@ -21,6 +21,8 @@ RESULTS = ROOT / "bench/results"
 # A program and its arguments; constants that leave less to do; the files that it writes.
 RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_conv": ({}, {"conv"}),
+    "bench_conv --part search": ({}, {"conv_search"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_gdn": ({}, {"gdn"}),
