@@ -325,7 +325,7 @@ __device__ __forceinline__ float of_key(uint32 key) { return __uint_as_float(key
 
 __device__ __forceinline__ float exp_of(float v) { return ptx::ex2_approx(v * 0x1.715476p+0f); }
 __device__ __forceinline__ float score_of(float logit) {
-  return kMethod == Method::kSoftmax ? logit : 1.0f / (1.0f + exp_of(-logit));
+  return kMethod == Method::kSoftmax ? logit : ptx::rcp_approx(1.0f + exp_of(-logit));
 }
 __device__ __forceinline__ float sum_of_warp(float v) {
   float sum[1] = {v};
@@ -333,23 +333,37 @@ __device__ __forceinline__ float sum_of_warp(float v) {
   return sum[0];
 }
 
-// Keeps the keys of the experts in the `kept` best groups of `size` neighbouring experts. A group counts as much as its
-// two best experts together. There are up to 32 groups: lane g has the key of group g.
+// The key of a group: its two best experts count together. Each lane has the keys of its own two best.
+__device__ __forceinline__ uint32 key_of_group(uint32 first, uint32 second, int lane) {
+  const uint32 best  = __reduce_max_sync(kAll, first);
+  const bool   leads = lane == __ffs(__ballot_sync(kAll, first == best)) - 1;
+  const uint32 next  = __reduce_max_sync(kAll, leads ? second : first);
+  return key_of(of_key(best) + of_key(next));
+}
+
+// Keeps the keys of the experts in the `kept` best groups of `size` neighbouring experts. There are up to 32 groups:
+// lane g has the key of group g.
 __device__ __forceinline__ void keep_groups(uint32 (&keys)[kPerLane], int lane, int groups, int size, int kept) {
   const auto is_in = [&](int i, int group) { return uint32(i * kWarp + lane - group * size) < uint32(size); };
   uint32 own = 0, is_kept = 0;
-  for (int group = 0; group < groups; ++group) {
-    uint32 first = 0, second = 0;
+  if (size == kWarp) {  // a group has one expert of each lane: all are reduced together
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      const uint32 key = is_in(i, group) ? keys[i] : 0;
-      second = max(second, min(first, key));
-      first  = max(first, key);
+      const uint32 key = key_of_group(keys[i], 0, lane);
+      if (lane == i && i < groups) own = key;
     }
-    const uint32 best = __reduce_max_sync(kAll, first);
-    const bool   leads = lane == __ffs(__ballot_sync(kAll, first == best)) - 1;
-    const uint32 next  = __reduce_max_sync(kAll, leads ? second : first);
-    if (lane == group) own = key_of(of_key(best) + of_key(next));
+  } else {
+    for (int group = 0; group < groups; ++group) {
+      uint32 first = 0, second = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const uint32 key = is_in(i, group) ? keys[i] : 0;
+        second = max(second, min(first, key));
+        first  = max(first, key);
+      }
+      const uint32 key = key_of_group(first, second, lane);
+      if (lane == group) own = key;
+    }
   }
   for (int n = 0; n < kept; ++n) {
     const uint32 best  = __reduce_max_sync(kAll, own);
@@ -421,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp) experts_topk(
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i)
     keys[i] = i * kWarp + lane < int(experts) ? key_of(score_of(scores[i]) + added[i]) : 0;
-  if (groups > 1) keep_groups(keys, lane, int(groups), int(experts / groups), int(topk_groups));
+  if (groups > 1) keep_groups(keys, lane, int(groups), int(experts) / int(groups), int(topk_groups));
 
   const float all = kMethod == Method::kSoftmax && !renormalize ? sum_of_exps(keys) : 1.0f;
   Taken own = {};
