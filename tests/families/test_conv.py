@@ -57,6 +57,15 @@ def test_without_states_before_without_bias_and_activation(device: str) -> None:
     assert_convolved(given, out, states, has=[False] * len(RAGGED), silu=False)
 
 
+def test_large_sums(device: str) -> None:
+    """Where exp(-sum) overflows, or is nothing beside 1."""
+    given = make_sequences(RAGGED, 24)
+    given = given._replace(x=given.x * 2000, states=given.states * 2000)
+    out, states = prompts(given, device, has=[True] * 8)
+    assert_convolved(given, out, states)
+    assert (out.abs() > 1000).any()
+
+
 def test_slots_that_are_none(device: str) -> None:
     given = make_sequences(RAGGED, 24)
     given.slots[[1, 3, 4, 6]] = torch.tensor([-1, 0, 99, 1 << 30], dtype=torch.int32)
