@@ -99,12 +99,14 @@ _UPDATED = {
     "gated_delta_rule_mtp": ("initial_state", "intermediate_states_buffer"),
     "gated_delta_rule_decode_pretranspose": ("state", "intermediate_states_buffer"),
     "gated_delta_rule_decode": ("state",),
+    "causal_conv1d_fn": ("conv_states",),
+    "causal_conv1d_update": ("conv_state",),
 }
 """What functions write in place that is no output."""
 
 _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
-    *("lse", "output_k", "output_v"),
+    *("lse", "output_k", "output_v", "out_ids", "out_weights", "topk_indices", "topk_values"),
 )
 
 
@@ -133,6 +135,8 @@ def _fits_no_other(bad: Bad) -> bool:
         "q",
         "x",
         "topk_ids",
+        "scores",
+        "logits",  # their number is that of experts, which groups divide
     )
     return (
         sized
@@ -147,7 +151,7 @@ _LISTS = (
     *("indptr", "indices", "last_page_len", "paged_kv_indptr_buffer", "paged_kv_indices_buffer"),
     *("paged_kv_last_page_len_buffer", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
     *("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
-    *("cum_seq_lens_kv", "batch_size", "unswizzled_sf"),
+    *("cum_seq_lens_kv", "batch_size", "unswizzled_sf", "query_start_loc", "conv_state_indices"),
 )
 """Arguments whose lengths go together: lists of integers, and scales with the place for their copy."""
 
@@ -168,6 +172,8 @@ def is_allowed(bad: Bad) -> bool:
         or (
             bad.argument == "int_workspace_buffer" and isinstance(bad.arguments[bad.argument], torch.Tensor)
         )  # not used
+        or bad.argument == "metadata"  # not used
+        or (bad.function, bad.argument, bad.what) == ("causal_conv1d_update", "out", "memory of x")  # in place
         or (bad.argument == "block_size" and bad.what == "16")
         or (bad.argument in _BUFFERS and bad.what.startswith(("of torch.", "of another rank", "one element")))
         or (
@@ -199,7 +205,12 @@ _LEGAL = {
     ("named", "without bias2"),
     *itertools.product(("expert_map",), ("one element too many", "one element too few")),  # any number of experts
     ("w13_alpha", "one element too few"),  # one for both halves
-    *itertools.product(("expert",), ("0",)),
+    *itertools.product(("expert", "null_block_id"), ("0",)),
+    *itertools.product(("null_block_id",), ("-16", "7")),  # a slot that is none
+    ("pad_slot_id", "-16"),
+    *itertools.product(("max_query_len",), ("0", "-16")),  # not used
+    ("weight", "one element too few"),  # a filter of three taps
+    *itertools.product(("conv_states", "conv_state"), ("one element too many", "every other element")),
     ("q", "one row too many"),  # another head
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it

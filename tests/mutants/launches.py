@@ -40,11 +40,13 @@ from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
 from tests.support.attention import Case
 from tests.support.compare import poisoned
+from tests.support.conv import make_sequences
 from tests.support.gdn import case
 from tests.support.gemm import assert_fp4_product, assert_product
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
+from tests.support.routing import ROUTERS, make_logits
 
 ARCHS = ("sm_90a", "sm_100a")
 CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
@@ -211,6 +213,20 @@ def _fp4_wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
         engine.reset()
 
 
+def _topk() -> None:
+    router = ROUTERS["uneven groups"]
+    logits, bias = make_logits(router, 3)
+    jitfp4.route_experts(logits, router.top_k, **router.options(bias))
+
+
+def _conv(*, decode: bool) -> None:
+    given = make_sequences([1, 1] if decode else [5, 2], 24)
+    if decode:
+        jitfp4.causal_conv1d_update(given.x, given.states, given.weight, given.bias, "silu", given.slots)
+    else:
+        jitfp4.causal_conv1d_fn(given.x.T, given.weight, given.bias, given.states, given.starts, given.slots)
+
+
 def _tile(arch: str) -> None:
     """The tile of a GEMM in tests/sim/gemm_kernels.py, on the architecture that has its instructions."""
     device = sim.active_device()
@@ -278,6 +294,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, pair": lambda: _mm_fp4(K64Tactic(64, 2, 2), 200),
     "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
+    "experts, topk": _topk,
+    "conv, prompts": lambda: _conv(decode=False),
+    "conv, tokens": lambda: _conv(decode=True),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 

@@ -21,6 +21,8 @@ RESULTS = ROOT / "bench/results"
 # A program and its arguments; constants that leave less to do; the files that it writes.
 RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_conv": ({}, {"conv"}),
+    "bench_conv --part search": ({}, {"conv_search"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_gdn": ({}, {"gdn"}),
@@ -37,6 +39,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
+    "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
     "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),

@@ -197,6 +197,23 @@ def test_the_example_of_shapes_is_tuned(script: Path, tmp_path: Path, arguments:
     assert {choice.operation for choice in choices} == {"mm_fp4" if arguments else "mm_bf16_fp4"}
 
 
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "few"])
+def test_the_example_of_layers_of_experts_is_tuned(script: Path, tmp_path: Path, routing: str) -> None:
+    """Three tokens without a list of items, forty with one: every step of both layers has a choice."""
+    example = Path(__file__).parents[2] / "examples" / "expert_layers.py"
+    layer = ["16x4x64x96", "--tokens", "3", "40", "--routing", routing, "--device", "cpu"]
+    with sim.device("sm_90a"):
+        tuned = run("tune", "--out", tmp_path / "tactics.json", "--", example, *layer)
+    assert tuned.exit_code == 0, tuned.stderr
+    choices = tactics.read(tmp_path / "tactics.json").choices.values()
+    assert {(choice.operation, choice.problem["tokens"]) for choice in choices} == {
+        *((operation, tokens) for operation in ("experts_topk", "experts_up", "experts_down") for tokens in (4, 64)),
+        *((operation, 64) for operation in ("experts_route", "experts_results")),
+    }
+    up = [choice.problem for choice in choices if choice.operation == "experts_up"]
+    assert {(problem["experts"], problem["slots"], problem["n"], problem["k"]) for problem in up} == {(16, 4, 192, 64)}
+
+
 def test_ctrl_c_is_status_130(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
