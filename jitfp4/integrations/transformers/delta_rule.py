@@ -102,8 +102,13 @@ class _Prompt:
         batch, tokens = query.shape[:2]
         fits = query.dtype in _DTYPES and (key.shape[-1], value.shape[-1]) in _HEAD_DIMS
         if not fits or (cu_seqlens is not None and batch > 1):
-            options: dict[str, Any] = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-            options |= {"chunk_size": chunk_size, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
+            options: dict[str, Any] = {
+                "chunk_size": chunk_size,
+                "initial_state": initial_state,
+                "output_final_state": output_final_state,
+                "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+                "cu_seqlens": cu_seqlens,
+            }
             return self.known(query, key, value, g=g, beta=beta, **options, **kwargs)
         if cu_seqlens is None:
             cu_seqlens = torch.arange(0, (batch + 1) * tokens, tokens, device=query.device)
