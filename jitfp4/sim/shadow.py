@@ -1,4 +1,5 @@
-"""The last accesses to every cell of a memory: who wrote it, and up to two of those who read it since.
+"""The last accesses to every cell of a memory: who wrote it, one more who did by a strong write that is not ordered
+with the last, and up to two of those who read it since.
 
 A record is one integer: the accessor's id above 32 bits, its time above two bits of how it accessed. Ids of one batch
 of CTAs are those of its threads, then those of its agents (clocks.py), above ``base``; zero is nobody.
@@ -19,7 +20,8 @@ STRONG, READ_ONLY, PROXY = 1, 2, 4
 """How: volatile, relaxed or atomic; through the non-coherent path; through the async proxy."""
 _HOW = 3
 WIDEST = 16
-_ARRAYS = ("wrote", "read", "read_before", "wrote_at", "read_at")
+_RECORDS = ("wrote", "wrote_before", "read", "read_before")
+_ARRAYS = (*_RECORDS, "wrote_at", "wrote_before_at", "read_at")
 _TIME = (1 << 29) - 1
 
 
@@ -43,8 +45,8 @@ class Cells:
         self.phase = phase % WIDEST
         self.width = WIDEST
         count = -(-(size + self.phase) // WIDEST)
-        self.wrote, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(3))
-        self.wrote_at, self.read_at = (np.zeros(count, np.int32) for _ in range(2))
+        self.wrote, self.wrote_before, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(4))
+        self.wrote_at, self.wrote_before_at, self.read_at = (np.zeros(count, np.int32) for _ in range(3))
         self.used = False  # some record has been made
 
     def refine(self, size: int) -> None:
@@ -96,18 +98,31 @@ class Cells:
             self.read_before[cell[lost]] = record[lost]
         self.read_at[cell] = pc
 
-    def note_write(self, cell: Array, record: Array, pc: int) -> Array:
-        """Remember writes. Returns which lanes wrote a cell that another lane wrote in the same instruction."""
+    def note_write(self, cell: Array, record: Array, pc: int, unordered: Array | None = None) -> Array:
+        """Remember writes. Returns which lanes wrote a cell that another lane wrote in the same instruction.
+
+        ``unordered``, of strong writes, marks those whose predecessor in the cell is not behind them.
+        """
         self.used = True
+        if unordered is None:
+            self.wrote_before[cell] = 0
+        elif unordered.any():
+            at = cell[unordered]
+            self.wrote_before[at] = self.wrote[at]
+            self.wrote_before_at[at] = self.wrote_at[at]
         self.wrote[cell] = record
         self.wrote_at[cell] = pc
         self.read[cell] = 0
         self.read_before[cell] = 0
-        return np.asarray(self.wrote[cell] != record)
+        lost = np.asarray(self.wrote[cell] != record)
+        if unordered is not None and lost.any():
+            self.wrote_before[cell[lost]] = record[lost]
+            self.wrote_before_at[cell[lost]] = pc
+        return lost
 
     def clear(self, cell: Array | slice) -> None:
-        for records in (self.wrote, self.read, self.read_before):
-            records[cell] = 0
+        for name in _RECORDS:
+            getattr(self, name)[cell] = 0
 
     def take(self, other: Cells, first: int) -> None:
         """Take over the records of a range that begins ``first`` bytes into this one."""
@@ -122,7 +137,7 @@ class Cells:
 
     def belong_to(self, who: int, *, keep: bool) -> None:
         """Ascribe every access to ``who``; without ``keep`` those that already are its own are forgotten."""
-        for records in (self.wrote, self.read, self.read_before):
+        for records in (getattr(self, name) for name in _RECORDS):
             mine = who_of(records) == who
             if not keep:
                 records[mine] = 0
