@@ -212,7 +212,10 @@ def _entry(module: Module, name: str | None) -> Function:
     for function in entries:
         if function.name == name:
             return function
-    raise SimParseError(f"entry {name!r} is not one of {', '.join(f.name for f in entries) or 'none'}")
+    found = ", ".join(function.name for function in entries) or "none"
+    if name is None:
+        raise SimParseError(f"the entry has to be named (--entry), because there is not one but these: {found}")
+    raise SimParseError(f"entry {name!r} is not one of these: {found}")
 
 
 def _fill(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Any]:
