@@ -226,7 +226,7 @@ class Races:
         if not wrote.any():
             return
         self._against(place, wrote, cells.wrote_at, verb)
-        if (before := cells.wrote_before[cell]).any():
+        if cells.twice and (before := cells.wrote_before[cell]).any():
             self._against(place, before, cells.wrote_before_at, verb)
         if place.how & READ_ONLY and (wrote >> 32 > PREVIOUS_GRID).any():
             at = int(np.flatnonzero(wrote >> 32 > PREVIOUS_GRID)[0])

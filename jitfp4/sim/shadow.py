@@ -21,6 +21,7 @@ STRONG, READ_ONLY, PROXY = 1, 2, 4
 _HOW = 3
 WIDEST = 16
 _RECORDS = ("wrote", "wrote_before", "read", "read_before")
+_BESIDE = ("wrote_before", "wrote_before_at")
 _ARRAYS = (*_RECORDS, "wrote_at", "wrote_before_at", "read_at")
 _TIME = (1 << 29) - 1
 
@@ -48,6 +49,7 @@ class Cells:
         self.wrote, self.wrote_before, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(4))
         self.wrote_at, self.wrote_before_at, self.read_at = (np.zeros(count, np.int32) for _ in range(3))
         self.used = False  # some record has been made
+        self.twice = False  # and some of a strong write beside another: until then those arrays take no memory
 
     def refine(self, size: int) -> None:
         """Make cells at most ``size`` bytes wide."""
@@ -55,7 +57,8 @@ class Cells:
             for name in _ARRAYS:
                 records = getattr(self, name)
                 # Zeros of a new array take no memory before they are written: buffers may be large.
-                fine = np.repeat(records, 2) if self.used else np.zeros(2 * len(records), records.dtype)
+                kept = self.twice if name in _BESIDE else self.used
+                fine = np.repeat(records, 2) if kept else np.zeros(2 * len(records), records.dtype)
                 setattr(self, name, fine)
             self.width //= 2
 
@@ -105,9 +108,10 @@ class Cells:
         """
         self.used = True
         if unordered is None:
-            self.wrote_before[cell] = 0
+            if self.twice:
+                self.wrote_before[cell] = 0
         elif unordered.any():
-            at = cell[unordered]
+            at, self.twice = cell[unordered], True
             self.wrote_before[at] = self.wrote[at]
             self.wrote_before_at[at] = self.wrote_at[at]
         self.wrote[cell] = record
@@ -116,28 +120,33 @@ class Cells:
         self.read_before[cell] = 0
         lost = np.asarray(self.wrote[cell] != record)
         if unordered is not None and lost.any():
+            self.twice = True
             self.wrote_before[cell[lost]] = record[lost]
             self.wrote_before_at[cell[lost]] = pc
         return lost
 
+    def _records(self) -> list[Array]:
+        return [getattr(self, name) for name in _RECORDS if self.twice or name not in _BESIDE]
+
     def clear(self, cell: Array | slice) -> None:
-        for name in _RECORDS:
-            getattr(self, name)[cell] = 0
+        for records in self._records():
+            records[cell] = 0
 
     def take(self, other: Cells, first: int) -> None:
         """Take over the records of a range that begins ``first`` bytes into this one."""
         width = min(self.width, other.width)
         self.used |= other.used
+        self.twice |= other.twice
         self.refine(width)
         other.refine(width)
         start = (first + self.phase) // width
-        for name in _ARRAYS:
+        for name in _ARRAYS if other.twice else (name for name in _ARRAYS if name not in _BESIDE):
             records = getattr(other, name)
             getattr(self, name)[start : start + len(records)] = records
 
     def belong_to(self, who: int, *, keep: bool) -> None:
         """Ascribe every access to ``who``; without ``keep`` those that already are its own are forgotten."""
-        for records in (getattr(self, name) for name in _RECORDS):
+        for records in self._records():
             mine = who_of(records) == who
             if not keep:
                 records[mine] = 0
