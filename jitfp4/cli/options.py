@@ -44,7 +44,7 @@ KernelNames = Annotated[
         "--kernel",
         "--family",
         metavar="NAMES",
-        help="Comma-separated: kernels, or families of them.",
+        help="Comma-separated: kernels, families of them, or operations.",
     ),
 ]
 
