@@ -103,8 +103,8 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
             tuned = {getattr(tactic, name) for tactic in self.tactics if hasattr(tactic, name)}
             if tuned and getattr(spec, name) not in tuned:
                 allowed = ", ".join(map(str, sorted(tuned)))
-            elif not tuned and type(value) is int and not 1 <= value <= _MAX_SIZE:
-                allowed = f"1 to {_MAX_SIZE}"
+            elif not tuned and type(value) is int and not 0 <= value <= _MAX_SIZE:
+                allowed = f"0 to {_MAX_SIZE}"
             else:
                 continue
             raise ArgumentError("spec", f"{name}={value}"[:80], f"{allowed} in {self.name}")
