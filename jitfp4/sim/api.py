@@ -41,7 +41,7 @@ class Stats:
     executed: Counter[int] = field(default_factory=Counter)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # a large kernel takes 16 MB
 def load(ptx: str, entry: str | None = None) -> Program:
     """Parse and decode a module. Raises SimParseError, whatever the text is."""
     try:
