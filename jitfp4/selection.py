@@ -19,13 +19,11 @@ class Row(Generic[TacticT]):
     a problem that the row does not fit.
 
     Each entry of ``when`` names an attribute of the problem, or a method of it that takes the architecture. A number is
-    an inclusive upper bound; any other value must equal the attribute. ``measured`` is the committed file from which
-    the row was read, where that is not the table's.
+    an inclusive upper bound; any other value must equal the attribute.
     """
 
     tactic: TacticT
     when: Mapping[str, Any] = field(default_factory=dict)
-    measured: str | None = None
 
     def of(self, problem: Any, arch: Arch) -> Any:
         """The row's tactic; None for a problem that it does not fit."""
@@ -44,13 +42,14 @@ class Table(Generic[TacticT]):
     """Rows in order of preference: the first that fits a problem, and whose tactic can run it, is taken.
 
     ``measured`` is the committed file below ``bench/results`` from which the rows follow; None for rows that are not
-    measured. A table serves the architectures with the capability ``needs``, a field of Arch; None stands for all
-    that no other table of the operation serves.
+    measured. ``elsewhere`` names another file for the rows whose tactics are of a type. A table serves the architectures
+    with the capability ``needs``, a field of Arch; None stands for all that no other table of the operation serves.
     """
 
     rows: tuple[Row[TacticT], ...]
     measured: str | None
     needs: str | None = None
+    elsewhere: Mapping[type, str] = field(default_factory=dict)
 
     def serves(self, arch: Arch) -> bool:
         return self.needs is not None and bool(getattr(arch, self.needs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -63,62 +62,63 @@ TABLE = Table(
 
 # The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-_ROWS: tuple[Row[Any], ...] = (
-    *reversed(_narrow.values()),
-    *rows(
-        (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
-        (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
-        (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
-        (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
-        (WideTactic(32, 4), {}),
-        m=32,
-    ),
-    *rows(
-        (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
-        (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
-        (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
-        (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
-        (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
-        (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
-        (WideTactic(64, 4), {"tiles_per_sm": 4.0}),
-        (WideTactic(64, 4, divided=True), {}),
-        m=64,
-    ),
-    *rows(
-        (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.25}),
-        (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.5}),
-        (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
-        (WideTactic(128, 2, split=2), {"tiles_per_sm": 1.0}),
-        (WideTactic(128, 3, split=2), {"tiles_per_sm": 1.3}),
-        (WideTactic(128, 3, divided=True), {}),
-        m=128,
-    ),
-    *rows(
-        (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.25}),
-        (WideTactic(128, 1, 2), {"tiles_per_sm": 0.5, "k": 4096}),
-        (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.5}),
-        (WideTactic(128, 3, split=2), {"tiles_per_sm": 0.75}),
-        (WideTactic(256, 1, 2), {"tiles_per_sm": 1.0}),
-        (WideTactic(256, 2, divided=True), {"tiles_per_sm": 1.5}),
-        (WideTactic(256, 2, cluster=2, divided=True, band=8), {}),
-        m=256,
-    ),
-    *rows(
-        (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.25}),
-        (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5}),
-        (WideTactic(128, 3), {"tiles_per_sm": 0.75}),
-        (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
-        m=512,
-    ),
-    Row(WideTactic(256, 1, 2), {"m": 2048, "tiles_per_sm": 0.25}),
-    Row(WideTactic(256, 2, divided=True), {"tiles_per_sm": 0.25}),
-    Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
-    Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
-)
+# Rows of gemm/narrow were read from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
-    tuple(replace(row, measured=TABLE.measured) if isinstance(row.tactic, NarrowTactic) else row for row in _ROWS),
+    (
+        *reversed(_narrow.values()),
+        *rows(
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
+            (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
+            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(32, 4), {}),
+            m=32,
+        ),
+        *rows(
+            (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
+            (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
+            (WideTactic(64, 4), {"tiles_per_sm": 4.0}),
+            (WideTactic(64, 4, divided=True), {}),
+            m=64,
+        ),
+        *rows(
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 1.0, "k": 8192}),
+            (WideTactic(128, 2, split=2), {"tiles_per_sm": 1.0}),
+            (WideTactic(128, 3, split=2), {"tiles_per_sm": 1.3}),
+            (WideTactic(128, 3, divided=True), {}),
+            m=128,
+        ),
+        *rows(
+            (WideTactic(128, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(128, 1, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(128, 3, split=2), {"tiles_per_sm": 0.75}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 1.0}),
+            (WideTactic(256, 2, divided=True), {"tiles_per_sm": 1.5}),
+            (WideTactic(256, 2, cluster=2, divided=True, band=8), {}),
+            m=256,
+        ),
+        *rows(
+            (WideTactic(256, 1, 2, 2), {"tiles_per_sm": 0.25}),
+            (WideTactic(256, 1, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(128, 3), {"tiles_per_sm": 0.75}),
+            (WideTactic(256, 2), {"tiles_per_sm": 1.0}),
+            m=512,
+        ),
+        Row(WideTactic(256, 1, 2), {"m": 2048, "tiles_per_sm": 0.25}),
+        Row(WideTactic(256, 2, divided=True), {"tiles_per_sm": 0.25}),
+        Row(WideTactic(256, 2), {"waves": 4.0, "idle": 0.05}),
+        Row(WideTactic(256, 2, cluster=2, divided=True, band=8)),
+    ),
     measured="h200/gemm_wide_search.csv",
     needs="has_wgmma",
+    elsewhere={NarrowTactic: "h200/gemm_search.csv"},
 )
 
 _LOADS = {  # with wgmma
