@@ -146,8 +146,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
         table, row, tactic = self._row(problem, arch)
-        source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
-        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {source}")
+        measured = table.elsewhere.get(type(tactic), table.measured)
+        source = f"read from bench/results/{measured}" if measured else "a model, not measured"
+        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {len(table.rows)}, {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
         """The problem that stands for all that share a tuned choice: ``growing`` fields become powers of two."""

@@ -251,7 +251,9 @@ def tune(
         call()
     targets = {one.target._replace(races=False) for one in seen.values()}
     if len(targets) != 1:
-        raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", "one that launches kernels on one GPU")
+        here = "" if torch.cuda.is_available() else "; this machine has no GPU, and calls on CPU tensors launch nothing"
+        allowed = f"one that launches kernels on one GPU{here}"
+        raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", allowed)
     file = _continued(known, path, targets.pop())
     todo = [one for one in seen.values() if again or not _has(file, one)]
     with _bar(len(todo), shown=progress) as bar:
