@@ -26,7 +26,7 @@ _MOST_STAGED = 64  # rows of results
 _STORED_ROWS = 16  # of results, which a warp writes at a time
 _FEW_ROWS, _FEWEST_ROWS = 32, 8
 _MOST_ROWS = 256  # of a product
-_MAX_TEAMS = 4
+_MAX_TEAMS = 6
 _MAX_SUMS = 512  # rows of x, over all warpgroups
 _CLUSTERS = (1, 2, 4)
 
@@ -231,14 +231,14 @@ _SIZES = (
 )
 
 _CUTS = ((16, 8), (32, 8), (48, 8), (64, 8), (80, 8), (96, 8), (128, 16), (160, 16))
+_GROUPS = {16: (3, 4, 5, 6), 32: (3, 4, 5), 128: (3,), 160: (3,)} | dict.fromkeys((48, 64, 80, 96), (3, 4))
 _WIDEST = (WideTactic(192, 32, 2, 2), WideTactic(256, 64, 2), WideTactic(256, 64, 2, 2))
 WIDE_TACTICS = (
     *(
         WideTactic(tile_m, step_m, groups, cluster)
         for tile_m, step_m in _CUTS
-        for groups in (3, 4)
+        for groups in _GROUPS[tile_m]
         for cluster in _CLUSTERS
-        if groups * tile_m <= _MAX_SUMS and (groups < 4 or tile_m <= 96)
     ),
     *_WIDEST,
 )
