@@ -188,8 +188,9 @@ def test_why_a_tactic_is_rejected() -> None:
         ("step_m", WideTactic(96, 64, 2)),
         ("step_m", WideTactic(48, 48, 2)),
         ("groups", WideTactic(64, 16, 1)),
-        ("groups", WideTactic(64, 16, 5)),
+        ("groups", WideTactic(64, 16, 7)),
         ("groups", WideTactic(256, 64, 3)),
+        ("cluster", WideTactic(64, 16, 4, 3)),
     ],
     ids=str,
 )
