@@ -47,7 +47,7 @@ def forced(tactic: WideTactic, **simulated: object) -> Iterator[None]:
 CASES = (  # tokens, hidden, inter, format, gated, dtype
     (WideTactic(64, 16, 3, 2), 70, 288, 96, NVFP4, True, BF16),
     (WideTactic(64, 16, 4), 60, 416, 352, MXFP4, True, F16),
-    (WideTactic(80, 8, 4, 4), 90, 96, 160, NVFP4, False, BF16),
+    (WideTactic(80, 8, 4, 2), 90, 96, 160, NVFP4, False, BF16),
     (WideTactic(96, 8, 3, 2), 100, 160, 224, MXFP4, False, F16),
     (WideTactic(160, 16, 3, 2), 150, 160, 96, NVFP4, True, F16),
     (WideTactic(256, 64, 2), 220, 32, 160, MXFP4, True, BF16),

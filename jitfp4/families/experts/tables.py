@@ -23,7 +23,7 @@ from jitfp4.selection import Row, Table, rows
 _FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
-_ITEM_ROWS = ((8, 1), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
+_ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 

@@ -28,7 +28,7 @@ _FEW_ROWS, _FEWEST_ROWS = 32, 8
 _MOST_ROWS = 256  # of a product
 _MAX_TEAMS = 6
 _MAX_SUMS = 512  # rows of x, over all warpgroups
-_CLUSTERS = (1, 2, 4)
+_CLUSTERS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +230,10 @@ _SIZES = (
     I64("k", "columns, a multiple of 32"),
 )
 
-_CUTS = ((16, 8), (32, 8), (48, 8), (64, 8), (80, 8), (96, 8), (128, 16), (160, 16))
-_GROUPS = {16: (3, 4, 5, 6), 32: (3, 4, 5), 128: (3,), 160: (3,)} | dict.fromkeys((48, 64, 80, 96), (3, 4))
+_CUTS = ((16, 8), (32, 8), (48, 8), (64, 8), (80, 8), (96, 8), (128, 16), (144, 16), (160, 16))
+_GROUPS = (
+    {16: (3, 4, 5, 6), 32: (3, 4, 5)} | dict.fromkeys((48, 64, 80, 96), (3, 4)) | dict.fromkeys((128, 144, 160), (3,))
+)
 _WIDEST = (WideTactic(192, 32, 2, 2), WideTactic(256, 64, 2), WideTactic(256, 64, 2, 2))
 WIDE_TACTICS = (
     *(
