@@ -54,7 +54,8 @@ CASES = (  # tokens, hidden, inter, format, gated, dtype
     (WideTactic(192, 32, 2, 2), 180, 64, 96, NVFP4, True, BF16),
     (WideTactic(16, 8, 4, 2), 20, 416, 64, NVFP4, True, BF16),
     (WideTactic(16, 8, 4), 20, 2080, 64, MXFP4, True, BF16),
-    (WideTactic(32, 8, 3), 37, 64, 32, MXFP4, True, BF16),
+    (WideTactic(16, 16, 5), 20, 544, 64, MXFP4, True, BF16),
+    (WideTactic(32, 32, 3), 37, 64, 32, MXFP4, True, BF16),
 )
 
 
