@@ -17,8 +17,9 @@ from jitfp4.selection import Row, Table
 
 TABLE: Table[WideTactic] = Table(
     (
+        Row(WideTactic(16, 8, 5), {"item_rows": 16, "n": 4096}),
         Row(WideTactic(16, 8, 4), {"item_rows": 16}),
-        Row(WideTactic(32, 8, 4), {"item_rows": 32}),
+        Row(WideTactic(32, 16, 5), {"item_rows": 32}),
         Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
         Row(WideTactic(64, 8, 4, 2), {"item_rows": 64}),
         Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
@@ -49,8 +50,9 @@ def _problem(arguments: ResultArguments) -> Problem:
 def _problems(arch: Arch) -> Iterator[Problem]:
     """One for each row of the table, where the kernel exists."""
     if arch.has_wgmma:
-        for dtype, block_format, item_rows in product(DTYPES.values(), BlockFormat, _ITEM_ROWS):
-            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, 2048, 768, item_rows)
+        sizes = [(2048, item_rows) for item_rows in _ITEM_ROWS] + [(7168, 16)]
+        for dtype, block_format, (n, item_rows) in product(DTYPES.values(), BlockFormat, sizes):
+            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, n, 768, item_rows)
 
 
 def _reference(arguments: ResultArguments) -> None:

@@ -78,9 +78,15 @@ _NARROW: tuple[Row[Any], ...] = (
 UP_TABLE: Table[Any] = Table((*_UP, *_NARROW), measured=None)
 DOWN_TABLE: Table[Any] = Table((*_DOWN, *_NARROW), measured=None)
 
+# experts_search_many: the more warpgroups, the better, where their tiles fill the last wave
 _WIDE: tuple[Row[Any], ...] = (
-    Row(WideTactic(16, 8, 4), {"item_rows": 16}),
-    Row(WideTactic(32, 8, 4), {"item_rows": 32}),
+    *rows(
+        (WideTactic(16, 8, 5), {"n": 2048}),
+        (WideTactic(16, 8, 4, 2), {"n": 4096}),
+        (WideTactic(16, 8, 6), {}),
+        item_rows=16,
+    ),
+    Row(WideTactic(32, 8, 5), {"item_rows": 32}),
     Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
     Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
     Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
@@ -95,7 +101,8 @@ def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
 
 
 def up_problems(_arch: Arch) -> Iterator[Problem]:
-    yield from _problems((Product.GATED, Product.PLAIN), 1536, 2048)
+    for n, k in ((1536, 2048), (4096, 7168), (5760, 2880)):
+        yield from _problems((Product.GATED, Product.PLAIN), n, k)
 
 
 def down_problems(_arch: Arch) -> Iterator[Problem]:

@@ -230,32 +230,16 @@ _SIZES = (
     I64("k", "columns, a multiple of 32"),
 )
 
-_CUTS = (
-    (16, 8),
-    (16, 16),
-    (32, 8),
-    (32, 16),
-    (32, 32),
-    (48, 8),
-    (64, 8),
-    (80, 8),
-    (96, 8),
-    (128, 16),
-    (144, 16),
-    (160, 16),
-)
-_GROUPS = (
-    {16: (3, 4, 5, 6), 32: (3, 4, 5)} | dict.fromkeys((48, 64, 80, 96), (3, 4)) | dict.fromkeys((128, 144, 160), (3,))
-)
-_WIDEST = (WideTactic(192, 32, 2, 2), WideTactic(256, 64, 2), WideTactic(256, 64, 2, 2))
+_CUTS = ((16, 8, (4, 5, 6)), (32, 8, (4, 5)), (48, 8, (4,)), (80, 8, (4,)), (96, 8, (4,)), (160, 16, (3,)))
 WIDE_TACTICS = (
     *(
         WideTactic(tile_m, step_m, groups, cluster)
-        for tile_m, step_m in _CUTS
-        for groups in _GROUPS[tile_m]
+        for tile_m, step_m, several in _CUTS
+        for groups in several
         for cluster in _CLUSTERS
     ),
-    *_WIDEST,
+    WideTactic(32, 16, 5),
+    WideTactic(256, 64, 2, 2),
 )
 
 WIDE_UP = Kernel(

@@ -323,28 +323,33 @@ template <typename T> struct SlotSum {
   int64 n;
   int   slots;
 
-  // Four columns from `at` on, of the slots that `taken` has a bit for.
-  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
+  // Eight columns from `at` on, of the slots that `taken` has a bit for.
+  __device__ __forceinline__ uint4 columns(int64 token, uint32 taken, int64 at) const {
     constexpr int kAtOnce = 8;
-    float4 sum = {};
+    float sum[8] = {};
     for (int slot = 0; slot < slots; slot += kAtOnce) {
-      uint2 v[kAtOnce];
+      uint4 v[kAtOnce];
       float w[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
         const int64 assignment = token * slots + slot + j;
-        v[j] = ptx::ld<uint2>(y + assignment * n + at);
+        v[j] = ptx::ld_once(y + assignment * n + at);
         w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
-        sum = {fmaf(w[j], low<T>(v[j].x), sum.x), fmaf(w[j], high<T>(v[j].x), sum.y),
-               fmaf(w[j], low<T>(v[j].y), sum.z), fmaf(w[j], high<T>(v[j].y), sum.w)};
+        const uint32 pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[2 * i] = fmaf(w[j], low<T>(pairs[i]), sum[2 * i]);
+          sum[2 * i + 1] = fmaf(w[j], high<T>(pairs[i]), sum[2 * i + 1]);
+        }
       }
     }
-    return sum;
+    return {to_pair<T>(sum[0], sum[1]), to_pair<T>(sum[2], sum[3]), to_pair<T>(sum[4], sum[5]),
+            to_pair<T>(sum[6], sum[7])};
   }
 };
 
@@ -371,10 +376,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  const int64 token = blockIdx.x, at = (int64(blockIdx.y) * kThreads + threadIdx.x) * 4;
+  const int64 token = blockIdx.x, at = (int64(blockIdx.y) * kThreads + threadIdx.x) * 8;
+  const int   lane  = threadIdx.x % kWarp;
+  const Routing routing{ids, expert_map, id_bytes, ids_end, experts};
+  const bool    is_taken = lane < slots && routing.expert(routing.id(token * slots + lane)) >= 0;
+  const uint32  taken    = __ballot_sync(0xFFFFFFFFu, is_taken);
   if (at >= n) return;
-  const Routing     routing{ids, expert_map, id_bytes, ids_end, experts};
   const SlotSum<In> total{y, weights, n, int(slots)};
-  const float4 v = total.quad(token, routing.taken(token, int(slots)), at);
-  st_halves<4>(out + token * out_stride + at, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
+  ptx::st(out + token * out_stride + at, total.columns(token, taken, at));
 }

@@ -1,5 +1,5 @@
 // experts_wide_up, generated from templates/experts/wide_up.cu.j2
-// spec: {"cluster":1,"dtype":"bf16","format":"nvfp4","groups":4,"product":"gated","step_m":8,"tile_m":16}
+// spec: {"cluster":1,"dtype":"bf16","format":"nvfp4","groups":5,"product":"gated","step_m":8,"tile_m":16}
 //
 // h = activation(x [tokens * slots, k] times the transposes of FP4 weights [n, k] of experts), for many rows of each
 // expert. The rows of x and of h are in the order of the list of items, which experts/route made; experts/gather wrote
@@ -693,9 +693,9 @@ constexpr Format kFormat = Format::kNvfp4;
 constexpr int kTileM     = 16;  // the most rows of an item
 constexpr int kStepM     = 8;  // products have a multiple of as many rows
 constexpr int kBoxM      = 8;  // and copies of as many
-constexpr int kGroups    = 4;  // consumer warpgroups, of 64 rows of the weight
+constexpr int kGroups    = 5;  // consumer warpgroups, of 64 rows of the weight
 constexpr int kCluster   = 1;  // CTAs with the same rows of x
-constexpr int kStages    = 10;
+constexpr int kStages    = 8;
 constexpr int kTileBytes = 4608;
 
 constexpr int kConsumers = kGroups * 128;  // threads
@@ -723,7 +723,7 @@ struct Shared {
   int32   order[kGroups][kTileM];  // assignments of the rows of x
   Barrier full[kStages], empty[kStages];
 };
-static_assert(sizeof(Shared) == 232448, "the launch counts on it");
+static_assert(sizeof(Shared) == 229376, "the launch counts on it");
 static_assert(kTileM % kStepM == 0 && kTileM % kBoxM == 0, "whole products and copies");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
@@ -772,7 +772,10 @@ class Consumer {
                                 + lane * 16),
         scales_(ptx::shared_address(shared.stages[0].weight[team]) + kCodeBytes + warp * kBlockScales
                 + lane / 4 * (kBlockScales / 8)),
-        empty_(ptx::cluster_address(shared.empty, lane % kCluster)), is_speaker_(lane < kCluster) {}
+        x_(ptx::wgmma_tile(ptx::shared_address(shared.stages[0].x[0]))),
+        empty_(ptx::cluster_address(shared.empty, lane % kCluster)), is_speaker_(lane < kCluster) {
+    asm volatile("" : "+r"(codes_), "+r"(scales_));  // computed once, not in every step
+  }
 
   // Waits until the step that is `behind` steps behind the next one has arrived, if the tile has as many.
   __device__ __forceinline__ void wait_behind(uint32 behind, uint32 steps) const {
@@ -823,7 +826,7 @@ class Consumer {
   // The half descriptor of x of the next stage, once that has arrived.
   __device__ __forceinline__ uint32 arrived() const {
     ptx::mbarrier_wait(&shared_.full[ring_.slot], ring_.parity);
-    return ptx::wgmma_tile(ptx::shared_address(shared_.stages[ring_.slot].x[0]));
+    return x_ + ring_.slot * (sizeof(Stage) / 16);
   }
   __device__ __forceinline__ Packed load(uint32 half) const {
     const uint32 stage = ring_.slot * sizeof(Stage);
@@ -866,6 +869,7 @@ class Consumer {
 
   Shared& shared_;
   uint32 codes_, scales_;  // of this lane in the first stage
+  uint32 x_;               // the half descriptor there
   uint32 empty_;           // in the CTA of the cluster that this lane tells
   bool   is_speaker_;
   Ring<kStages> ring_;
@@ -1105,7 +1109,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Layer& layer, uint
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows;
-    if (col >= layer.n) {
+    if (__any_sync(~0u, col >= layer.n)) {  // a vote: then slots and what follows stay in uniform registers
       consumer.skip(layer.steps());
       continue;
     }
