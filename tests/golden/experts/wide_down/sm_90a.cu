@@ -963,8 +963,8 @@ struct Work {
 };
 
 // Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
-// and the same weight, which lie in L2. An item without rows ends the list. The item of the next tile is under way while
-// a tile is worked on. kFresh: L1 may hold an older list, because the thread has not waited for the kernel ahead.
+// and the same weight, which lie in L2. An item without rows ends the list. The item of the next tile is loaded while a
+// tile is worked on. kFresh: L1 may hold an older list, because the thread has not waited for the kernel ahead.
 template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
@@ -1035,8 +1035,10 @@ __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& laye
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (ptx::elect_one()) {
         ptx::mbarrier_arrive_expect_tx(full, count * kTileBytes);
-        for (uint32 i = 0; i < count; ++i)
-          ptx::bulk_load(shared.stages[ring.slot].weight[i], weight + (i * steps + step) * kTileBytes, kTileBytes, full);
+        for (uint32 i = 0; i < count; ++i) {
+          uint8* const to = shared.stages[ring.slot].weight[i];
+          ptx::bulk_load_once(to, weight + (i * steps + step) * kTileBytes, kTileBytes, full);
+        }
       }
     }
   }
@@ -1049,8 +1051,8 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
   return swizzle_128(row, chunk);
 }
 
-// Starts copies of what a warpgroup needs for its results: scales and biases of its rows of the weight, from col on, and
-// with kOrdered the assignments of its rows. No register holds them while the warpgroup multiplies.
+// Starts copies of what a warpgroup needs for its results: scales and biases of its rows of the weight, from col on,
+// and with kOrdered the assignments of its rows. No register holds them while the warpgroup multiplies.
 template <bool kOrdered>
 __device__ __forceinline__ void copy_aside(Shared& shared, const Layer& layer, const Work& work, uint32 team,
                                            uint32 col) {
