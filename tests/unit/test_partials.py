@@ -20,7 +20,8 @@ TAKES = {
     *(f"attention/{name}.cuh.j2" for name in ("half_tile", "items", "matrices", "nvfp4_tile", "pages", "parts")),
     *(f"attention/{name}.cuh.j2" for name in ("products", "queries", "request", "rows", "softmax", "team", "tiles")),
     "attention/work.cuh.j2",
-    *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "pieces", "rows", "wide")),
+    *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "pieces", "rows")),
+    *(f"experts/{name}.cuh.j2" for name in ("wide", "wide_config", "wide_mainloop")),
     *(f"gemm/{name}.cuh.j2" for name in ("group_sums", "multiply", "output", "packed_weight", "prepared_weight")),
     *(f"gemm/{name}.cuh.j2" for name in ("products", "wide_mainloop", "wide_place", "wide_results")),
 }
