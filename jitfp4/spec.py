@@ -73,6 +73,10 @@ def _from_json(kind: Any, value: Any) -> Any:
     raise ValueError(f"{value!r} is no {kind.__name__}")
 
 
+WARP = 32  # threads
+MAX_GRID_YZ = 65535  # CTAs of a grid along y, and along z
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """One launch: ``grid`` in CTAs, ``block`` in threads, ``cluster`` in CTAs, dynamic shared memory in bytes."""

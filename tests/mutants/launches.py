@@ -15,20 +15,22 @@ import jitfp4
 from jitfp4 import engine, sim
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
+from jitfp4.families.kv.kernels.quantize import QuantizeTactic
 from jitfp4.families.kv.operation import dequantize, quantize
-from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.operation import RMSNORM
-from jitfp4.families.norm.problem import Tactic
+from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.tables import TMA_TACTICS
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
 from tests.sim import gemm_kernels as gemm

@@ -19,7 +19,8 @@ import torch
 import jitfp4
 import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
-from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
+from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
+from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.kernel import Plan, kernels, lookup

@@ -16,8 +16,9 @@ import torch
 import jitfp4
 from jitfp4 import TacticsError, engine, nvrtc, replay, sim, tactics
 from jitfp4.arch import Arch
+from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import TmaTactic, VectorTactic
 from jitfp4.kernel import Plan
 from jitfp4.operation import Operation, operations
 from jitfp4.spec import fields_of

@@ -22,8 +22,8 @@ from jitfp4.arch import Arch
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import VectorTactic
 from jitfp4.operation import Observed
 from jitfp4.tuning import Measure, Search, tune
 

@@ -7,7 +7,8 @@ import torch
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.kv.arguments import (
+from jitfp4.families.kv.arguments import NEITHER
+from jitfp4.families.kv.checks import (
     APPEND_SF_DTYPES,
     Side,
     check_list,
@@ -19,7 +20,7 @@ from jitfp4.families.kv.arguments import (
     written_pair,
 )
 from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, TABLE, Arguments, problem, problems
-from jitfp4.families.kv.operation import NEITHER, steps
+from jitfp4.families.kv.launches import steps
 from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import kv as reference

@@ -420,6 +420,41 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }
 }  // namespace ptx
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
 
@@ -450,19 +485,6 @@ constexpr bool  kHalves   = kCacheBits == 16;
 constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr int   kQueryWords = kHeadDim / 32;
 
-struct Queries { uint32 words[kBlocks][kSteps][2]; };
-
-// ---- partials/prefetch_line ------------------------------------------------
-namespace ptx {
-// Prefetches the 128-byte line of *p into L2.
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-}  // namespace ptx
-
-// ---- attention/work --------------------------------------------------------
-// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
-// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
-// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
-// without tokens counts as one unit, in which no token is present.
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -510,38 +532,21 @@ struct Operands {
   int group_inverse;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, kHeadWarps>;
 
-constexpr int kMostTokens = 1 << 24;  // of a request
+struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
+// ---- partials/prefetch_line ------------------------------------------------
+namespace ptx {
+// Prefetches the 128-byte line of *p into L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
 
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+// ---- attention/work --------------------------------------------------------
+// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
+// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
+// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
+// without tokens counts as one unit, in which no token is present.
 // a / b for a >= 0 and b > 0; fast in the most frequent cases, where it is 0 or a
 __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
@@ -953,15 +958,7 @@ class Producer {
   const uint8 *k_, *v_, *k_scales_, *v_scales_;
 };
 
-// ---- attention/nvfp4_tile --------------------------------------------------
-// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
-// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
-// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
-// queries and outputs use the same order.
-//
-// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
-// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
-// converts, it is the value itself.
+// ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
@@ -977,25 +974,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-namespace nvfp4_tile {
-using Mma = f16;
-constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
-constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
-constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
-
-// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
-__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
-  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
-}
-// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
-template <int kRegs>
-__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
-}
-// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
-
+// ---- attention/codes -------------------------------------------------------
 // a b + c as one instruction: the compiler would make a shift and an addition of it.
 __device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
   uint32 d;
@@ -1020,6 +999,34 @@ __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
+
+// ---- attention/nvfp4_tile --------------------------------------------------
+// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
+// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
+// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// queries and outputs use the same order.
+//
+// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
+// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
+// converts, it is the value itself.
+namespace nvfp4_tile {
+using Mma = f16;
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
+constexpr float kValueUnit = kKeyUnit;
+constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
+
+// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
+  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
+}
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
 // Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
 __device__ __forceinline__ uint32 low_twice(uint32 pair) {

@@ -420,6 +420,42 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }
 }  // namespace ptx
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
+// ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
@@ -435,6 +471,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
+// ---- attention/codes -------------------------------------------------------
 // a b + c as one instruction: the compiler would make a shift and an addition of it.
 __device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
   uint32 d;
@@ -484,11 +521,6 @@ constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the su
 constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
-// ---- attention/blocks ------------------------------------------------------
-// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
-// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
-// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
-constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -534,38 +566,12 @@ struct Operands {
   int causal;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
-constexpr int kMostTokens = 1 << 24;  // of a request
-
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
-
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+// ---- attention/blocks ------------------------------------------------------
+// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
+// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
+// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
 struct Block {
   Request request;
   int head, first_row;

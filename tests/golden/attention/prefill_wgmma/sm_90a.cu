@@ -526,6 +526,41 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 constexpr int kCacheBits = 4;  // of an element of K and V
 using Query = bf16;
@@ -560,22 +595,6 @@ constexpr int kGroups = kProducers * 4 / kWarps;
 constexpr int kSides  = kCtas == 1 ? 2 : 1;  // that a CTA expands
 constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
 
-// ---- attention/items -------------------------------------------------------
-// The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
-// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
-// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
-// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
-//
-// Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
-// none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
-// in shared memory.
-
-// A condition that is the same in all lanes, as the compiler sees by the vote: it keeps what changes in loops and
-// branches on it, such as the slots of rings, in uniform registers.
-__device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
-
-constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
-constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -624,38 +643,23 @@ struct Operands {
   int most_parts;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
-constexpr int kMostTokens = 1 << 24;  // of a request
+// ---- attention/items -------------------------------------------------------
+// The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
+// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
+// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
+// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
+//
+// Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
+// none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
+// in shared memory.
 
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
+// A condition that is the same in all lanes, as the compiler sees by the vote: it keeps what changes in loops and
+// branches on it, such as the slots of rings, in uniform registers.
+__device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
 
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
 // The token at which a query row stands; it sees those from first_seen() on and before end_seen().
 __device__ __forceinline__ int position(const Operands& p, const Request& r, int row) {
   return r.tokens - r.q_len + min(row / p.group, r.q_len - 1);
@@ -919,6 +923,48 @@ namespace ptx {
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 }  // namespace ptx
 
+// ---- attention/cvt_e2m1 ----------------------------------------------------
+namespace ptx {
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// ---- attention/codes -------------------------------------------------------
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks, by software times 2^7
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -986,46 +1032,6 @@ static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a 
 // As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
 // 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
 constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
-
-namespace ptx {
-// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
-__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
-  asm("{\n"
-      "  .reg .b8 b0, b1, b2, b3;\n"
-      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
-      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
-      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
-      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
-      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
-      "}"
-      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
-}
-}  // namespace ptx
-
-// a b + c as one instruction: the compiler would make a shift and an addition of it.
-__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
-  uint32 d;
-  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
-// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
-// such a byte: a carry takes the sign to the top.
-__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
-  if constexpr (kHasE2m1Cvt) {
-    ptx::cvt_f16x2_e2m1x8(word, pair);
-  } else {
-    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
-    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
-    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
-    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
-  }
-}
-// The scales of two blocks, by software times 2^7
-__device__ __forceinline__ uint32 decode_scales(uint32 two) {
-  const uint32 s = decode_e4m3x2(uint16(two));
-  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
-}
 
 // One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
 template <bool kUpper> __device__ __forceinline__ uint32 twice(uint32 pair) {

@@ -323,33 +323,37 @@ template <typename T> struct SlotSum {
   int64 n;
   int   slots;
 
-  // Eight columns from `at` on, of the slots that `taken` has a bit for.
-  __device__ __forceinline__ uint4 columns(int64 token, uint32 taken, int64 at) const {
+  // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
+  template <int kColumns>
+  __device__ __forceinline__ void columns(float (&sum)[kColumns], int64 token, uint32 taken, int64 at) const {
     constexpr int kAtOnce = 8;
-    float sum[8] = {};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sum[i] = 0.0f;
     for (int slot = 0; slot < slots; slot += kAtOnce) {
-      uint4 v[kAtOnce];
-      float w[kAtOnce];
+      uint32 v[kAtOnce][kColumns / 2];
+      float  w[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
         const int64 assignment = token * slots + slot + j;
-        v[j] = ptx::ld_once(y + assignment * n + at);
+        ld_halves<kColumns>(y + assignment * n + at, v[j]);
         w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
-        const uint32 pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[2 * i] = fmaf(w[j], low<T>(pairs[i]), sum[2 * i]);
-          sum[2 * i + 1] = fmaf(w[j], high<T>(pairs[i]), sum[2 * i + 1]);
+        for (int i = 0; i < kColumns; i += 2) {
+          sum[i]     = fmaf(w[j], low<T>(v[j][i / 2]), sum[i]);
+          sum[i + 1] = fmaf(w[j], high<T>(v[j][i / 2]), sum[i + 1]);
         }
       }
     }
-    return {to_pair<T>(sum[0], sum[1]), to_pair<T>(sum[2], sum[3]), to_pair<T>(sum[4], sum[5]),
-            to_pair<T>(sum[6], sum[7])};
+  }
+  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
+    float sum[4];
+    columns(sum, token, taken, at);
+    return {sum[0], sum[1], sum[2], sum[3]};
   }
 };
 
@@ -383,5 +387,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(
   const uint32  taken    = __ballot_sync(0xFFFFFFFFu, is_taken);
   if (at >= n) return;
   const SlotSum<In> total{y, weights, n, int(slots)};
-  ptx::st(out + token * out_stride + at, total.columns(token, taken, at));
+  float v[8];
+  total.columns(v, token, taken, at);
+  ptx::st(out + token * out_stride + at, make_uint4(to_pair<In>(v[0], v[1]), to_pair<In>(v[2], v[3]),
+                                                    to_pair<In>(v[4], v[5]), to_pair<In>(v[6], v[7])));
 }

@@ -522,7 +522,7 @@ __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) 
 }  // namespace ptx
 
 // ---- gemm/products ---------------------------------------------------------
-// The matrix product of warpgroups, and the copies around it.
+// The matrix products of warpgroups, for the rows and the type that the spec names.
 namespace ptx {
 // The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
 // the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
@@ -556,47 +556,6 @@ __device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint3
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
-// Copies `bytes` bytes, which count towards the barrier.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
-  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
-}
-// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
-__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
-                                              uint16 mask) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
-}
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ __forceinline__ uint16 ld_16(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
-// barrier.
-__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
 }
 }  // namespace ptx
 
@@ -686,6 +645,52 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   mul_pairs<T>(upper, lower, scales);
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
+
+// ---- gemm/wide_copies ------------------------------------------------------
+// Copies around the products of warpgroups, and what CTAs tell each other.
+namespace ptx {
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
+}
+
+// Copies `bytes` bytes, which count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+// Stores a box, as a group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
 
 // ---- experts/wide_config ---------------------------------------------------
 using In = bf16;

@@ -586,91 +586,154 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In  = bf16;
-using Out = bf16;
-constexpr Format kFormat  = Format::kNvfp4;
-constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 1;  // of 16 rows
-constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 16;
-constexpr int kStages     = 2;
-constexpr int kCtas       = 2;  // of an SM
-constexpr bool kHasTma      = true;
-constexpr bool kHasClusters = kHasTma;
-
-constexpr int kWarps        = kGroups * kRowWarps;
-constexpr int kThreads      = kWarps * kWarp;
-constexpr int kWarpRows     = kWarpBlocks * 16;
-constexpr int kRows         = kRowWarps * kWarpRows;
-constexpr int kGroupThreads = kRowWarps * kWarp;
-constexpr int kHalf         = kTileCols / 2;
-constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which a group copies at once
-
 // ---- gemm/multiply ---------------------------------------------------------
-// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
-constexpr int kColumns     = kTileM / 8;  // of the product, in eights
-constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
-constexpr int kXBytes      = kTileM * kRowBytes;
-constexpr int kBlockCodes  = kCodeBytes / kBlocks;
-constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
-constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
-constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
-
-using Accumulators = float[kWarpBlocks][kColumns][4];
-
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
-// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
-// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(
-    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
-  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
-  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct WeightPiece {
+  static constexpr int kRows        = kTileM;
+  static constexpr int kHeight      = kWarpBlocks;  // in blocks
+  static constexpr int kColumns     = kTileM / 8;   // of the product, in eights
+  static constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+  static constexpr int kXBytes      = kTileM * kRowBytes;
+  static constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+  static constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+  static constexpr int kCodes       = kWarpBlocks * kBlockCodes;
+  static constexpr int kBytes       = kCodes + kWarpBlocks * kBlockScales;
+
+  using Accumulators = float[kWarpBlocks][kColumns][4];
+
+  // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+  // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+  // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+  static __device__ __forceinline__ void multiply(
+      Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+    constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+    const uint32 codes = piece + lane * 16, scales = piece + kCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[kWarpBlocks];
-    uint2 s[kWarpBlocks];
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[kWarpBlocks];
+      uint2 s[kWarpBlocks];
 #pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
-      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
-      if constexpr (kFormat == Format::kNvfp4) {
-        s[b] = ptx::ld_shared_8(from);
-      } else {
-        s[b].x = ptx::ld_shared_4(from);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint4 x[kColumns];
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+        const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+        if constexpr (kFormat == Format::kNvfp4) {
+          s[b] = ptx::ld_shared_8(from);
+        } else {
+          s[b].x = ptx::ld_shared_4(from);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int pair = 0; pair < 2; ++pair) {  // of steps
+        uint4 x[kColumns];
 #pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
-          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
-          uint32 a[4];
-          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+        for (int n = 0; n < kColumns; ++n) {
+          x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+        }
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+            const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+            const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+            uint32 a[4];
+            decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+            }
           }
         }
       }
     }
   }
+};
+
+// ---- gemm/pieces -----------------------------------------------------------
+// A warp's pieces of the weight on their way into its ring, and the way of its sums out.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
+template <class Piece, bool kHasTma> struct PieceLoads {
+  static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
+  static constexpr int kBlockScales = Piece::kBlockScales;
+
+  int   block;  // the first one, of a tile
+  int64 below;  // to the tile below; none is below the last
+
+  __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
+    if (!kHasTma || ptx::elect_one()) {
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, Piece::kBytes);
+      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
+        copy(to, tile, Piece::kBytes, full, lane);
+      } else {
+        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
+        copy_blocks(to, 0, tile, block, here, full, lane);
+        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
+                                                     Barrier* full, int lane) {
+    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
+    copy(to + Piece::kCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+         lane);
+  }
+  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
+    if constexpr (kHasTma) {
+      ptx::bulk_load_once(to, from, bytes, full);
+    } else {
+      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
+    }
+  }
+};
+
+// The sums of kCount groups of warps; the warps of a group have kHeight rows of the weight.
+template <class Piece, int kCount, int kHeight> struct GroupSums {
+  static constexpr int kPitch  = kHeight + 4;  // no bank conflicts between lanes of a fragment
+  static constexpr int kGroups = kCount, kGap = Piece::kRows * kPitch;
+
+  float rows[kGroups][Piece::kRows][kPitch];
+
+  // `first` is the warp's first row in the CTA.
+  __device__ __forceinline__ void store(const typename Piece::Accumulators& sums, int group, int first, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int b = 0; b < Piece::kHeight; ++b) {
+#pragma unroll
+      for (int n = 0; n < Piece::kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        }
+      }
+    }
+  }
+};
+
+// ---- gemm/group_sums -------------------------------------------------------
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
 }
 
 // ---- gemm/output -----------------------------------------------------------
-struct Output {
+template <typename Out, Format kFormat> struct Output {
   const Out* bias;         // null: none
   const float* row_scale;  // of MXFP4
   float alpha;
@@ -693,15 +756,35 @@ struct Output {
   }
 };
 
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = bf16;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr int kTileM      = 8;
+constexpr int kWarpBlocks = 1;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 16;
+constexpr int kStages     = 2;
+constexpr int kCtas       = 2;  // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which a group copies at once
+
+using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
+using Sums  = GroupSums<Piece, kGroups, kRows>;
+
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
-  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kXBytes];
+  alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
+  alignas(128) uint8 x[kGroups][2][Piece::kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
-};
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
 };
 union Shared {
   Ring ring;
@@ -711,42 +794,6 @@ union Shared {
 static_assert(sizeof(Shared) == 102656, "the launch counts on it");
 
 // ---- loads -----------------------------------------------------------------
-// The pieces of the weight for a warp, in the order of its turns. A piece may lie in two tiles, one below the other.
-struct Weights {
-  const uint8* tile;  // with the first block of the next piece
-  int   block;        // of the tile
-  int64 below;        // to the tile below; none is below the last
-
-  __device__ __forceinline__ void load(uint8* to, Barrier* full, int lane) {
-    if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
-      if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
-      } else {
-        const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
-        copy_blocks(to, 0, tile, block, here, full, lane);
-        if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
-      }
-    }
-    tile += kGroups * kTileBytes;
-  }
-
- private:
-  __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
-                                                     Barrier* full, int lane) {
-    copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
-         lane);
-  }
-  __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
-    if constexpr (kHasTma) {
-      ptx::bulk_load_once(to, from, bytes, full);
-    } else {
-      for (int i = lane * 16; i < bytes; i += kWarp * 16) ptx::copy_async(ptx::shared_address(to + i), from + i);
-    }
-  }
-};
-
 // The chunks of x for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half of a row.
 struct Chunks {
   const In* x;
@@ -761,7 +808,7 @@ struct Chunks {
 #pragma unroll
       for (int i = 0; i < kTileCols; i += kHalf) {
         const uint32 at = row % 8 == 4 ? to ^ 64 : to;
-        ptx::copy_async_or_zero(at + row * kRowBytes + i * int(sizeof(In)), from + i, i < columns ? 16 : 0);
+        ptx::copy_async_or_zero(at + row * Piece::kRowBytes + i * int(sizeof(In)), from + i, i < columns ? 16 : 0);
       }
     }
     x += kGroups * kTileCols, columns -= kGroups * kTileCols;
@@ -774,39 +821,6 @@ __device__ __forceinline__ void group_sync(int group) {
   } else {
     ptx::barrier_sync(1 + group, kGroupThreads);
   }
-}
-
-// ---- sums over warps and CTAs ----------------------------------------------
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
-      }
-    }
-  }
-}
-
-// ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
-  float4 sum = *reinterpret_cast<const float4*>(p);
-#pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
-  return sum;
-}
-// The same for the CTAs of a cluster; `p` is an address in this CTA.
-__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
-  float4 sum = ptx::ld_cluster(p, 0);
-  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
-  return sum;
 }
 
 // ---- kernel ----------------------------------------------------------------
@@ -843,16 +857,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const int turns = int(ceil_div(last - first - group, kGroups));
   const int row = first_row + warp_row, rows = min(int(m) - first_m, kTileM);
   const bool has_rows = row < n;  // the last CTA may have warps to spare
-  const int64 strip = int64(chunks) * kTileBytes;  // of tiles
-  Weights weights = {weight + row / kTileRows * strip + (first + group) * kTileBytes, row % kTileRows / 16,
-                     row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  const int64 strip = int64(chunks) * Piece::kTileBytes;  // of tiles
+  const uint8* tile = weight + row / kTileRows * strip + (first + group) * Piece::kTileBytes;  // of the next piece
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
                   int(k) - column};
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
+  const auto load = [&](int stage) {  // the next piece
+    pieces.load(stages[stage], tile, &full[stage], lane);
+    tile += kGroups * Piece::kTileBytes;
+  };
   const uint32 x_stages = ptx::shared_address(ring.x[group]);
-  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {
     if (lane == 0) {
@@ -864,7 +883,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   }
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
+    if (has_rows && i < turns) load(i);
   }
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
@@ -873,12 +892,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   if (turns > 0) chunk.load(x_to);
   ptx::copy_async_commit();
 
-  Accumulators sums = {};
-  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+  Piece::Accumulators sums = {};
+  uint32 matrix[Piece::kColumns];  // in place of rows past the last, whose sums nobody stores, others
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
+  for (int n = 0; n < Piece::kColumns; ++n) {
     const int x_lane = min(8 * n + lane % 8, rows - 1);
-    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+    matrix[n] = x_lane * Piece::kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
   }
   int    stage  = 0;
   uint32 parity = 0;
@@ -887,33 +906,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::copy_async_wait_for<0>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes);
+    if (has_rows && turn + kStages - 1 < turns) load(read);
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * Piece::kXBytes);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * Piece::kXBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   __syncthreads();  // the sums take the place of the ring
 
-  store_sums(s.sums, sums, group, warp_row, lane);
+  s.sums.store(sums, group, warp_row, lane);
   __syncthreads();
   constexpr int kQuads = kRows / 4, kItems = kTileM * kQuads;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
-  const Output output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
+  const Output<Out, kFormat> output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
   for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
     const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
     if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
-    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
+    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups<Sums>(p);
     output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
