@@ -53,7 +53,7 @@ def record_of(kind: type[RecordT], values: Mapping[str, object], what: str) -> R
         raise ArgumentError(what, sorted(values), f"exactly {sorted(names)}")
     try:
         return kind(**{name: _from_json(types[name], values[name]) for name in names})
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, ArithmeticError) as error:
         raise ArgumentError(what, dict(values), f"values of {kind.__name__}: {error}") from None
 
 

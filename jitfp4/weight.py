@@ -27,7 +27,7 @@ their row, which ``row_scale`` holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,19 @@ class Fp4Weight:
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
         return values[: self.n, : self.k]
+
+
+def check_still(name: str, make: Callable[[], object]) -> None:
+    """Check that prepared tensors have the shapes that ``make``, their class, wants: resize_() may have changed them.
+
+    Raises ArgumentError for ``name``.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    try:
+        make()
+    except ArgumentError as error:
+        raise type(error)(name, f"{error.args[0]} of {error.args[1]}", str(error.args[2])) from None
 
 
 def _check_part(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
-from jitfp4.families.experts.arguments import ResultArguments, RouteArguments
+from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, RouteArguments
+from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_ROUTE
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.gemm.arguments import ExpandArguments
@@ -249,10 +250,25 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
     experts = good_calls()["fp4_experts"]()["experts"]
     weight, h, y = (experts.w2, experts.scale2, experts.bias2), torch.ones(4, 64), torch.empty(4, 64)
     listed = torch.tensor([[0, 0, 2, 0], [1, 2, 2, 0]], dtype=torch.int32), torch.tensor([0, 3, 1, 2]).int()
+    gather = GatherArguments(
+        torch.ones(2, 128).half(),
+        None,
+        *listed,
+        torch.empty(4, 128).half(),
+        slots=2,
+        item_rows=16,
+        enable_pdl=None,
+        names="",
+    )
     results = ResultArguments(
         h.bfloat16(), *weight, *listed, y.bfloat16(), slots=2, mxfp4=True, item_rows=16, enable_pdl=None, names=""
     )
-    return [(EXPAND.operator, expand), (EXPERTS_ROUTE.operator, route), (EXPERTS_RESULTS.operator, results)]
+    return [
+        (EXPAND.operator, expand),
+        (EXPERTS_ROUTE.operator, route),
+        (EXPERTS_GATHER.operator, gather),
+        (EXPERTS_RESULTS.operator, results),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

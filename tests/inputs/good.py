@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -131,6 +132,22 @@ def good_calls() -> Calls:
             "alpha": one(),
             "out": half(4, 8),
         },
+        "chunk_gated_delta_rule": lambda: {
+            "q": half(70, 1, 64),
+            "k": half(70, 1, 64),
+            "v": half(70, 2, 64),
+            "g": torch.ones(70, 2),
+            "beta": torch.ones(70, 2),
+            "initial_state": state(),
+            "output_final_state": True,
+            "cu_seqlens": torch.tensor([0, 66, 70]),
+            "use_qk_l2norm_in_kernel": True,
+            "output": half(70, 2, 64),
+            "output_state": state(),
+            "state_checkpoints": torch.zeros(1, 2, 64, 64),
+            "checkpoint_cu_starts": torch.tensor([0, 1, 1]),
+            "checkpoint_every_n_tokens": 64,
+        },
         "gated_delta_rule_mtp": lambda: {
             **qkv(),
             "initial_state": state(),
@@ -151,6 +168,7 @@ def good_calls() -> Calls:
         **kv_calls(),
         **attention_calls(),
         **_gemm_calls(),
+        **_conv_calls(),
         **_experts_calls(),
     }
 
@@ -180,6 +198,31 @@ def _gemm_calls() -> Calls:
             "format": MXFP4,
         },
         "Fp4Weight.from_tensors": lambda: {"named": weight().tensors()},
+    }
+
+
+def _conv_calls() -> Calls:
+    """Filters of 4 taps on 64 channels; sequences of two tokens and one."""
+    given: Callable[[], Arguments] = lambda: {"weight": _half(64, 4), "bias": _half(64), "activation": "silu"}  # noqa: E731
+    return {
+        "causal_conv1d_fn": lambda: {
+            "x": _half(3, 64).T,
+            **given(),
+            "conv_states": _half(5, 64, 3),
+            "query_start_loc": _ints(0, 2, 3),
+            "cache_indices": _ints(3, 1),
+            "has_initial_state": torch.tensor([True, False]),
+        },
+        "causal_conv1d_update": lambda: {
+            "x": _half(3, 64),
+            "conv_state": _half(5, 64, 4),
+            **given(),
+            "conv_state_indices": _ints(3, 1),
+            "num_accepted_tokens": _ints(1, 2),
+            "query_start_loc": _ints(0, 2, 3),
+            "max_query_len": 2,
+            "out": _half(3, 64),
+        },
     }
 
 
@@ -222,6 +265,28 @@ def _experts_calls() -> Calls:
             "expert_map": _ints(1, 0),
             "apply_router_weight_on_input": True,
             "out": _half(3, 64),
+        },
+        "route_experts": lambda: {
+            "logits": _half(3, 8),
+            "top_k": 2,
+            "method": "sigmoid",
+            "renormalize": True,
+            "bias": torch.zeros(8),
+            "groups": 4,
+            "topk_groups": 2,
+            "scale": 2.5,
+            "out_ids": torch.zeros(3, 2, dtype=torch.int32),
+            "out_weights": torch.zeros(3, 2),
+        },
+        "fused_topk_deepseek": lambda: {
+            "scores": _half(3, 8),
+            "bias": _half(8),
+            "n_group": 4,
+            "topk_group": 2,
+            "topk": 2,
+            "routed_scaling_factor": 2.5,
+            "topk_values": _half(3, 2),
+            "topk_indices": torch.zeros(3, 2, dtype=torch.int32),
         },
         "Fp4Experts": lambda: {**parts(), "hidden": 64, "inter": 64, "gated": True, "format": MXFP4},
         "Fp4Experts.from_tensors": lambda: {"named": experts().tensors()},

@@ -131,7 +131,18 @@ def without_outputs(name: str, arguments: Arguments) -> Arguments:
     return {key: x for key, x in arguments.items() if key not in _OUTPUTS or defaults[key].default is not None}
 
 
-_OUTPUTS = ("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "lse")
+_OUTPUTS = (
+    "out",
+    "out_sf",
+    "y_fp4",
+    "block_scale",
+    "block_scale_unswizzled",
+    "y_out",
+    "output",
+    "lse",
+    "out_ids",
+    "out_weights",
+)
 
 
 def filled(name: str, seed: int) -> Arguments:

@@ -17,7 +17,9 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
@@ -33,15 +35,18 @@ from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
+from tests.inputs.good import good_calls
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
 from tests.support.attention import Case
 from tests.support.compare import poisoned
+from tests.support.conv import make_sequences
 from tests.support.gdn import case
 from tests.support.gemm import assert_fp4_product, assert_product
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
+from tests.support.routing import ROUTERS, make_logits
 
 ARCHS = ("sm_90a", "sm_100a")
 CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
@@ -132,6 +137,11 @@ def _gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *,
         jitfp4.gated_delta_rule_mtp(**arguments)
 
 
+def _gdn_prefill(tactic: PrefillTactic) -> None:
+    with GATED_DELTA_RULE_PREFILL.forced(tactic):
+        jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
+
+
 def _quantize(call: Callable[[torch.Tensor, torch.Tensor], object], m: int = 10, k: int = 96) -> None:
     call(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]))
 
@@ -203,6 +213,20 @@ def _fp4_wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
         engine.reset()
 
 
+def _topk() -> None:
+    router = ROUTERS["uneven groups"]
+    logits, bias = make_logits(router, 3)
+    jitfp4.route_experts(logits, router.top_k, **router.options(bias))
+
+
+def _conv(*, decode: bool) -> None:
+    given = make_sequences([1, 1] if decode else [5, 2], 24)
+    if decode:
+        jitfp4.causal_conv1d_update(given.x, given.states, given.weight, given.bias, "silu", given.slots)
+    else:
+        jitfp4.causal_conv1d_fn(given.x.T, given.weight, given.bias, given.states, given.starts, given.slots)
+
+
 def _tile(arch: str) -> None:
     """The tile of a GEMM in tests/sim/gemm_kernels.py, on the architecture that has its instructions."""
     device = sim.active_device()
@@ -249,6 +273,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
+    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(2, 2)),
+    "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(2, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),
@@ -268,6 +294,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, pair": lambda: _mm_fp4(K64Tactic(64, 2, 2), 200),
     "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
+    "experts, topk": _topk,
+    "conv, prompts": lambda: _conv(decode=False),
+    "conv, tokens": lambda: _conv(decode=True),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 

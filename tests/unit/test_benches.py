@@ -21,9 +21,12 @@ RESULTS = ROOT / "bench/results"
 # A program and its arguments; constants that leave less to do; the files that it writes.
 RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_conv": ({}, {"conv"}),
+    "bench_conv --part search": ({}, {"conv_search"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_gdn": ({}, {"gdn"}),
+    "bench_gdn_prefill": ({"CELLS": ((1, 128),), "ERROR_TOKENS": 64}, {"gdn_prefill", "gdn_prefill_errors"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),
@@ -36,6 +39,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
+    "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
     "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),

@@ -31,6 +31,8 @@ SPECS = {
     "gemm/products.cuh.j2": "gemm/wide",
     "gemm/wide_mainloop.cuh.j2": "gemm/wide",
     "experts/wide.cuh.j2": "experts/wide_up",
+    "experts/wide_config.cuh.j2": "experts/wide_up",
+    "experts/wide_mainloop.cuh.j2": "experts/wide_up",
 }
 """Those whose text a spec makes, as assembly that names each register; and a kernel that has such specs."""
 

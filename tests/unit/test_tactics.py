@@ -175,7 +175,7 @@ def test_select_says_what_selected(file: TacticsFile, path: Path) -> None:
     assert QUANTIZE.select(problem, SM_90A, read) == TUNED
     assert QUANTIZE.selection(problem, SM_90A, read).by == f"tuned: {path}"
     assert QUANTIZE.selection(problem, SM_90A).by.startswith("table: row ")
-    assert QUANTIZE.selection(problem, SM_90A).by.endswith(" of bench/results/h200/quantize_variants.csv")
+    assert QUANTIZE.selection(problem, SM_90A).by.endswith(", read from bench/results/h200/quantize_variants.csv")
     with QUANTIZE.forced(TmaTactic(6, 1, 2)):
         assert QUANTIZE.selection(problem, SM_90A, read) == (TmaTactic(6, 1, 2), "forced")
 

@@ -19,13 +19,15 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, CompileError, TacticsError, engine, sim, tactics, tuning
 from jitfp4.arch import Arch
+from jitfp4.families.experts.operation import EXPERTS_DOWN
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.operation import Observed
+from jitfp4.operation import Observed, operations
 from jitfp4.tuning import Measure, Search, tune
+from tests.support.experts import assert_layer, make_layer, make_routing, make_x
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
 SM_90A = Arch.of("sm_90a")
@@ -187,6 +189,27 @@ def test_what_the_file_has_is_not_measured_again_unless_that_is_asked_for(tmp_pa
     assert len(measurer.problems) == 4
 
 
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_layer_of_experts_is_tuned_loaded_and_used(tmp_path: Path, launched: list[Any], tokens: int) -> None:
+    layer, x, (ids, weights) = make_layer(16, 64, 96), make_x(tokens, 64), make_routing(tokens, 4, 16)
+
+    def call() -> None:
+        jitfp4.fp4_experts(x, layer, ids, weights)
+
+    measurer = FakeMeasurer()
+    file = tune(call, tmp_path / "tactics.json", measurer=measurer)
+    assert all(first == table for first, table in measurer.first)
+    best = {one.operation: operations(one.operation)[0].chosen(one)[1] for one in file.choices.values()}
+    assert {"experts_up", "experts_down"} <= best.keys()
+    jitfp4.load_tactics(tmp_path / "tactics.json")
+    before = list(launched)
+    with tuning.observed(lambda one: seen.append(one)):
+        seen: list[Observed] = []
+        call()
+    plans = [one.operation.plan(one.problem, SM_90A, best[one.operation.name]) for one in seen]
+    assert sorted(map(repr, launched[len(before) :])) == sorted(repr(plan.spec) for plan in plans)
+
+
 def test_an_interruption_keeps_what_is_measured_and_the_next_run_goes_on(tmp_path: Path, launched: list[Any]) -> None:
     counted = FakeMeasurer()
     tune(lambda: jitfp4.nvfp4_quantize(X, 1.0), tmp_path / "one.json", measurer=counted)
@@ -310,7 +333,10 @@ def test_on_a_gpu_each_tactic_is_built_once_and_timed_on_copies(
     built: list[Any] = []
     timed: list[tuple[int, int, set[int]]] = []
 
-    def time_us(make_call: Callable[[], Callable[[], object]], size: int, *, replays: int) -> float:
+    def time_us(
+        make_call: Callable[[], Callable[[], object]], size: int, *, replays: int, before: Callable[[], object]
+    ) -> float:
+        before()
         calls = [make_call() for _ in range(tuning.calls_per_graph(size))]
         for call in calls:
             call()
@@ -336,6 +362,63 @@ def test_on_a_gpu_each_tactic_is_built_once_and_timed_on_copies(
     size = X.nbytes + 4 * 32 + 128 * 4 + 4
     assert [(bytes_, replays) for bytes_, replays, _ in timed] == [(size, 3)] * 3
     assert len(timed[0][2]) == 50 and timed[2][2] == timed[0][2] and X.data_ptr() not in timed[0][2]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_on_a_gpu_counters_are_zero_before_each_replay(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Each call of a graph has counters of its own, also where the calls share all that is large."""
+    layer, x, (ids, weights) = make_layer(8, 64, 96), make_x(3, 64), make_routing(3, 2, 8)
+    seen: list[Observed] = []
+    with tuning.observed(seen.append):
+        jitfp4.fp4_experts(x, layer, ids, weights)
+    (call,) = (one for one in seen if one.operation is EXPERTS_DOWN)
+    given: list[Any] = []
+
+    def time_us(
+        make_call: Callable[[], Callable[[], object]], size: int, *, replays: int, before: Callable[[], object]
+    ) -> float:
+        calls = [make_call() for _ in range(tuning.calls_per_graph(size))]
+        for _ in range(replays):
+            before()
+            given.clear()
+            for one in calls:
+                one()
+            assert len(given) == len(calls) == len({done.data_ptr() for done, _ in given})
+            assert len({w2.data_ptr() for _, w2 in given}) == (1 if large else len(calls))
+        return 1.0
+
+    def run(arguments: Any) -> Any:
+        assert not arguments.done.any()
+        arguments.done.fill_(7)
+        given.append((arguments.done, arguments.w2))
+        return arguments
+
+    monkeypatch.setattr(tuning, "time_us", time_us)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(engine, "build", lambda *_: None)
+    monkeypatch.setattr(type(EXPERTS_DOWN), "_checked", lambda self, args: run(self.arguments(*args)))
+    monkeypatch.setattr(tuning, "GRAPH_BYTES", tuning.extent(layer.w2)[1] - tuning.extent(layer.w2)[0])
+    if not large:
+        monkeypatch.setattr(tuning, "GRAPH_BYTES", 1 << 30)
+    candidates = list(EXPERTS_DOWN.candidates(call.problem, SM_90A))[:2]
+    call.arguments.done.fill_(5)
+    with tuning.on_gpu(call._replace(target=engine.Target(SM_90A, 0)), candidates) as measure:
+        assert [measure(tactic, 3) for tactic in candidates] == [1.0] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_gpu_is_tuned_for_a_layer_of_experts(tmp_path: Path, tokens: int) -> None:
+    layer, x = make_layer(16, 256, 128, device="cuda"), make_x(tokens, 256).cuda()
+    ids, weights = (tensor.cuda() for tensor in make_routing(tokens, 4, 16))
+    file = tune(
+        lambda: jitfp4.fp4_experts(x, layer, ids, weights), tmp_path / "tactics.json", seconds=10, progress=False
+    )
+    assert {choice.operation for choice in file.choices.values()} >= {"experts_up", "experts_down"}
+    jitfp4.load_tactics(tmp_path / "tactics.json")
+    assert_layer(layer, x, ids, weights)
 
 
 @pytest.mark.gpu

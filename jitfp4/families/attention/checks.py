@@ -227,6 +227,8 @@ def causal_or_nan(
     check_query(query)
     if q_ends is not None:
         check_ints("cum_seq_lens_q", q_ends, (None,), query)
+        if not q_ends.numel():
+            raise ArgumentError("cum_seq_lens_q", "no element", "[batch + 1]")
     tokens, width = query.shape[0], 2 * ceil_div(q_len, 32)
     shape = (tokens // q_len, q_len, width) if q_ends is None else (tokens, width)
     check_dtype("mask", mask, (torch.uint16,))

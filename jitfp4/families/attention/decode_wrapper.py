@@ -164,7 +164,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
             window_left, q_len_per_req: None means the values of plan().
         Returns:
-            out, or ``(out, lse)`` with return_lse; the same bits as trtllm_batch_decode_with_kv_cache() returns.
+            out, or ``(out, lse)`` with return_lse: what trtllm_batch_decode_with_kv_cache() returns, but for the order
+            of the sums: that function chooses a kernel by its max_seq_len, this one by the length of its list of pages.
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """

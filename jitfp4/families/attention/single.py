@@ -59,7 +59,7 @@ def single_decode_with_kv_cache(
     check_plain(pos_encoding_mode, rope_scale, rope_theta)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    bmm1 = max(1, q.shape[-1]) ** -0.5 if sm_scale is None else sm_scale
     options = {
         "bmm1_scale": checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale),
         "bmm2_scale": checks.product(q, 1.0, v_scale=v_scale),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
@@ -28,6 +29,7 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, prepare, tile_bytes
 MULTIPLE = 32  # of the hidden and of the intermediate size
 _MOST_SIZE = 1 << 31
 MOST_EXPERTS = 1024
+_GROUP = 1 << 26  # bytes of codes that are brought into order at a time
 _HALF_BLOCK = 8  # features whose gate rows lie together
 _ORDER = 1  # the number of the order of a prepared layer: another one whenever it changes, with that of Fp4Weight
 _BIASES = (torch.float32, torch.bfloat16, torch.float16)
@@ -338,12 +340,17 @@ def _pack(
     data = torch.empty(shape, dtype=torch.uint8, device=codes.device)
     factors = torch.ones(experts, tiles * TILE_ROWS, dtype=torch.float32, device=codes.device)
     factors[:, :n] = alpha
-    for expert in range(experts):
-        rows, of_rows = codes[expert].view(torch.uint8), scales[expert]
+    below = tiles * TILE_ROWS - n
+    group = max(1, _GROUP // (tiles * TILE_ROWS * half_k))
+    for first in range(0, experts, group):
+        some = slice(first, first + group)
+        rows, of_rows = codes[some].view(torch.uint8), scales[some]
         if places is not None:
-            rows, of_rows = rows[places], of_rows[places]
-        weight = prepare(rows, of_rows, block_format)
-        data[expert] = weight.data
+            rows, of_rows = rows[:, places], of_rows[:, places]
+        if below:
+            rows, of_rows = pad(rows, (0, 0, 0, below)), pad(of_rows, (0, 0, 0, below))
+        weight = prepare(rows.flatten(0, 1), of_rows.flatten(0, 1), block_format)
+        data[some] = weight.data.view(-1, *shape[1:])
         if weight.row_scale is not None:
-            factors[expert] *= weight.row_scale
+            factors[some, :n] *= weight.row_scale.view(-1, tiles * TILE_ROWS)[:, :n]
     return data, factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import checked, public
 from jitfp4.reference.formats import unswizzle
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_layout, check_same_device
-from jitfp4.weight import COLS, ROWS, Fp4Weight, prepare
+from jitfp4.weight import COLS, ROWS, Fp4Weight, check_still, prepare
 
 SCALE_DTYPES = {form.block: dtypes for form, dtypes in SF_DTYPES.items()}
 
@@ -134,6 +135,7 @@ def _multiply(
     check_dtype("a", a, tuple(DTYPES))
     check_device("a", a)
     check_same_device("weight", data, a)
+    check_still("weight", partial(Fp4Weight, data, row_scale, n, k, NVFP4 if row_scale is None else MXFP4))
     if a.dim() == 0 or a.shape[-1] != k:
         raise ArgumentError("a", f"shape {tuple(a.shape)}", f"[..., {k}], as the weight")
     if out_dtype is not None and out_dtype not in DTYPES:

@@ -118,6 +118,7 @@ HOPPER: Table[Any] = Table(
     ),
     measured="h200/gemm_wide_search.csv",
     needs="has_wgmma",
+    elsewhere={NarrowTactic: "h200/gemm_search.csv"},
 )
 
 _LOADS = {  # with wgmma

@@ -260,8 +260,8 @@ def _check_cos_sin(cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
     check_same_device("cos_sin_cache", cos_sin_cache, query)
     check_contiguous("cos_sin_cache", cos_sin_cache)
     rotary, d = cos_sin_cache.shape[-1] if cos_sin_cache.dim() == 2 else 0, query.shape[2]
-    if not 0 < rotary <= d or rotary % _ROTARY:
-        allowed = f"[max_position, rotary], rotary a multiple of {_ROTARY} to {d}"
+    if not 0 < rotary <= d or rotary % _ROTARY or not cos_sin_cache.shape[0]:
+        allowed = f"[max_position, rotary], at least one position, rotary a multiple of {_ROTARY} to {d}"
         raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", allowed)
 
 

@@ -1,11 +1,12 @@
-"""Decode steps of Llama-3.1-8B in vLLM: in bf16, with vLLM's own NVFP4 kernels, and with jitfp4's plugin.
+"""Decode steps of whole models in vLLM: in bf16, with vLLM's own FP4 kernels, and with jitfp4's plugin.
 
-    python -m bench.engines.vllm_llama [--variant bf16 own plugin plugin-kv] [--layers 32] [--batch 1 8 64]
-        [--context 16] [--profile] [--check] [--limit 110] [--out DIR]
+    python -m bench.engines.vllm_decode [--model llama-3.1-8b qwen3-30b-a3b] [--variant bf16 own plugin plugin-kv]
+        [--layers 32] [--batch 1 8 64] [--context 16] [--profile [VARIANT ...]] [--check] [--limit 110] [--out DIR]
 
 A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. Weights are random,
 and the same for every variant. Runs are forks of this process and share its imports. ``vllm.csv`` has a line for a
-variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the kernels of a step.
+model, a variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the kernels of a step, of all variants or
+of those that are named. Lines are written after each variant.
 
 ``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
 chunks of 512, then decode steps of six requests in graphs of eight, in which every variant is given the same tokens.
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from bench.engines.llama import VARIANTS, engine_of, set_environment
+from bench.engines.models import MODELS, VARIANTS, engine_of, set_environment
 from bench.harness import write_results
 from bench.stamp import stamp
 
@@ -36,6 +37,7 @@ FEW, MANY, ROUNDS = 32, 160, 2
 FEW_LONG, MANY_LONG = 8, 40
 PROFILED = (8, 40)  # tokens
 KERNELS = 16  # of a profile
+LOGGED = 40  # lines of what failed
 PROMPTS = (1, 16, 65, 128, 300, 700)  # tokens
 CHUNK, FORCED = 512, 24
 PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
@@ -46,7 +48,7 @@ PAIRS = (
     ("own-rounded", "own"),
     ("plugin-kv", "own"),
 )
-EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker", "vllm.model_executor.models.llama")
+EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
 Rows = list[dict[str, object]]
 
 
@@ -62,11 +64,12 @@ def loaded() -> int:
     return engine.loaded()
 
 
-def measured(name: str, options: argparse.Namespace) -> dict[str, Rows]:
-    """Lines of one variant."""
+def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Rows]:
+    """Lines of one variant of a model."""
     from vllm import SamplingParams
 
-    llm, ready = engine_of(name, options.layers, options.context)
+    llm, ready = engine_of(model, name, options.layers, options.context)
+    layers = options.layers or MODELS[model]["num_hidden_layers"]
     before = loaded()
     long = options.context > 2048
     few, many = (FEW_LONG, MANY_LONG) if long else (FEW, MANY)
@@ -83,12 +86,12 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Rows]:
         run(batch, few)
         least = [min(run(batch, tokens) for _ in range(ROUNDS)) for tokens in (few, many)]
         step = (least[1] - least[0]) / (many - few)
-        row = {"variant": name, "layers": options.layers, "batch": batch, "prompt": options.context}
+        row = {"model": model, "variant": name, "layers": layers, "batch": batch, "prompt": options.context}
         times = {"ms_per_step": f"{step * 1e3:.3f}", "tokens_per_s": f"{batch / step:.0f}"}
         state = {"ready_s": f"{ready:.1f}", "loaded_after_ready": loaded() - before}
         found["vllm"].append(row | times | state)
         print("RESULT", found["vllm"][-1], flush=True)
-        if options.profile:
+        if options.profile is not None and name in (options.profile or [name]):
             found["vllm_kernels"] += [row | kernel for kernel in profiled(run, batch)]
     return found
 
@@ -122,14 +125,14 @@ def _totals(run: Callable[[int, int], float], batch: int, tokens: int) -> dict[s
     return found
 
 
-def logits(name: str, options: argparse.Namespace) -> torch.Tensor:
+def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
     """Of each request, each of its tokens, and each of PROBED: [requests, FORCED, PROBED]."""
     from vllm import SamplingParams
 
     small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_model_len": 1024, "max_num_seqs": 8}
     small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": VARIANTS[name].rounds}
-    llm, ready = engine_of(name, options.layers, max(PROMPTS), **small)
-    print(f"READY {name}: {ready:.1f} s", flush=True)
+    llm, ready = engine_of(model, name, options.layers, max(PROMPTS), **small)
+    print(f"READY {model} {name}: {ready:.1f} s", flush=True)
     if VARIANTS[name].rounds:
         llm.apply_model(round_keys_and_values)
     prompts = [prompt(request, tokens) for request, tokens in enumerate(PROMPTS)]
@@ -177,28 +180,28 @@ def cosines(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(one, other, dim=-1)
 
 
-def compared(folder: Path) -> None:
+def compared(model: str, folder: Path) -> None:
     """Print the cosines of pairs of variants."""
     for pair in PAIRS:
-        files = [folder / f"{name}.pt" for name in pair]
+        files = [folder / f"{model} {name}.pt" for name in pair]
         if all(file.exists() for file in files):
             found = cosines(*(torch.load(file) for file in files))
             text = f"prompts least {found[:, 0].min():.5f} mean {found[:, 0].mean():.5f}"
             text += f", steps least {found[:, 1:].min():.5f} mean {found[:, 1:].mean():.5f}"
-            print(f"COSINE {pair[0]} to {pair[1]}: {text}", flush=True)
+            print(f"COSINE {model} {pair[0]} to {pair[1]}: {text}", flush=True)
 
 
-def one(name: str, options: argparse.Namespace, folder: Path) -> None:
-    """A variant, in its own process."""
+def one(model: str, name: str, options: argparse.Namespace, folder: Path) -> None:
+    """A variant of a model, in its own process."""
     if options.check:
-        torch.save(logits(name, options), folder / f"{name}.pt")
+        torch.save(logits(model, name, options), folder / f"{model} {name}.pt")
     else:
-        (folder / f"{name}.json").write_text(json.dumps(measured(name, options)))
+        (folder / f"{model} {name}.json").write_text(json.dumps(measured(model, name, options)))
 
 
-def forked(name: str, options: argparse.Namespace, folder: Path) -> int:
+def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> int:
     """Run a variant in a fork, its output in a file; returns its exit status, -9 after more than the limit."""
-    log, begun = folder / f"{name}.log", time.monotonic()
+    log, begun = folder / f"{model} {name}.log", time.monotonic()
     child = os.fork()
     if child == 0:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -207,7 +210,7 @@ def forked(name: str, options: argparse.Namespace, folder: Path) -> int:
         os.setpgrp()
         status = 1
         try:
-            one(name, options, folder)
+            one(model, name, options, folder)
             status = 0
         except BaseException:  # the fork ends here, whatever it was
             traceback.print_exc()
@@ -219,18 +222,29 @@ def forked(name: str, options: argparse.Namespace, folder: Path) -> int:
         time.sleep(0.05)
     status = os.waitstatus_to_exitcode(ended[1])
     lines = log.read_text(errors="replace").splitlines()
-    shown = [line for line in lines if line.startswith(("RESULT", "READY"))] if status == 0 else lines[-30:]
-    print("\n".join([f"{name}: status {status} after {time.monotonic() - begun:.0f} s", *shown]), flush=True)
+    shown = [line for line in lines if line.startswith(("RESULT", "READY"))] if status == 0 else lines[-LOGGED:]
+    took = f"{time.monotonic() - begun:.0f} s"
+    print("\n".join([f"{model} {name}: status {status} after {took}", *shown]), flush=True)
     return status
+
+
+def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
+    """All lines of the variants that have run."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    results = [json.loads(file.read_text()) for file in files]
+    for name in ("vllm", "vllm_kernels"):
+        if rows := [row for result in results for row in result[name]]:
+            write_results(out / name, rows, origin)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["bf16", "own", "plugin", "plugin-kv"])
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=16, help="tokens of a prompt")
-    parser.add_argument("--profile", action="store_true", help="the kernels of a step, too")
+    parser.add_argument("--profile", nargs="*", choices=VARIANTS, help="the kernels of a step, too")
     parser.add_argument("--check", action="store_true", help="compare logits instead")
     parser.add_argument("--limit", type=float, default=110, help="seconds of a variant")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
@@ -240,16 +254,17 @@ def main() -> None:
         __import__(module)
     if torch.cuda.is_initialized():
         raise SystemExit("vLLM initialised CUDA while it was imported: forks could not use it")
+    failed, origin = [], stamp() | {"vllm": version("vllm")}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        failed = [name for name in options.variant if forked(name, options, folder)]
-        if options.check:
-            compared(folder)
-        else:
-            results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-            for name in ("vllm", "vllm_kernels"):
-                if rows := [row for result in results for row in result[name]]:
-                    write_results(options.out / name, rows, stamp() | {"vllm": version("vllm")})
+        for model in options.model:
+            for name in options.variant:
+                if forked(model, name, options, folder):
+                    failed.append(f"{model} {name}")
+                elif not options.check:
+                    write(folder, options.out, origin)
+            if options.check:
+                compared(model, folder)
     if failed:
         raise SystemExit(f"failed: {failed}")
 
