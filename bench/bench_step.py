@@ -1,13 +1,16 @@
 """Decode steps of whole models, launch by launch: what a token takes, what of it is products, and what lies between.
 
-Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--chain whole broken] [--out DIR]``.
+Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate fused ahead broken] [--out DIR]``.
 
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
-NVFP4, and made on the device. ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes
-once (weights, keys and values) at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a
-step, the time of a graph of nothing else. ``seams_us`` is what the step takes more than its parts together, less where
-they overlap. In a ``broken`` chain no launch is a dependent one.
+NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
+(both in the epilogues of products), ``ahead`` (and each product fetches the beginning of the next weight), or
+``broken`` (as ahead, without dependent launches).
+
+``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
+at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
+nothing else. ``seams_us`` is what the step takes more than its parts together, less where they overlap.
 
 ``step_launches.csv`` has a line for each launch of a layer of the first step of each model: ``alone_us`` of a graph of
 that launch of all layers, ``in_step_us``, by which a step without it is shorter, both for one layer, and ``bound_us``
@@ -17,9 +20,9 @@ for its own bytes; of a profile of one layer in the middle, when the launch bega
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ from jitfp4 import (
     fused_add_rmsnorm,
     mm_bf16_fp4,
     prepare_fp4_weight,
+    rmsnorm,
     rope_append_paged_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
@@ -81,7 +85,22 @@ PARTS = {
     "glue": ("norm", "activation", "norm_mlp", "norm_head"),
     "head": ("head",),
 }
-CHAINS = {"whole": None, "broken": False}
+
+
+class Kind(NamedTuple):
+    """Of a step: whether epilogues do more, whether the next weight is fetched, and ``enable_pdl``."""
+
+    fused: bool = True
+    ahead: bool = True
+    pdl: bool | None = None
+
+
+KINDS = {
+    "separate": Kind(fused=False, ahead=False),
+    "fused": Kind(ahead=False),
+    "ahead": Kind(),
+    "broken": Kind(pdl=False),
+}
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -105,6 +124,7 @@ class Model:
         self.layers = [
             {name: random_weight(n, k) for name, (n, k) in sizes.products().items()} for _ in range(sizes.layers)
         ]
+        self.gated = [replace(layer["gate_up"], gated=True) for layer in self.layers]
         self.alphas = {
             name: torch.full((1,), k**-0.5 / CODE_RMS, device="cuda") for name, (_, k) in sizes.products().items()
         }
@@ -173,7 +193,7 @@ class Step:
         self.outputs = {
             name: torch.randn(batch, n, dtype=BF16, device="cuda") for name, (n, _) in sizes.products().items()
         }
-        self.residual = torch.randn(batch, sizes.hidden, dtype=BF16, device="cuda")
+        self.residual, self.normed = (torch.randn(batch, sizes.hidden, dtype=BF16, device="cuda") for _ in range(2))
         self.attended = torch.randn(batch, sizes.heads, HEAD_DIM, dtype=BF16, device="cuda")
         self.query = torch.randn(batch, sizes.heads, HEAD_DIM, dtype=BF16, device="cuda")
         self.activated = torch.randn(batch, sizes.inter, dtype=BF16, device="cuda")
@@ -188,30 +208,52 @@ class Step:
             return self.model.head.nbytes
         return self.model.bytes_of(name) if name in PARTS["products"] else 0
 
-    def launches(self, pdl: bool | None) -> Iterator[Launch]:
+    def launches(self, kind: Kind) -> Iterator[Launch]:
         """All launches of a step in order."""
-        out = self.outputs
-
-        def add_norm(x: torch.Tensor) -> Callable[[], object]:
-            return lambda: fused_add_rmsnorm(x, self.residual, self.model.norm, 1e-5, pdl)
-
-        def product(layer: int, name: str, x: torch.Tensor) -> Launch:
-            weight, alpha = self.model.layers[layer][name], self.model.alphas[name]
-            return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out[name], enable_pdl=pdl))
-
-        for layer in range(len(self.caches)):
-            yield Launch("norm", layer, add_norm(out["down"]))
-            yield product(layer, "qkv", out["down"])
-            yield Launch("rope_append", layer, self._rope_append(layer, pdl))
-            yield Launch("attention", layer, self._attention(layer, pdl))
-            yield product(layer, "o", self.attended.flatten(1))
-            yield Launch("norm_mlp", layer, add_norm(out["o"]))
-            yield product(layer, "gate_up", out["o"])
-            yield Launch("activation", layer, lambda: self.activate(out["gate_up"], self.activated))
-            yield product(layer, "down", self.activated)
         last = len(self.caches)
-        yield Launch("norm_head", last, add_norm(out["down"]))
-        yield Launch("head", last, lambda: torch.mm(out["down"], self.model.head.T, out=self.logits))
+        first, second = (self.normed if kind.fused else self.outputs[name] for name in ("down", "o"))
+        for layer in range(last):
+            yield self._norm("norm", layer, "down", kind)
+            yield self._product("qkv", layer, first, kind)
+            yield Launch("rope_append", layer, self._rope_append(layer, kind.pdl))
+            yield Launch("attention", layer, self._attention(layer, kind.pdl))
+            yield self._product("o", layer, self.attended.flatten(1), kind, residual="down")
+            yield self._norm("norm_mlp", layer, "o", kind)
+            yield self._product("gate_up", layer, second, kind)
+            if not kind.fused:
+                yield Launch("activation", layer, lambda: self.activate(self.outputs["gate_up"], self.activated))
+            yield self._product("down", layer, self.activated, kind, residual="o")
+        yield self._norm("norm_head", last, "down", kind)
+        yield Launch("head", last, lambda: torch.mm(first, self.model.head.T, out=self.logits))
+
+    def _norm(self, name: str, layer: int, of: str, kind: Kind) -> Launch:
+        x, weight = self.outputs[of], self.model.norm
+        if kind.fused:
+            return Launch(name, layer, lambda: rmsnorm(x, weight, 1e-5, self.normed, kind.pdl))
+
+        def call() -> None:
+            fused_add_rmsnorm(x, self.residual, weight, 1e-5, kind.pdl)
+
+        return Launch(name, layer, call)
+
+    def _product(self, name: str, layer: int, x: torch.Tensor, kind: Kind, residual: str | None = None) -> Launch:
+        """With a fused epilogue the outputs of o and down take turns as residuals."""
+        out, weight, alpha = self.outputs[name], self.model.layers[layer][name], self.model.alphas[name]
+        more: dict[str, Any] = {}
+        if kind.fused and residual is not None:
+            more["residual"] = self.outputs[residual]
+        if kind.fused and name == "gate_up":
+            out, weight, more["activation"] = self.activated, self.model.gated[layer], "swiglu"
+        if kind.ahead:
+            more["next_weight"] = self._after(name, layer)
+        return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out, enable_pdl=kind.pdl, **more))
+
+    def _after(self, name: str, layer: int) -> Fp4Weight | None:
+        """The weight of the product that follows in a step."""
+        names = list(self.model.layers[layer])
+        if name != names[-1]:
+            return self.model.layers[layer][names[names.index(name) + 1]]
+        return self.model.layers[layer + 1][names[0]] if layer + 1 < len(self.caches) else None
 
     def _rope_append(self, layer: int, pdl: bool | None) -> Callable[[], object]:
         sizes, cache = self.model.sizes, self.caches[layer]
@@ -295,9 +337,9 @@ def step_us(launches: Collection[Launch], names: Collection[str]) -> float:
     return replay_us(graph_of([launch.call for launch in launches if launch.name in names]))
 
 
-def measure(step: Step, pdl: bool | None, bandwidth: float) -> dict[str, object]:
+def measure(step: Step, kind: Kind, bandwidth: float) -> dict[str, object]:
     """A step, and its parts."""
-    launches = list(step.launches(pdl))
+    launches = list(step.launches(kind))
     names = dict.fromkeys(launch.name for launch in launches)
     us, bound = step_us(launches, names), sum(map(step.bytes_of, names)) / bandwidth
     parts = {part: step_us(launches, [name for name in names if name in of]) for part, of in PARTS.items()}
@@ -319,9 +361,9 @@ def profile(graph: Any, per_layer: int, layers: int) -> list[tuple[float, float]
     return [(start - middle[0][0], end - middle[0][0]) for start, end in middle]
 
 
-def timeline(step: Step, pdl: bool | None, bandwidth: float) -> Iterator[dict[str, object]]:
+def timeline(step: Step, kind: Kind, bandwidth: float) -> Iterator[dict[str, object]]:
     """A line for each launch of a layer."""
-    launches = list(step.launches(pdl))
+    launches = list(step.launches(kind))
     layers = len(step.caches)
     own = [launch.name for launch in launches if launch.layer == 0]
     names = set(own) | {launch.name for launch in launches}
@@ -343,7 +385,7 @@ def timeline(step: Step, pdl: bool | None, bandwidth: float) -> Iterator[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--chain", nargs="+", choices=CHAINS, default=list(CHAINS))
+    parser.add_argument("--step", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
     rows: list[dict[str, object]] = []
@@ -352,13 +394,15 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e6:.2f} TB/s", flush=True)
     for name in options.model:
         model = Model(MODELS[name])
-        for (batch, context), chain in itertools.product(CELLS, options.chain):
+        for batch, context in CELLS:
             step = Step(model, batch, context)
-            row = {"model": name, "batch": batch, "context": context, "chain": chain}
-            rows.append(row | measure(step, CHAINS[chain], bandwidth))
-            print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-            if (batch, context) == CELLS[0]:
-                lines += [row | line for line in timeline(step, CHAINS[chain], bandwidth)]
+            for kind in options.step:
+                row = {"model": name, "batch": batch, "context": context, "step": kind}
+                rows.append(row | measure(step, KINDS[kind], bandwidth))
+                print(" ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
+                if (batch, context) == CELLS[0]:
+                    lines += [row | line for line in timeline(step, KINDS[kind], bandwidth)]
+            del step
     origin = stamp() | {"read_bandwidth": 1e6 * bandwidth}
     write_results(options.out / "step", rows, origin)
     write_results(options.out / "step_launches", lines, origin)

@@ -72,7 +72,8 @@ class WideSpec(KernelSpec):
 
     ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
     Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
-    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
+    clusters. Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: rows of the weight are gates
+    and ups.
     """
 
     dtype: DType
@@ -85,6 +86,7 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    gated: bool = False
 
     packed = False  # the weight is prepared
 
@@ -179,7 +181,13 @@ def _weight_slots(slots: int) -> int:
 
 def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
     """The spec of a tactic for a problem."""
-    return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+    return WideSpec(
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        format=problem.format,
+        gated=problem.gated,
+        **asdict(tactic),
+    )
 
 
 def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
@@ -219,7 +227,8 @@ def scratch(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
 
 def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
     spec: WideSpec = plan.spec
-    a, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    a, out, residual = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16), arguments.residual
+    columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
         "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "weight": arguments.data,
@@ -227,7 +236,9 @@ def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = Non
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "workspace": workspace,
-        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "residual": residual,
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
@@ -243,8 +254,10 @@ KERNEL = Kernel(
         Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
+        Ptr("residual", "const Out", "as out; null: none"),
+        I64("residual_stride", "elements"),
         Ptr("workspace", "uint8", "of divided tiles, else null"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]"),
         I64("m"),
         I64("n", "a multiple of 8"),
         I64("k", "a multiple of 32"),

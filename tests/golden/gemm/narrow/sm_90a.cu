@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -10,6 +10,8 @@
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
 // the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
+//
+// With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -454,6 +456,47 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/bulk_copy ----------------------------------------------------
+// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
+namespace ptx {
+// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
+template <bool kOnce>
+__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
+  const uint32 source = shared_address(from);
+  if constexpr (kOnce) {
+    uint64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
+  } else {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
+  }
+  bulk_commit();
+}
+// Prefetches `bytes` bytes into L2.
+__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -591,11 +634,13 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
+constexpr int kXRows      = 8;  // for which there is room
 constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
 constexpr int kStages     = 2;
 constexpr int kCtas       = 2;  // of an SM
+constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
@@ -669,6 +714,35 @@ __device__ __forceinline__ void multiply(
   }
 }
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
 // ---- gemm/output -----------------------------------------------------------
 struct Output {
   const Out* bias;         // null: none
@@ -676,8 +750,8 @@ struct Output {
   float alpha;
 
   // Four neighbours in a row of the output, from the sums of weight rows n to n + 3.
-  __device__ __forceinline__ void store(Out* to, int n, float4 sums) const {
-    float y[4] = {sums.x, sums.y, sums.z, sums.w};
+  __device__ __forceinline__ void of_sums(float (&y)[4], int n, float4 sums) const {
+    y[0] = sums.x, y[1] = sums.y, y[2] = sums.z, y[3] = sums.w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       y[i] *= kWeightUnit;
@@ -689,14 +763,37 @@ struct Output {
       ld_halves<4>(bias + n, b);
       y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
     }
-    st_halves<4>(to, {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])});
+  }
+  // They are added to `residual`, null for none, after they were rounded.
+  __device__ __forceinline__ void store(Out* to, const Out* residual, int n, float4 sums) const {
+    uint32 r[2] = {};
+    if (residual != nullptr) ld_halves<4>(residual, r);
+    float y[4];
+    of_sums(y, n, sums);
+    uint32 pairs[2] = {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])};
+    if (residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        pairs[i] = to_pair<Out>(low<Out>(pairs[i]) + low<Out>(r[i]), high<Out>(pairs[i]) + high<Out>(r[i]));
+      }
+    }
+    st_halves<4>(to, {pairs[0], pairs[1]});
+  }
+  // Four features, from the sums of their gates, weight rows n to n + 3, and of the rows 8 below.
+  __device__ __forceinline__ void store_gated(Out* to, int n, float4 gates, float4 ups) const {
+    float g[4], u[4];
+    of_sums(g, n, gates), of_sums(u, n + 8, ups);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) g[i] = silu(g[i]) * u[i];
+    st_halves<4>(to, {to_pair<Out>(g[0], g[1]), to_pair<Out>(g[2], g[3])});
   }
 };
 
+constexpr int kRoomBytes = kXRows * kRowBytes;
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kXBytes];
+  alignas(128) uint8 x[kGroups][2][kRoomBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
@@ -776,6 +873,21 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
+// The first pieces of each strip of a weight that a later kernel reads, which come to L2 while this one ends.
+struct Next {
+  const uint8* weight;
+  int64 strip;          // bytes
+  int   piece, pieces;  // bytes; of a strip
+  int   count;          // of all pieces; 0: nothing follows
+
+  // `cta` of `ctas` that share them
+  __device__ __forceinline__ void prefetch(int cta, int ctas, int lane) const {
+    for (int i = cta + lane * ctas; i < count; i += kWarp * ctas) {
+      ptx::bulk_prefetch(weight + i / pieces * strip + i % pieces * piece, piece);
+    }
+  }
+};
+
 // ---- sums over warps and CTAs ----------------------------------------------
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
@@ -811,17 +923,25 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
-    const In* __restrict__ x,             // [m, k]
-    const uint8* __restrict__ weight,     // [ceil(n / 64), ceil(k / 128), kTileBytes]
-    const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
-    const float* __restrict__ alpha,      // [1]; null: 1
-    const Out* __restrict__ bias,         // [n]; null: none
-    Out* __restrict__ out,                // [m, n]
+    const In* __restrict__ x,               // [m, k]
+    const uint8* __restrict__ weight,       // [ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ row_scale,    // [round_up(n, 64)] of MXFP4, else null
+    const float* __restrict__ alpha,        // [1]; null: 1
+    const Out* __restrict__ bias,           // [n]; null: none
+    const Out* __restrict__ residual,       // as out; null: none
+    Out* __restrict__ out,                  // [m, n], or [m, n / 2] of gates
     int64 m,
-    int64 n,                              // a multiple of 8
-    int64 k,                              // a multiple of 32
-    int64 x_stride,                       // elements, as all strides
-    int64 out_stride
+    int64 n,                                // a multiple of 8
+    int64 k,                                // a multiple of 32
+    int64 x_stride,                         // elements, as all strides
+    int64 residual_stride,
+    int64 out_stride,
+    const uint8* __restrict__ next_weight,  // another weight; null: none
+    int64 next_strip,                       // bytes of 64 of its rows
+    int64 next_piece,                       // bytes of a tile
+    int64 next_pieces,                      // of a strip, to prefetch
+    int64 next_count                        // of all pieces
+
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s    = *reinterpret_cast<Shared*>(dynamic);
@@ -866,6 +986,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   for (int i = 0; i < kStages - 1; ++i) {
     if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
   }
+  const Next next = {next_weight, next_strip, int(next_piece), int(next_pieces), int(next_count)};
+  const auto prefetch_next = [&] {  // once this warp has asked for all of its pieces
+    if constexpr (kHasTma) {
+      if (warp == 0) next.prefetch(blockIdx.y * shares + share, int(ceil_div(n, kRows)) * shares, lane);
+    }
+  };
+  if (turns < kStages) prefetch_next();
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
     ptx::griddep_wait();
@@ -888,11 +1015,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
     if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes);
+    if (turn + kStages == turns) prefetch_next();
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kRoomBytes);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kRoomBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
@@ -901,6 +1029,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   store_sums(s.sums, sums, group, warp_row, lane);
   __syncthreads();
   constexpr int kQuads = kRows / 4, kItems = kTileM * kQuads;
+  constexpr int kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kTileM * kOutQuads;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
@@ -909,12 +1038,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::cluster_sync();
   }
   const Output output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
-  for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
-    const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
+  const auto sum = [&](const float* p) {
+    return kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
+  };
+  for (int i = thread * shares + share; i < kOuts; i += kThreads * shares) {
+    const int column = i / kOutQuads, quad = i % kOutQuads;
+    const int at = kGated ? quad / 2 * 16 + quad % 2 * 4 : quad * 4, at_n = first_row + at;
     if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
-    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
-    output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
+    Out* const to = out + (first_m + column) * out_stride;
+    if constexpr (kGated) {
+      output.store_gated(to + first_row / 2 + quad * 4, at_n, sum(p), sum(p + 8));
+    } else {
+      const Out* r = residual == nullptr ? nullptr : residual + (first_m + column) * residual_stride + at_n;
+      output.store(to + at_n, r, at_n, sum(p));
+    }
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }
