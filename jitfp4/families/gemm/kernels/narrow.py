@@ -27,7 +27,7 @@ AHEAD_BYTES = 12 << 20  # of a weight that is read next: what memory gives while
 class NarrowTactic:
     """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split.
 
-    ``x_rows``: 0 for as many as ``tile_m``.
+    ``x_rows``: 0 for as many as ``tile_m``. ``x_stages``: chunks of x that a group has room for.
     """
 
     tile_m: int
@@ -38,6 +38,7 @@ class NarrowTactic:
     ctas: int
     split: int = 1
     x_rows: int = 0
+    x_stages: int = 2
 
 
 _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
@@ -124,17 +125,17 @@ _SMALL = (NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1) for tile_m i
 TACTICS = (
     *(NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS),
     *_SMALL,
-    *(NarrowTactic(8, *cut, split, x_rows=1) for cut in _ONE_ROW for split in _SPLITS[:2]),
+    *(NarrowTactic(8, *cut, split, x_rows=1, x_stages=8) for cut in _ONE_ROW for split in _SPLITS[:2]),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of x, with room for ``x_rows``, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
+    """A CTA takes ``tile_m`` rows of x, of which ``x_rows`` exist, by 16 * ``warp_blocks`` * ``row_warps`` weight rows.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
-    ``gated``: rows of the weight are gates and ups.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows, and a group one of ``x_stages`` chunks of x. ``ctas`` CTAs fit on an
+    SM, of this kernel and of the next one. ``gated``: rows of the weight are gates and ups.
     """
 
     dtype: DType
@@ -147,6 +148,7 @@ class NarrowSpec(KernelSpec):
     stages: int
     ctas: int
     x_rows: int
+    x_stages: int
     gated: bool = False
 
     def __post_init__(self) -> None:
@@ -155,6 +157,7 @@ class NarrowSpec(KernelSpec):
             ("warp_blocks", (1, 2, 3, 4, 5)),
             ("row_warps", (1, 2, 4)),
             ("stages", (2, 3, 4, 5, 6)),
+            ("x_stages", (2, 4, 8)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
@@ -180,7 +183,7 @@ class NarrowSpec(KernelSpec):
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        chunks = 2 * self.groups * self.x_rows * _ROW_BYTES
+        chunks = self.x_stages * self.groups * self.x_rows * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
@@ -203,6 +206,8 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     if min(problem.m, tactic.tile_m) > spec.x_rows:
         return f"it has room for {spec.x_rows} rows of x"
+    if tactic.x_stages > tactic.stages and not arch.has_tma:
+        return "without barriers, copies of the weight are complete when later ones of x are"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):

@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8,"x_stages":2}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,7 +8,7 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// the weight while the warp multiplies others. All stages are asked for before the kernel waits for x.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 //
 // With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up.
@@ -639,6 +639,7 @@ constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
 constexpr int kStages     = 2;
+constexpr int kXStages    = 2;  // of chunks of x
 constexpr int kCtas       = 2;  // of an SM
 constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
 constexpr bool kHasTma      = true;
@@ -793,7 +794,7 @@ constexpr int kRoomBytes = kXRows * kRowBytes;
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kRoomBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kRoomBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
@@ -983,7 +984,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
+  for (int i = 0; i < kStages; ++i) {
     if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
   }
   const Next next = {next_weight, next_strip, int(next_piece), int(next_pieces), int(next_count)};
@@ -992,13 +993,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
       if (warp == 0) next.prefetch(blockIdx.y * shares + share, int(ceil_div(n, kRows)) * shares, lane);
     }
   };
-  if (turns < kStages) prefetch_next();
+  if (turns <= kStages) prefetch_next();
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  if (turns > 0) chunk.load(x_to);
-  ptx::copy_async_commit();
+#pragma unroll
+  for (int i = 0; i < kXStages - 1; ++i) {
+    if (i < turns) chunk.load(x_to + i * kRoomBytes);
+    ptx::copy_async_commit();
+  }
 
   Accumulators sums = {};
   uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
@@ -1011,16 +1015,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    ptx::copy_async_wait_for<0>();
+    ptx::copy_async_wait_for<kXStages - 2>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
-    if (turn + kStages == turns) prefetch_next();
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kRoomBytes);
+    if (has_rows && turn > 0 && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
+    if (turn > 0 && turn + kStages == turns) prefetch_next();
+    const int next_x = turn + kXStages - 1;
+    if (next_x < turns) chunk.load(x_to + next_x % kXStages * kRoomBytes);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kRoomBytes, matrix, lane);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % kXStages * kRoomBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
