@@ -134,9 +134,9 @@ class Fp4Weight:
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
         values = values[: self.n, : self.k]
-        if not self.gated:
-            return values
-        return values.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
+        if self.gated:
+            values = values.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
+        return values
 
 
 def _check_part(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -149,7 +149,7 @@ class NarrowSpec(KernelSpec):
     ctas: int
     x_rows: int
     x_stages: int
-    gated: bool = False
+    gated: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (

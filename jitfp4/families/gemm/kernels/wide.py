@@ -72,8 +72,7 @@ class WideSpec(KernelSpec):
 
     ``depth`` warpgroups share the columns of a group, and ``split`` CTAs of a cluster share the columns of a tile.
     Alternatively, ``cluster`` CTAs of a cluster share rows of x, and the last tiles may be ``divided`` among all
-    clusters. Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: rows of the weight are gates
-    and ups.
+    clusters. Tiles follow each other in bands of ``band`` along the rows of x.
     """
 
     dtype: DType
@@ -86,9 +85,9 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    gated: bool = False
 
     packed = False  # the weight is prepared
+    gated = False
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -175,13 +174,20 @@ class WideSpec(KernelSpec):
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedWideSpec(WideSpec):
+    """A WideSpec whose weight is prepared; ``gated``: its rows are gates and ups."""
+
+    gated: bool
+
+
 def _weight_slots(slots: int) -> int:
     return slots // 2 + 1
 
 
-def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+def specialise(problem: Problem, tactic: WideTactic) -> PreparedWideSpec:
     """The spec of a tactic for a problem."""
-    return WideSpec(
+    return PreparedWideSpec(
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,
         format=problem.format,
@@ -226,7 +232,7 @@ def scratch(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
 
 
 def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
-    spec: WideSpec = plan.spec
+    spec: PreparedWideSpec = plan.spec
     a, out, residual = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16), arguments.residual
     columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
@@ -247,7 +253,7 @@ def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = Non
 
 KERNEL = Kernel(
     name="gemm/wide",
-    spec=WideSpec,
+    spec=PreparedWideSpec,
     params=(
         TensorMapParam("x", "[m, k], boxes [kCopyM, kHalf]"),
         Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),

@@ -1,5 +1,5 @@
 // gemm_wide_fp4, generated from templates/gemm/wide_fp4.cu.j2
-// spec: {"band":4,"cluster":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","gated":false,"groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
+// spec: {"band":4,"cluster":1,"depth":2,"divided":false,"dtype":"f16","format":"nvfp4","groups":1,"out_dtype":"bf16","split":2,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
