@@ -1,12 +1,12 @@
 """Decode steps of whole models, launch by launch: what a token takes, what of it is products, and what lies between.
 
-Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate fused ahead broken] [--out DIR]``.
+Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate fused ...] [--out DIR]``.
 
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
 NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
-(both in the epilogues of products), ``ahead`` (and each product fetches the beginning of the next weight), or
-``broken`` (as ahead, without dependent launches).
+(both in the epilogues of products), ``ahead`` (and each product fetches the beginning of the next weight), ``normed``
+(and products of up to 16 rows normalise them), or ``broken`` (as normed, without dependent launches).
 
 ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
 at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
@@ -40,6 +40,7 @@ from jitfp4 import (
     rope_append_paged_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
+from jitfp4.families.gemm.problem import MOST_NORMED_ROWS
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.weight import CODE_BYTES
 
@@ -88,17 +89,21 @@ PARTS = {
 
 
 class Kind(NamedTuple):
-    """Of a step: whether epilogues do more, whether the next weight is fetched, and ``enable_pdl``."""
+    """Of a step: whether epilogues do more, whether the next weight is fetched and products normalise, and
+    ``enable_pdl``.
+    """
 
     fused: bool = True
     ahead: bool = True
+    norm: bool = True
     pdl: bool | None = None
 
 
 KINDS = {
-    "separate": Kind(fused=False, ahead=False),
-    "fused": Kind(ahead=False),
-    "ahead": Kind(),
+    "separate": Kind(fused=False, ahead=False, norm=False),
+    "fused": Kind(ahead=False, norm=False),
+    "ahead": Kind(norm=False),
+    "normed": Kind(),
     "broken": Kind(pdl=False),
 }
 
@@ -211,20 +216,25 @@ class Step:
     def launches(self, kind: Kind) -> Iterator[Launch]:
         """All launches of a step in order."""
         last = len(self.caches)
-        first, second = (self.normed if kind.fused else self.outputs[name] for name in ("down", "o"))
+        own = kind.norm and self.batch <= MOST_NORMED_ROWS  # products have their norms
+        first, second = (self.normed if kind.fused and not own else self.outputs[name] for name in ("down", "o"))
         for layer in range(last):
-            yield self._norm("norm", layer, "down", kind)
-            yield self._product("qkv", layer, first, kind)
+            if not own:
+                yield self._norm("norm", layer, "down", kind)
+            yield self._product("qkv", layer, first, kind, norm=own)
             yield Launch("rope_append", layer, self._rope_append(layer, kind.pdl))
             yield Launch("attention", layer, self._attention(layer, kind.pdl))
             yield self._product("o", layer, self.attended.flatten(1), kind, residual="down")
-            yield self._norm("norm_mlp", layer, "o", kind)
-            yield self._product("gate_up", layer, second, kind)
+            if not own:
+                yield self._norm("norm_mlp", layer, "o", kind)
+            yield self._product("gate_up", layer, second, kind, norm=own)
             if not kind.fused:
                 yield Launch("activation", layer, lambda: self.activate(self.outputs["gate_up"], self.activated))
             yield self._product("down", layer, self.activated, kind, residual="o")
         yield self._norm("norm_head", last, "down", kind)
-        yield Launch("head", last, lambda: torch.mm(first, self.model.head.T, out=self.logits))
+        yield Launch(
+            "head", last, lambda: torch.mm(self.normed if kind.fused else first, self.model.head.T, out=self.logits)
+        )
 
     def _norm(self, name: str, layer: int, of: str, kind: Kind) -> Launch:
         x, weight = self.outputs[of], self.model.norm
@@ -236,7 +246,9 @@ class Step:
 
         return Launch(name, layer, call)
 
-    def _product(self, name: str, layer: int, x: torch.Tensor, kind: Kind, residual: str | None = None) -> Launch:
+    def _product(
+        self, name: str, layer: int, x: torch.Tensor, kind: Kind, residual: str | None = None, *, norm: bool = False
+    ) -> Launch:
         """With a fused epilogue the outputs of o and down take turns as residuals."""
         out, weight, alpha = self.outputs[name], self.model.layers[layer][name], self.model.alphas[name]
         more: dict[str, Any] = {}
@@ -244,6 +256,8 @@ class Step:
             more["residual"] = self.outputs[residual]
         if kind.fused and name == "gate_up":
             out, weight, more["activation"] = self.activated, self.model.gated[layer], "swiglu"
+        if norm:
+            more |= {"norm_weight": self.model.norm, "norm_eps": 1e-5}
         if kind.ahead:
             more["next_weight"] = self._after(name, layer)
         return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out, enable_pdl=kind.pdl, **more))

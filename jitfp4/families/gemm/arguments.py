@@ -14,7 +14,7 @@ class Arguments(NamedTuple):
     """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4.
 
     ``gated``: rows of the weight are gates and ups, and out is [m, n / 2]. ``next_data`` is a prepared weight that
-    another call reads next.
+    another call reads next. ``norm_weight`` and ``eps``: of an RMSNorm of a.
     """
 
     a: torch.Tensor
@@ -23,9 +23,11 @@ class Arguments(NamedTuple):
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
     residual: torch.Tensor | None
+    norm_weight: torch.Tensor | None
     next_data: torch.Tensor | None
     out: Written
     gated: bool
+    eps: float
     enable_pdl: bool | None
     names: str
 

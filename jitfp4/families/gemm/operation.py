@@ -22,6 +22,7 @@ def _problem(arguments: Arguments) -> Problem:
         n=weight_rows(arguments),
         k=k,
         gated=arguments.gated,
+        norm=arguments.norm_weight is not None,
     )
 
 
@@ -29,7 +30,11 @@ def _reference(arguments: Arguments) -> None:
     n, k = weight_rows(arguments), arguments.a.shape[1]
     block_format = NVFP4 if arguments.row_scale is None else MXFP4
     weight = Fp4Weight(arguments.data, arguments.row_scale, n, k, block_format, arguments.gated).dequantize()
-    out = reference.matmul(arguments.a, weight, arguments.alpha, arguments.bias)
+    a, alpha = arguments.a, arguments.alpha
+    if arguments.norm_weight is None:
+        out = reference.matmul(a, weight, alpha, arguments.bias)
+    else:
+        out = reference.normed_matmul(a, arguments.norm_weight, arguments.eps, weight, alpha, arguments.bias)
     if arguments.gated:
         out = reference.swiglu(out)
     if arguments.residual is not None:
@@ -46,7 +51,7 @@ MM_BF16_FP4 = Operation(
     tables=(TABLE, HOPPER),
     reference=_reference,
     output="out",
-    aligned=("a", "data", "bias", "residual", "out"),
+    aligned=("a", "data", "bias", "residual", "norm_weight", "out"),
     exclusive=("out",),
     growing=("m",),
 )
