@@ -5,8 +5,9 @@ Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate f
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
 NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
-(both in the epilogues of products), ``ahead`` (and each product fetches the beginning of the next weight), ``normed``
-(and products of up to 16 rows normalise them), or ``broken`` (as normed, without dependent launches).
+(both in the epilogues of products), ``ahead`` (and the product behind attention fetches the beginning of the next
+weight), ``normed`` (and products of up to 16 rows normalise them), or ``broken`` (as normed, without dependent
+launches).
 
 ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
 at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
@@ -232,9 +233,8 @@ class Step:
                 yield Launch("activation", layer, lambda: self.activate(self.outputs["gate_up"], self.activated))
             yield self._product("down", layer, self.activated, kind, residual="o")
         yield self._norm("norm_head", last, "down", kind)
-        yield Launch(
-            "head", last, lambda: torch.mm(self.normed if kind.fused else first, self.model.head.T, out=self.logits)
-        )
+        x = self.normed if kind.fused else first
+        yield Launch("head", last, lambda: torch.mm(x, self.model.head.T, out=self.logits))
 
     def _norm(self, name: str, layer: int, of: str, kind: Kind) -> Launch:
         x, weight = self.outputs[of], self.model.norm
@@ -258,16 +258,9 @@ class Step:
             out, weight, more["activation"] = self.activated, self.model.gated[layer], "swiglu"
         if norm:
             more |= {"norm_weight": self.model.norm, "norm_eps": 1e-5}
-        if kind.ahead:
-            more["next_weight"] = self._after(name, layer)
+        if kind.ahead and name == "o":
+            more["next_weight"] = self.model.layers[layer]["gate_up"]
         return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out, enable_pdl=kind.pdl, **more))
-
-    def _after(self, name: str, layer: int) -> Fp4Weight | None:
-        """The weight of the product that follows in a step."""
-        names = list(self.model.layers[layer])
-        if name != names[-1]:
-            return self.model.layers[layer][names[names.index(name) + 1]]
-        return self.model.layers[layer + 1][names[0]] if layer + 1 < len(self.caches) else None
 
     def _rope_append(self, layer: int, pdl: bool | None) -> Callable[[], object]:
         sizes, cache = self.model.sizes, self.caches[layer]

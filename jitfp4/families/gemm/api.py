@@ -138,8 +138,9 @@ def mm_bf16_fp4(
     Returns:
         [..., n] in ``out_dtype``.
     Numerics:
-        ``y = round(alpha * sum over k of a[m, k] * weight[n, k] + bias[n])``. Weights and products are exact, sums and the
-        rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. With a residual ``round(y + residual)``.
+        ``y = round(alpha * sum over k of a[m, k] * weight[n, k] + bias[n])``. Weights and products are exact, sums and
+        the rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. With a residual ``round(y +
+        residual)``.
         With "swiglu" ``round(gate / (1 + exp(-gate)) * up)`` of gates and ups that are not rounded, whose exp is within
         2^-22 + |gate| * 2^-23 of itself. With a norm, a is ``round(a * norm_weight)``, and the sum over k is multiplied
         by ``1 / sqrt(mean(a * a) + norm_eps)`` in float32. The order of a sum depends only on the shapes and the GPU:

@@ -17,7 +17,10 @@ TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 
 class Problem(NamedTuple):
-    """x [m, k] times the transpose of a weight [n, k]; ``gated``: of n / 2 gates and as many ups; ``norm``: x gets one."""
+    """x [m, k] times the transpose of a weight [n, k].
+
+    ``gated``: the weight is n / 2 gates and as many ups. ``norm``: x gets an RMSNorm.
+    """
 
     dtype: DType
     out_dtype: DType

@@ -8,7 +8,7 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. All stages are asked for before the kernel waits for x.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 //
 // With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up. With
@@ -747,6 +747,10 @@ __device__ __forceinline__ float silu(float v) {
 }
 
 // ---- gemm/output -----------------------------------------------------------
+__device__ __forceinline__ uint32 add_pairs(uint32 a, uint32 b) {
+  return to_pair<Out>(low<Out>(a) + low<Out>(b), high<Out>(a) + high<Out>(b));
+}
+
 struct Output {
   const Out* bias;         // null: none
   const float* row_scale;  // of MXFP4
@@ -767,20 +771,13 @@ struct Output {
       y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
     }
   }
-  // They are added to `residual`, null for none, after they were rounded.
-  __device__ __forceinline__ void store(Out* to, const Out* residual, int n, float4 sums) const {
-    uint32 r[2] = {};
-    if (residual != nullptr) ld_halves<4>(residual, r);
+  // They are added to a residual after they were rounded.
+  __device__ __forceinline__ void store(Out* to, int n, float4 sums, bool adds, uint2 residual) const {
     float y[4];
     of_sums(y, n, sums);
-    uint32 pairs[2] = {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])};
-    if (residual != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        pairs[i] = to_pair<Out>(low<Out>(pairs[i]) + low<Out>(r[i]), high<Out>(pairs[i]) + high<Out>(r[i]));
-      }
-    }
-    st_halves<4>(to, {pairs[0], pairs[1]});
+    uint2 pairs = {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])};
+    if (adds) pairs = {add_pairs(pairs.x, residual.x), add_pairs(pairs.y, residual.y)};
+    st_halves<4>(to, {pairs.x, pairs.y});
   }
   // Four features, from the sums of their gates, weight rows n to n + 3, and of the rows 8 below.
   __device__ __forceinline__ void store_gated(Out* to, int n, float4 gates, float4 ups) const {
@@ -944,7 +941,7 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
-// The first pieces of each strip of a weight that a later kernel reads, which come to L2 while this one ends.
+// The first pieces of each strip of a weight that a later kernel reads, which come to L2 while this one waits.
 struct Next {
   const uint8* weight;
   int64 strip;          // bytes
@@ -1059,16 +1056,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     __syncwarp();
   }
 #pragma unroll
-  for (int i = 0; i < kStages; ++i) {
+  for (int i = 0; i < kStages - 1; ++i) {
     if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
   }
-  const Next next = {next_weight, next_strip, int(next_piece), int(next_pieces), int(next_count)};
-  const auto prefetch_next = [&] {  // once this warp has asked for all of its pieces
-    if constexpr (kHasTma) {
-      if (warp == 0) next.prefetch(blockIdx.y * shares + share, int(ceil_div(n, kRows)) * shares, lane);
-    }
-  };
-  if (turns <= kStages) prefetch_next();
+  if constexpr (kHasTma) {
+    const Next next = {next_weight, next_strip, int(next_piece), int(next_pieces), int(next_count)};
+    if (warp == 0) next.prefetch(blockIdx.y * shares + share, int(ceil_div(n, kRows)) * shares, lane);
+  }
 #pragma unroll
   for (int i = 0; i < kXStages - 1; ++i) {
     if (kNorm && i < turns) gains.load(gains_to + i * kSlotBytes, place);
@@ -1082,6 +1076,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     if (i < turns) chunk.load(x_to + i * kSlotBytes);
     ptx::copy_async_commit();
   }
+
+  const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
+  // Outputs of the thread, in quads: first the one that it has at all, whose residual is loaded now.
+  constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kTileM * kOutQuads;
+  const auto load_residual = [&](int i) {
+    const int column = i / kOutQuads, at_n = first_row + i % kOutQuads * 4;
+    if (residual == nullptr || i >= kOuts || column >= rows || at_n >= n) return make_uint2(0, 0);
+    return ptx::ld<uint2>(residual + (first_m + column) * residual_stride + at_n);
+  };
+  uint2 added = load_residual(thread * shares + share);
 
   Accumulators sums = {};
   uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
@@ -1098,8 +1102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::copy_async_wait_for<kXStages - 2>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn > 0 && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
-    if (turn > 0 && turn + kStages == turns) prefetch_next();
+    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
     const int next_x = turn + kXStages - 1;
     if (next_x < turns) {
       chunk.load(x_to + next_x % kXStages * kSlotBytes);
@@ -1122,8 +1125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   store_sums(s.sums, sums, group, warp_row, lane);
   if constexpr (kNorm) norm.store(s.sums.rows[group], x_row, place);
   __syncthreads();
-  constexpr int kQuads = kRows / 4, kSums = kQuads + (kNorm ? 1 : 0), kItems = kTileM * kSums;
-  constexpr int kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kTileM * kOutQuads;
+  constexpr int kSums = kQuads + (kNorm ? 1 : 0), kItems = kTileM * kSums;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kSums][i % kSums * 4];
@@ -1131,7 +1133,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     }
     ptx::cluster_sync();
   }
-  const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
   const Rstd  rstd   = {float(int(k)), 1.0f / float(int(k)), eps};
   const auto sum = [&](const float* p) {
     return kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
@@ -1147,8 +1148,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     if constexpr (kGated) {
       output.store_gated(to + first_row / 2 + quad * 4, at_n, sum(p), sum(p + 8));
     } else {
-      const Out* r = residual == nullptr ? nullptr : residual + (first_m + column) * residual_stride + at_n;
-      output.store(to + at_n, r, at_n, sum(p));
+      output.store(to + at_n, at_n, sum(p), residual != nullptr, added);
+      added = load_residual(i + kThreads * shares);
     }
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
