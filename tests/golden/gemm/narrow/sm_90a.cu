@@ -826,7 +826,7 @@ struct Rstd {
 // An RMSNorm of rows of x, between memory and the tensor cores: each thread multiplies what it copied of a chunk by the
 // norm's weights, which lie behind the chunk, and adds up squares. The sums are multiplied by 1 / rms in the end.
 struct RowNorm {
-  static constexpr int kThreadRows = kTurnRows < kTileM ? kTileM / kTurnRows : 1;  // of x
+  static constexpr int kThreadRows = kTurnRows < kXRows ? kXRows / kTurnRows : 1;  // of x
   float squares[kThreadRows];
 
   // `to` is where Chunks::load() put the thread's first vector, in the first of the rows that are left.
@@ -852,7 +852,7 @@ struct RowNorm {
 #pragma unroll
       for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
       const int at = row + j * kTurnRows;
-      if (place % 8 == 0 && at < kTileM) *reinterpret_cast<float4*>(&rows[at][kRows]) = {sum, 0.0f, 0.0f, 0.0f};
+      if (place % 8 == 0 && at < kXRows) *reinterpret_cast<float4*>(&rows[at][kRows]) = {sum, 0.0f, 0.0f, 0.0f};
     }
   }
 
@@ -910,7 +910,7 @@ struct Chunks {
   __device__ __forceinline__ void load(uint32 to) {
     const In* from = x;
 #pragma unroll
-    for (int row = 0; row < kTileM; row += kTurnRows, from += step) {
+    for (int row = 0; row < kXRows; row += kTurnRows, from += step) {
       if (row >= rows) continue;  // nobody stores their sums
 #pragma unroll
       for (int i = 0; i < kTileCols; i += kHalf) {
@@ -1079,7 +1079,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
 
   const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
   // Outputs of the thread, in quads: first the one that it has at all, whose residual is loaded now.
-  constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kTileM * kOutQuads;
+  constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kXRows * kOutQuads;
   const auto load_residual = [&](int i) {
     const int column = i / kOutQuads, at_n = first_row + i % kOutQuads * 4;
     if (residual == nullptr || i >= kOuts || column >= rows || at_n >= n) return make_uint2(0, 0);
@@ -1125,7 +1125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   store_sums(s.sums, sums, group, warp_row, lane);
   if constexpr (kNorm) norm.store(s.sums.rows[group], x_row, place);
   __syncthreads();
-  constexpr int kSums = kQuads + (kNorm ? 1 : 0), kItems = kTileM * kSums;
+  constexpr int kSums = kQuads + (kNorm ? 1 : 0), kItems = kXRows * kSums;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kSums][i % kSums * 4];
