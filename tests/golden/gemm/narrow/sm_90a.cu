@@ -8,7 +8,8 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x, that
+// one right behind: when the kernel before has ended, memory is free.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 //
 // With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up. With
@@ -1077,6 +1078,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::copy_async_commit();
   }
 
+  if (has_rows && turns >= kStages) weights.load(stages[kStages - 1], &full[kStages - 1], lane);
   const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
   // Outputs of the thread, in quads: first the one that it has at all, whose residual is loaded now.
   constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kXRows * kOutQuads;
@@ -1102,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::copy_async_wait_for<kXStages - 2>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
+    if (has_rows && turn > 0 && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
     const int next_x = turn + kXStages - 1;
     if (next_x < turns) {
       chunk.load(x_to + next_x % kXStages * kSlotBytes);
