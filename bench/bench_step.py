@@ -5,9 +5,8 @@ Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate f
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
 NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
-(both in the epilogues of products), ``ahead`` (and the product behind attention fetches the beginning of the next
-weight), ``normed`` (and products of up to 16 rows normalise them), or ``broken`` (as normed, without dependent
-launches).
+(both in the epilogues of products), ``normed`` (and products of up to 16 rows normalise them), or ``broken`` (as fused,
+without dependent launches).
 
 ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
 at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
@@ -90,23 +89,14 @@ PARTS = {
 
 
 class Kind(NamedTuple):
-    """Of a step: whether epilogues do more, whether the next weight is fetched and products normalise, and
-    ``enable_pdl``.
-    """
+    """Of a step: whether epilogues do more, whether products normalise, and ``enable_pdl``."""
 
     fused: bool = True
-    ahead: bool = True
-    norm: bool = True
+    norm: bool = False
     pdl: bool | None = None
 
 
-KINDS = {
-    "separate": Kind(fused=False, ahead=False, norm=False),
-    "fused": Kind(ahead=False, norm=False),
-    "ahead": Kind(norm=False),
-    "normed": Kind(),
-    "broken": Kind(pdl=False),
-}
+KINDS = {"separate": Kind(fused=False), "fused": Kind(), "normed": Kind(norm=True), "broken": Kind(pdl=False)}
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -258,8 +248,6 @@ class Step:
             out, weight, more["activation"] = self.activated, self.model.gated[layer], "swiglu"
         if norm:
             more |= {"norm_weight": self.model.norm, "norm_eps": 1e-5}
-        if kind.ahead and name == "o":
-            more["next_weight"] = self.model.layers[layer]["gate_up"]
         return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out, enable_pdl=kind.pdl, **more))
 
     def _rope_append(self, layer: int, pdl: bool | None) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""mm_bf16_fp4 with more around it: SwiGLU, a residual, an RMSNorm, and the next weight, which changes nothing."""
+"""mm_bf16_fp4 with more around it: SwiGLU, a residual, an RMSNorm."""
 
 from __future__ import annotations
 
@@ -232,21 +232,6 @@ def test_chunks_of_x_without_barriers() -> None:
         check_residual(5, 72)
 
 
-# ---- the next weight -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arch", [pytest.param(arch, marks=SIM) for arch in ("sm_90a", "sm_80")])
-def test_the_next_weight_changes_nothing(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever part of it is fetched; the simulator refuses a piece that is not there."""
-    weight, after, a = make_weight(136, K, NVFP4), make_weight(328, 416, MXFP4), rows(3)
-    with sim.device(arch):
-        want = mm_bf16_fp4(a, weight)
-        for size in (1, 60_000, 1 << 30):
-            monkeypatch.setattr(narrow, "AHEAD_BYTES", size)
-            assert torch.equal(mm_bf16_fp4(a, weight, next_weight=after), want)
-    assert torch.equal(mm_bf16_fp4(rows(70), weight, next_weight=after), mm_bf16_fp4(rows(70), weight))
-
-
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +249,6 @@ def test_bad_arguments_are_named() -> None:
         (ArgumentTypeError, "^residual: got torch.float32", {"residual": residual.float()}),
         (ArgumentError, "^residual: got strides", {"residual": torch.zeros(2 * FEATURES, 3, dtype=BF16).T}),
         (ArgumentError, "^out: got memory of residual", {"residual": out, "out": out}),
-        (ArgumentTypeError, "^next_weight: got Tensor", {"next_weight": weight.data}),
         (ArgumentTypeError, "^a: got torch.float16", {"a": a.half(), "norm_weight": a[0].half()}),
         (ArgumentTypeError, "^norm_weight: got torch.float32", {"norm_weight": a[0].float()}),
         (ArgumentError, "^norm_weight: got shape", {"norm_weight": a}),

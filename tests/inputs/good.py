@@ -370,7 +370,6 @@ def _gemm_calls() -> Calls:
             "bias": _half(8),
             "out": _half(3, 8),
             "residual": _half(3, 8),
-            "next_weight": weight(),
         },
         "Fp4Weight": lambda: {
             "data": _codes(1, 1, 4352),

@@ -98,7 +98,6 @@ def _more() -> Calls:
         "mm_bf16_fp4 swiglu": lambda: {
             **product(64, 128, 128, "interleaved"),
             "activation": "swiglu",
-            "next_weight": product(1, 64, 128)["weight"],
         },
         "mm_fp4 divided": lambda: fp4(32, 8704, 128),
         "mm_fp4 k96": lambda: fp4(256, 4096, 768),

@@ -109,7 +109,6 @@ def mm_bf16_fp4(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
-    next_weight: Fp4Weight | None = None,
 ) -> torch.Tensor:
     """Multiply bf16 or fp16 activations by the transpose of an FP4 weight: a linear layer.
 
@@ -132,9 +131,6 @@ def mm_bf16_fp4(
         norm_weight: [k], contiguous, 16-byte aligned, for bf16 only: a first gets an RMSNorm with these weights. For up
             to 16 rows; for more, call rmsnorm(). None means no norm.
         norm_eps: added to the norm's mean of squares.
-        next_weight: the weight of a product that follows, here or after kernels between. While this call ends, its
-            first columns are fetched into L2. It changes no result, and is for GPUs that wait for memory: a hint that
-            kernels for many rows and GPUs before sm_90 ignore.
     Returns:
         [..., n] in ``out_dtype``.
     Numerics:
@@ -157,19 +153,8 @@ def mm_bf16_fp4(
         raise ArgumentError("bias", "a tensor", "None with an activation")
     if weight.gated and residual is not None:
         raise ArgumentError("residual", "a tensor", "None with an activation")
-    if next_weight is not None and not isinstance(next_weight, Fp4Weight):
-        raise ArgumentTypeError("next_weight", type(next_weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
     return _multiply(
-        *(
-            a,
-            weight.data,
-            weight.row_scale,
-            alpha,
-            bias,
-            residual,
-            norm_weight,
-            None if next_weight is None else next_weight.data,
-        ),
+        *(a, weight.data, weight.row_scale, alpha, bias, residual, norm_weight),
         *(out, weight.n, weight.k, weight.gated, norm_eps, out_dtype, enable_pdl),
     )
 
@@ -183,7 +168,6 @@ def _multiply(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
-    next_data: torch.Tensor | None,
     out: torch.Tensor | None,
     n: int,
     k: int,
@@ -227,8 +211,6 @@ def _multiply(
         residual = as_rows("residual", residual if residual.dim() > 1 else residual.unsqueeze(0), ROWS)
     if norm_weight is not None:
         _check_norm(norm_weight, a)
-    if next_data is not None:
-        check_same_device("next_weight", next_data, a)
     MM_BF16_FP4(
         Arguments(
             a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), COLS),
@@ -238,12 +220,11 @@ def _multiply(
             bias=bias,
             residual=residual,
             norm_weight=norm_weight,
-            next_data=next_data,
             out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), ROWS),
             gated=gated,
             eps=eps,
             enable_pdl=enable_pdl,
-            names="data=weight,next_data=next_weight",
+            names="data=weight",
         )
     )
     return out

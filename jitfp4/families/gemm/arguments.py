@@ -13,8 +13,8 @@ from jitfp4.operation import Written
 class Arguments(NamedTuple):
     """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4.
 
-    ``gated``: rows of the weight are gates and ups, and out is [m, n / 2]. ``next_data`` is a prepared weight that
-    another call reads next. ``norm_weight`` and ``eps``: of an RMSNorm of a.
+    ``gated``: rows of the weight are gates and ups, and out is [m, n / 2]. ``norm_weight``
+    and ``eps``: of an RMSNorm of a.
     """
 
     a: torch.Tensor
@@ -24,7 +24,6 @@ class Arguments(NamedTuple):
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     norm_weight: torch.Tensor | None
-    next_data: torch.Tensor | None
     out: Written
     gated: bool
     eps: float

@@ -195,7 +195,7 @@ def _box_reader(m: Machine, one: Lanes, cells: Array) -> tuple[Callable[[], Arra
 
 @step("cp.async.bulk.prefetch", "cp.async.bulk.prefetch.tensor")
 def _prefetch(d: Decode) -> Step:
-    """No effect, except that a tensor map must be one, and that other memory must be there, in units of 16 bytes."""
+    """No effect, except that a tensor map must be one."""
     tensor = "tensor" in d.instr.mods
     d.ignore(*_DIMENSIONS, "tile")
     d.need("L2")
@@ -206,18 +206,14 @@ def _prefetch(d: Decode) -> Step:
         address, _ = _coordinates(d, operand)
     else:
         address = d.address(operand)
-        size = d.src(U32)
+        d.src(U32)
     if hint:
         policy(d)
 
     def run(m: Machine, lanes: Lanes) -> None:
-        places = broadcast(address(m, lanes), lanes.n)
         if tensor:
-            for at in np.unique(places):
+            for at in np.unique(broadcast(address(m, lanes), lanes.n)):
                 m.tensor_map("generic", int(at), lanes)
-            return
-        for offset in (0, broadcast(size(m, lanes), lanes.n).astype(np.int64) - 16):
-            m.memory.locate("global", lanes.ids, places.astype(np.int64) + offset, 16)
 
     return run
 

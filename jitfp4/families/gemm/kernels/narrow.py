@@ -20,7 +20,6 @@ _BLOCK_ROWS = 16
 _MAX_CLUSTER = 8
 _MAX_THREADS = 1024
 _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
-AHEAD_BYTES = 12 << 20  # of a weight that is read next: what memory gives while this kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +238,6 @@ def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
 
 
-def _ahead(arguments: Arguments) -> dict[str, Any]:
-    """The tiles of the next weight that come to L2: of each 64 rows the first columns."""
-    data = arguments.next_data
-    if data is None:
-        return {"next_weight": None, "next_strip": 0, "next_piece": 0, "next_pieces": 0, "next_count": 0}
-    strips, chunks, piece = data.shape
-    pieces = min(chunks, ceil_div(AHEAD_BYTES, strips * piece))
-    sizes = {"next_strip": chunks * piece, "next_piece": piece, "next_pieces": pieces}
-    return {"next_weight": data, **sizes, "next_count": strips * pieces}
-
-
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     residual = arguments.residual
     return {
@@ -268,7 +256,6 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "x_stride": arguments.a.stride(0),
         "residual_stride": 0 if residual is None else residual.stride(0),
         "out_stride": arguments.out.stride(0),
-        **_ahead(arguments),
     }
 
 
@@ -291,11 +278,6 @@ KERNEL = Kernel(
         I64("x_stride", "elements, as all strides"),
         I64("residual_stride"),
         I64("out_stride"),
-        Ptr("next_weight", "const uint8", "another weight; null: none"),
-        I64("next_strip", "bytes of 64 of its rows"),
-        I64("next_piece", "bytes of a tile"),
-        I64("next_pieces", "of a strip, to prefetch"),
-        I64("next_count", "of all pieces"),
     ),
     tactics=TACTICS,
     rejects=rejects,

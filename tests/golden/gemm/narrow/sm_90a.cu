@@ -458,47 +458,6 @@ __device__ __forceinline__ void tma_load(void* to, const TensorMap& map, int32 c
 // The offset of a 16-byte chunk of a row in a box of 128-byte rows that was loaded with the 128-byte swizzle.
 __device__ __forceinline__ uint32 swizzle_128(uint32 row, uint32 chunk) { return row * 128 + ((chunk ^ row % 8) * 16); }
 
-// ---- partials/bulk_groups --------------------------------------------------
-// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
-namespace ptx {
-// The stores that this thread has started since the last group become one.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread have read their source.
-template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/fence_proxy --------------------------------------------------
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/bulk_copy ----------------------------------------------------
-// Bulk copies, asynchronous to the thread that starts them: shared to global memory, and global memory to L2.
-namespace ptx {
-// Stores `bytes` bytes, as a group of its own. kOnce: they are not read again soon, and L2 evicts them first.
-template <bool kOnce>
-__device__ __forceinline__ void bulk_store(void* to, const void* from, uint32 bytes) {
-  const uint32 source = shared_address(from);
-  if constexpr (kOnce) {
-    uint64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
-                 ::"l"(to), "r"(source), "r"(bytes), "l"(policy) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(source), "r"(bytes) : "memory");
-  }
-  bulk_commit();
-}
-// Prefetches `bytes` bytes into L2.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-}  // namespace ptx
-
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -942,21 +901,6 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
-// The first pieces of each strip of a weight that a later kernel reads, which come to L2 while this one waits.
-struct Next {
-  const uint8* weight;
-  int64 strip;          // bytes
-  int   piece, pieces;  // bytes; of a strip
-  int   count;          // of all pieces; 0: nothing follows
-
-  // `cta` of `ctas` that share them
-  __device__ __forceinline__ void prefetch(int cta, int ctas, int lane) const {
-    for (int i = cta + lane * ctas; i < count; i += kWarp * ctas) {
-      ptx::bulk_prefetch(weight + i / pieces * strip + i % pieces * piece, piece);
-    }
-  }
-};
-
 // ---- sums over warps and CTAs ----------------------------------------------
 __device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
@@ -992,27 +936,21 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
-    const In* __restrict__ x,               // [m, k]
-    const uint8* __restrict__ weight,       // [ceil(n / 64), ceil(k / 128), kTileBytes]
-    const float* __restrict__ row_scale,    // [round_up(n, 64)] of MXFP4, else null
-    const float* __restrict__ alpha,        // [1]; null: 1
-    const Out* __restrict__ bias,           // [n]; null: none
-    const Out* __restrict__ residual,       // as out; null: none
-    const In* __restrict__ norm_weight,     // [k] of an RMSNorm of x, else null
+    const In* __restrict__ x,             // [m, k]
+    const uint8* __restrict__ weight,     // [ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
+    const float* __restrict__ alpha,      // [1]; null: 1
+    const Out* __restrict__ bias,         // [n]; null: none
+    const Out* __restrict__ residual,     // as out; null: none
+    const In* __restrict__ norm_weight,   // [k] of an RMSNorm of x, else null
     float eps,
-    Out* __restrict__ out,                  // [m, n], or [m, n / 2] of gates
+    Out* __restrict__ out,                // [m, n], or [m, n / 2] of gates
     int64 m,
-    int64 n,                                // a multiple of 8
-    int64 k,                                // a multiple of 32
-    int64 x_stride,                         // elements, as all strides
+    int64 n,                              // a multiple of 8
+    int64 k,                              // a multiple of 32
+    int64 x_stride,                       // elements, as all strides
     int64 residual_stride,
-    int64 out_stride,
-    const uint8* __restrict__ next_weight,  // another weight; null: none
-    int64 next_strip,                       // bytes of 64 of its rows
-    int64 next_piece,                       // bytes of a tile
-    int64 next_pieces,                      // of a strip, to prefetch
-    int64 next_count                        // of all pieces
-
+    int64 out_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
   Shared& s    = *reinterpret_cast<Shared*>(dynamic);
@@ -1059,10 +997,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
-  }
-  if constexpr (kHasTma) {
-    const Next next = {next_weight, next_strip, int(next_piece), int(next_pieces), int(next_count)};
-    if (warp == 0) next.prefetch(blockIdx.y * shares + share, int(ceil_div(n, kRows)) * shares, lane);
   }
 #pragma unroll
   for (int i = 0; i < kXStages - 1; ++i) {
