@@ -5,8 +5,7 @@ Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate f
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in
 NVFP4, and made on the device. A step is ``separate`` (norms add residuals, and torch.compile makes SwiGLU), ``fused``
-(both in the epilogues of products), ``normed`` (and products of up to 16 rows normalise them), or ``broken`` (as fused,
-without dependent launches).
+(both in the epilogues of products), or ``broken`` (as fused, without dependent launches).
 
 ``step.csv`` has a line for each step: its time; ``bound_ms``, the time to read its bytes once (weights, keys, values)
 at the read bandwidth of the same run, and ``of_roof``, their ratio; and for parts of a step, the time of a graph of
@@ -40,7 +39,6 @@ from jitfp4 import (
     rope_append_paged_kv_cache,
     trtllm_batch_decode_with_kv_cache,
 )
-from jitfp4.families.gemm.problem import MOST_NORMED_ROWS
 from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.weight import CODE_BYTES
 
@@ -89,14 +87,13 @@ PARTS = {
 
 
 class Kind(NamedTuple):
-    """Of a step: whether epilogues do more, whether products normalise, and ``enable_pdl``."""
+    """Of a step: whether epilogues do more, and ``enable_pdl``."""
 
     fused: bool = True
-    norm: bool = False
     pdl: bool | None = None
 
 
-KINDS = {"separate": Kind(fused=False), "fused": Kind(), "normed": Kind(norm=True), "broken": Kind(pdl=False)}
+KINDS = {"separate": Kind(fused=False), "fused": Kind(), "broken": Kind(pdl=False)}
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
@@ -207,24 +204,20 @@ class Step:
     def launches(self, kind: Kind) -> Iterator[Launch]:
         """All launches of a step in order."""
         last = len(self.caches)
-        own = kind.norm and self.batch <= MOST_NORMED_ROWS  # products have their norms
-        first, second = (self.normed if kind.fused and not own else self.outputs[name] for name in ("down", "o"))
+        first, second = (self.normed if kind.fused else self.outputs[name] for name in ("down", "o"))
         for layer in range(last):
-            if not own:
-                yield self._norm("norm", layer, "down", kind)
-            yield self._product("qkv", layer, first, kind, norm=own)
+            yield self._norm("norm", layer, "down", kind)
+            yield self._product("qkv", layer, first, kind)
             yield Launch("rope_append", layer, self._rope_append(layer, kind.pdl))
             yield Launch("attention", layer, self._attention(layer, kind.pdl))
             yield self._product("o", layer, self.attended.flatten(1), kind, residual="down")
-            if not own:
-                yield self._norm("norm_mlp", layer, "o", kind)
-            yield self._product("gate_up", layer, second, kind, norm=own)
+            yield self._norm("norm_mlp", layer, "o", kind)
+            yield self._product("gate_up", layer, second, kind)
             if not kind.fused:
                 yield Launch("activation", layer, lambda: self.activate(self.outputs["gate_up"], self.activated))
             yield self._product("down", layer, self.activated, kind, residual="o")
         yield self._norm("norm_head", last, "down", kind)
-        x = self.normed if kind.fused else first
-        yield Launch("head", last, lambda: torch.mm(x, self.model.head.T, out=self.logits))
+        yield Launch("head", last, lambda: torch.mm(first, self.model.head.T, out=self.logits))
 
     def _norm(self, name: str, layer: int, of: str, kind: Kind) -> Launch:
         x, weight = self.outputs[of], self.model.norm
@@ -236,9 +229,7 @@ class Step:
 
         return Launch(name, layer, call)
 
-    def _product(
-        self, name: str, layer: int, x: torch.Tensor, kind: Kind, residual: str | None = None, *, norm: bool = False
-    ) -> Launch:
+    def _product(self, name: str, layer: int, x: torch.Tensor, kind: Kind, residual: str | None = None) -> Launch:
         """With a fused epilogue the outputs of o and down take turns as residuals."""
         out, weight, alpha = self.outputs[name], self.model.layers[layer][name], self.model.alphas[name]
         more: dict[str, Any] = {}
@@ -246,8 +237,6 @@ class Step:
             more["residual"] = self.outputs[residual]
         if kind.fused and name == "gate_up":
             out, weight, more["activation"] = self.activated, self.model.gated[layer], "swiglu"
-        if norm:
-            more |= {"norm_weight": self.model.norm, "norm_eps": 1e-5}
         return Launch(name, layer, lambda: mm_bf16_fp4(x, weight, alpha, out=out, enable_pdl=kind.pdl, **more))
 
     def _rope_append(self, layer: int, pdl: bool | None) -> Callable[[], object]:

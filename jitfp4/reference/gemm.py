@@ -25,23 +25,6 @@ def matmul(
     return product if bias is None else product + bias.double()
 
 
-def normed_matmul(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """float64 [m, n]: matmul() of x after an RMSNorm, whose factor of a row is applied to the product.
-
-    What is multiplied is ``x * norm_weight``, rounded to x's dtype.
-    """
-    factor = torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
-    product = matmul(x * norm_weight, weight, alpha, None) * factor
-    return product if bias is None else product + bias.double()
-
-
 def swiglu(product: torch.Tensor) -> torch.Tensor:
     """float64 [m, n / 2]: ``silu(gate) * up`` of a product whose columns are n / 2 gates and then as many ups."""
     gate, up = product.double().chunk(2, -1)

@@ -94,7 +94,7 @@ def _more() -> Calls:
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
-        "mm_bf16_fp4 norm": lambda: {**product(3, 64, 128), "residual": _half(3, 64), "norm_weight": _half(128)},
+        "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
         "mm_bf16_fp4 swiglu": lambda: {
             **product(64, 128, 128, "interleaved"),
             "activation": "swiglu",

@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
-    "bench_step --model 8b --step separate normed": (
+    "bench_step --model 8b --step separate fused": (
         {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},
         {"step", "step_launches"},
     ),

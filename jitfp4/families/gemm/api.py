@@ -11,7 +11,7 @@ from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.arguments import Arguments
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import DTYPES, MOST_NORMED_ROWS
+from jitfp4.families.gemm.problem import DTYPES
 from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import checked, public
@@ -107,8 +107,6 @@ def mm_bf16_fp4(
     *,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
 ) -> torch.Tensor:
     """Multiply bf16 or fp16 activations by the transpose of an FP4 weight: a linear layer.
 
@@ -128,9 +126,6 @@ def mm_bf16_fp4(
             output is then [..., n / 2], without bias and residual. None for other weights.
         residual: [..., n] of the output's dtype, aligned as out and with memory of its own, which the product is added
             to. None means none.
-        norm_weight: [k], contiguous, 16-byte aligned, for bf16 only: a first gets an RMSNorm with these weights. For up
-            to 16 rows; for more, call rmsnorm(). None means no norm.
-        norm_eps: added to the norm's mean of squares.
     Returns:
         [..., n] in ``out_dtype``.
     Numerics:
@@ -138,8 +133,7 @@ def mm_bf16_fp4(
         the rest float32; ``jitfp4.reference.gemm.error_bound`` bounds the error. With a residual ``round(y +
         residual)``.
         With "swiglu" ``round(gate / (1 + exp(-gate)) * up)`` of gates and ups that are not rounded, whose exp is within
-        2^-22 + |gate| * 2^-23 of itself. With a norm, a is ``round(a * norm_weight)``, and the sum over k is multiplied
-        by ``1 / sqrt(mean(a * a) + norm_eps)`` in float32. The order of a sum depends only on the shapes and the GPU:
+        2^-22 + |gate| * 2^-23 of itself. The order of a sum depends only on the shapes and the GPU:
         equal calls give equal bits.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
@@ -154,8 +148,8 @@ def mm_bf16_fp4(
     if weight.gated and residual is not None:
         raise ArgumentError("residual", "a tensor", "None with an activation")
     return _multiply(
-        *(a, weight.data, weight.row_scale, alpha, bias, residual, norm_weight),
-        *(out, weight.n, weight.k, weight.gated, norm_eps, out_dtype, enable_pdl),
+        *(a, weight.data, weight.row_scale, alpha, bias, residual),
+        *(out, weight.n, weight.k, weight.gated, out_dtype, enable_pdl),
     )
 
 
@@ -167,12 +161,10 @@ def _multiply(
     alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
     out: torch.Tensor | None,
     n: int,
     k: int,
     gated: bool,
-    eps: float,
     out_dtype: torch.dtype | None,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
@@ -209,8 +201,6 @@ def _multiply(
         if tuple(residual.shape) != shape:
             raise ArgumentError("residual", f"shape {tuple(residual.shape)}", f"{shape}")
         residual = as_rows("residual", residual if residual.dim() > 1 else residual.unsqueeze(0), ROWS)
-    if norm_weight is not None:
-        _check_norm(norm_weight, a)
     MM_BF16_FP4(
         Arguments(
             a=as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), COLS),
@@ -219,25 +209,10 @@ def _multiply(
             alpha=alpha,
             bias=bias,
             residual=residual,
-            norm_weight=norm_weight,
             out=as_rows("out", out if out.dim() > 1 else out.unsqueeze(0), ROWS),
             gated=gated,
-            eps=eps,
             enable_pdl=enable_pdl,
             names="data=weight",
         )
     )
     return out
-
-
-def _check_norm(norm_weight: torch.Tensor, a: torch.Tensor) -> None:
-    if a.dtype != torch.bfloat16:
-        raise ArgumentTypeError("a", f"{a.dtype}", "torch.bfloat16 with norm_weight")
-    check_dtype("norm_weight", norm_weight, (a.dtype,))
-    check_same_device("norm_weight", norm_weight, a)
-    if tuple(norm_weight.shape) != a.shape[-1:]:
-        raise ArgumentError("norm_weight", f"shape {tuple(norm_weight.shape)}", f"({a.shape[-1]},)")
-    check_contiguous("norm_weight", norm_weight)
-    rows = a.numel() // a.shape[-1]
-    if rows > MOST_NORMED_ROWS:
-        raise ArgumentError("norm_weight", f"a norm of {rows} rows", f"one of up to {MOST_NORMED_ROWS}")

@@ -13,8 +13,7 @@ from jitfp4.operation import Written
 class Arguments(NamedTuple):
     """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4.
 
-    ``gated``: rows of the weight are gates and ups, and out is [m, n / 2]. ``norm_weight``
-    and ``eps``: of an RMSNorm of a.
+    ``gated``: rows of the weight are gates and ups, and out is [m, n / 2].
     """
 
     a: torch.Tensor
@@ -23,10 +22,8 @@ class Arguments(NamedTuple):
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
     residual: torch.Tensor | None
-    norm_weight: torch.Tensor | None
     out: Written
     gated: bool
-    eps: float
     enable_pdl: bool | None
     names: str
 

@@ -22,7 +22,6 @@ def _problem(arguments: Arguments) -> Problem:
         n=weight_rows(arguments),
         k=k,
         gated=arguments.gated,
-        norm=arguments.norm_weight is not None,
     )
 
 
@@ -30,11 +29,7 @@ def _reference(arguments: Arguments) -> None:
     n, k = weight_rows(arguments), arguments.a.shape[1]
     block_format = NVFP4 if arguments.row_scale is None else MXFP4
     weight = Fp4Weight(arguments.data, arguments.row_scale, n, k, block_format, arguments.gated).dequantize()
-    a, alpha = arguments.a, arguments.alpha
-    if arguments.norm_weight is None:
-        out = reference.matmul(a, weight, alpha, arguments.bias)
-    else:
-        out = reference.normed_matmul(a, arguments.norm_weight, arguments.eps, weight, alpha, arguments.bias)
+    out = reference.matmul(arguments.a, weight, arguments.alpha, arguments.bias)
     if arguments.gated:
         out = reference.swiglu(out)
     if arguments.residual is not None:
@@ -51,7 +46,7 @@ MM_BF16_FP4 = Operation(
     tables=(TABLE, HOPPER),
     reference=_reference,
     output="out",
-    aligned=("a", "data", "bias", "residual", "norm_weight", "out"),
+    aligned=("a", "data", "bias", "residual", "out"),
     exclusive=("out",),
     growing=("m",),
 )

@@ -12,14 +12,13 @@ from jitfp4.layouts import SfLayout, ceil_div
 from jitfp4.weight import TILE_ROWS
 
 DTYPES = HALVES
-MOST_NORMED_ROWS = 16  # of x, which every CTA normalises for itself
 TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 
 class Problem(NamedTuple):
     """x [m, k] times the transpose of a weight [n, k].
 
-    ``gated``: the weight is n / 2 gates and as many ups. ``norm``: x gets an RMSNorm.
+    ``gated``: the weight is n / 2 gates and as many ups.
     """
 
     dtype: DType
@@ -29,7 +28,6 @@ class Problem(NamedTuple):
     n: int
     k: int
     gated: bool = False
-    norm: bool = False
 
     def tiles_per_sm(self, arch: Arch) -> float:
         """Tiles of 64 rows of the weight, for each SM."""

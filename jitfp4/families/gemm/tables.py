@@ -9,8 +9,8 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.kernels.narrow import TILE_MS, NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
-from jitfp4.families.gemm.problem import DTYPES, MOST_NORMED_ROWS, Problem
-from jitfp4.formats import BlockFormat, DType
+from jitfp4.families.gemm.problem import DTYPES, Problem
+from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
 
@@ -137,13 +137,8 @@ def problems(arch: Arch) -> Iterator[Problem]:
     """Few, some and many rows of the weight, for every number of rows of x that tables distinguish; of gates, too."""
     for problem in _plain(arch):
         yield problem
-        gated = problem._replace(gated=True)
         if problem.n % 16 == 0:
-            yield gated
-        if problem.m <= MOST_NORMED_ROWS and problem.dtype is DType.BF16:
-            yield problem._replace(norm=True)
-            if problem.n % 16 == 0:
-                yield gated._replace(norm=True)
+            yield problem._replace(gated=True)
 
 
 def _plain(arch: Arch) -> Iterator[Problem]:

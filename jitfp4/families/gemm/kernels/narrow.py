@@ -12,7 +12,7 @@ from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 TILE_MS = (8, 16, 32, 64)
@@ -134,8 +134,7 @@ class NarrowSpec(KernelSpec):
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
     ``stages`` pieces of 16 * ``warp_blocks`` rows, and a group one of ``x_stages`` chunks of x. ``ctas`` CTAs fit on an
-    SM, of this kernel and of the next one. ``gated``: rows of the weight are gates and ups. ``norm``: of rows
-    of x, with room for its weights behind each chunk.
+    SM, of this kernel and of the next one. ``gated``: rows of the weight are gates and ups.
     """
 
     dtype: DType
@@ -150,7 +149,6 @@ class NarrowSpec(KernelSpec):
     x_rows: int
     x_stages: int
     gated: bool
-    norm: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -184,7 +182,7 @@ class NarrowSpec(KernelSpec):
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        chunks = self.x_stages * self.groups * (self.x_rows + self.norm) * _ROW_BYTES
+        chunks = self.x_stages * self.groups * self.x_rows * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
@@ -200,7 +198,6 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
         out_dtype=problem.out_dtype,
         format=problem.format,
         gated=problem.gated,
-        norm=problem.norm,
         **cut,
     )
 
@@ -247,8 +244,6 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "residual": residual,
-        "norm_weight": arguments.norm_weight,
-        "eps": arguments.eps,
         "out": arguments.out,
         "m": plan.problem.m,
         "n": plan.problem.n,
@@ -269,8 +264,6 @@ KERNEL = Kernel(
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
         Ptr("residual", "const Out", "as out; null: none"),
-        Ptr("norm_weight", "const In", "[k] of an RMSNorm of x, else null"),
-        F32("eps"),
         Ptr("out", "Out", "[m, n], or [m, n / 2] of gates"),
         I64("m"),
         I64("n", "a multiple of 8"),

@@ -200,8 +200,6 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
     """Why a tactic cannot run a problem on an architecture."""
     if not arch.has_wgmma:
         return f"its products are instructions of {names_with('has_wgmma')}"
-    if isinstance(problem, Problem) and problem.norm:
-        return "x goes from memory to the tensor cores as it is"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
     if tactic.split > ceil_div(problem.k, TILE_COLS):

@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"norm":false,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8,"x_stages":2}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8,"x_stages":2}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -12,8 +12,7 @@
 // one right behind: when the kernel before has ended, memory is free.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
 //
-// With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up. With
-// kNorm, rows of x first get an RMSNorm.
+// With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -603,7 +602,6 @@ constexpr int kStages     = 2;
 constexpr int kXStages    = 2;  // of chunks of x
 constexpr int kCtas       = 2;  // of an SM
 constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
-constexpr bool kNorm      = false;  // of rows of x, before they are multiplied
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
@@ -749,12 +747,12 @@ struct Output {
   }
 };
 
-constexpr int kRoomBytes = kXRows * kRowBytes, kSlotBytes = kRoomBytes + (kNorm ? kRowBytes : 0);
+constexpr int kRoomBytes = kXRows * kRowBytes;
 constexpr int kPitch = kRows + 4;  // of sums: no bank conflicts between lanes of a fragment
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][kXStages][kSlotBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kRoomBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 struct Sums {
@@ -766,63 +764,6 @@ union Shared {
 };
 
 static_assert(sizeof(Shared) == 102656, "the launch counts on it");
-
-// ---- partials/rstd ---------------------------------------------------------
-// 1 / sqrt(sum / h + eps), every step correctly rounded. Away from overflow and underflow, quotient, root and
-// reciprocal are approximations corrected by their remainders (Markstein).
-struct Rstd {
-  float h, reciprocal, eps;
-  __device__ __forceinline__ float operator()(float sum) const {
-    float quotient = sum * reciprocal;
-    quotient = fmaf(fmaf(-quotient, h, sum), reciprocal, quotient);
-    const float v = quotient + eps;
-    if (__float_as_uint(v) - 0x0D800000u > 0x64000000u) return 1.0f / sqrtf(sum / h + eps);  // not 2^-100 to 2^100
-    const float seed = ptx::rsqrt_approx(v), near = v * seed;
-    return reciprocal_inside(fmaf(fmaf(-near, near, v), 0.5f * seed, near));
-  }
-};
-
-// ---- gemm/row_norm ---------------------------------------------------------
-// An RMSNorm of rows of x, between memory and the tensor cores: each thread multiplies what it copied of a chunk by the
-// norm's weights, which lie behind the chunk, and adds up squares. The sums are multiplied by 1 / rms in the end.
-struct RowNorm {
-  static constexpr int kThreadRows = kTurnRows < kXRows ? kXRows / kTurnRows : 1;  // of x
-  float squares[kThreadRows];
-
-  // `to` is where Chunks::load() put the thread's first vector, in the first of the rows that are left.
-  __device__ __forceinline__ void apply(uint32 to, uint32 weights, int rows) {
-#pragma unroll
-    for (int j = 0; j < kThreadRows; ++j) {
-      const int row = j * kTurnRows;
-      if (row >= rows) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32 at = (row % 8 == 4 ? to ^ 64 : to) + row * kRowBytes + half * (kRowBytes / 2);
-        const uint4  v = ptx::ld_shared(at), w = ptx::ld_shared(weights + half * (kRowBytes / 2));
-        ptx::st_shared(at, make_uint4(scaled(v.x, w.x, j), scaled(v.y, w.y, j), scaled(v.z, w.z, j),
-                                      scaled(v.w, w.w, j)));
-      }
-    }
-  }
-  // The sum of squares of each row over the chunks of a group, behind its sums; `row` is the thread's first.
-  __device__ __forceinline__ void store(float (&rows)[kTileM][kPitch], int row, int place) const {
-#pragma unroll
-    for (int j = 0; j < kThreadRows; ++j) {
-      float sum = squares[j];
-#pragma unroll
-      for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-      const int at = row + j * kTurnRows;
-      if (place % 8 == 0 && at < kXRows) *reinterpret_cast<float4*>(&rows[at][kRows]) = {sum, 0.0f, 0.0f, 0.0f};
-    }
-  }
-
- private:
-  __device__ __forceinline__ uint32 scaled(uint32 v, uint32 w, int j) {
-    const float a = low<In>(v), b = high<In>(v);
-    squares[j] = fmaf(b, b, fmaf(a, a, squares[j]));
-    return to_pair<In>(a * low<In>(w), b * high<In>(w));
-  }
-};
 
 // ---- loads -----------------------------------------------------------------
 // The pieces of the weight for a warp, in the order of its turns. A piece may lie in two tiles, one below the other.
@@ -882,17 +823,6 @@ struct Chunks {
   }
 };
 
-// The same of a norm's weights: 16 threads of a group copy 16 bytes each.
-struct Gains {
-  const In* from;
-  int columns;  // left from there on
-
-  __device__ __forceinline__ void load(uint32 to, int place) {
-    if (kNorm && place < kTileCols / 8) ptx::copy_async_or_zero(to, from, columns > 0 ? 16 : 0);
-    from += kGroups * kTileCols, columns -= kGroups * kTileCols;
-  }
-};
-
 __device__ __forceinline__ void group_sync(int group) {
   if constexpr (kRowWarps == 1) {
     __syncwarp();
@@ -942,8 +872,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const float* __restrict__ alpha,      // [1]; null: 1
     const Out* __restrict__ bias,         // [n]; null: none
     const Out* __restrict__ residual,     // as out; null: none
-    const In* __restrict__ norm_weight,   // [k] of an RMSNorm of x, else null
-    float eps,
     Out* __restrict__ out,                // [m, n], or [m, n / 2] of gates
     int64 m,
     int64 n,                              // a multiple of 8
@@ -978,12 +906,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
                   int(k) - column};
-  const int gain_column = (first + group) * kTileCols + place * 8;
-  Gains gains = {norm_weight + gain_column, int(k) - gain_column};
   uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
   const uint32 x_stages = ptx::shared_address(ring.x[group]);
-  const uint32 gains_to = x_stages + kRoomBytes + place * 16;
   const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {
@@ -998,17 +923,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   for (int i = 0; i < kStages - 1; ++i) {
     if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
   }
-#pragma unroll
-  for (int i = 0; i < kXStages - 1; ++i) {
-    if (kNorm && i < turns) gains.load(gains_to + i * kSlotBytes, place);
-  }
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
 #pragma unroll
   for (int i = 0; i < kXStages - 1; ++i) {
-    if (i < turns) chunk.load(x_to + i * kSlotBytes);
+    if (i < turns) chunk.load(x_to + i * kRoomBytes);
     ptx::copy_async_commit();
   }
 
@@ -1030,7 +951,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const int x_lane = min(8 * n + lane % 8, rows - 1);
     matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
   }
-  RowNorm norm = {};
   int    stage  = 0;
   uint32 parity = 0;
 #pragma unroll 1
@@ -1040,36 +960,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
     if (has_rows && turn > 0 && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
     const int next_x = turn + kXStages - 1;
-    if (next_x < turns) {
-      chunk.load(x_to + next_x % kXStages * kSlotBytes);
-      if constexpr (kNorm) gains.load(gains_to + next_x % kXStages * kSlotBytes, place);
-    }
+    if (next_x < turns) chunk.load(x_to + next_x % kXStages * kRoomBytes);
     ptx::copy_async_commit();
-    if constexpr (kNorm) {
-      const uint32 slot = turn % kXStages * kSlotBytes;
-      norm.apply(x_to + slot, x_stages + kRoomBytes + slot + place % 8 * 16, chunk.rows);
-      group_sync(group);
-    }
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % kXStages * kSlotBytes, matrix, lane);
+      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % kXStages * kRoomBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   __syncthreads();  // the sums take the place of the ring
 
   store_sums(s.sums, sums, group, warp_row, lane);
-  if constexpr (kNorm) norm.store(s.sums.rows[group], x_row, place);
   __syncthreads();
-  constexpr int kSums = kQuads + (kNorm ? 1 : 0), kItems = kXRows * kSums;
+  constexpr int kItems = kXRows * kQuads;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
-      float* at = &s.sums.rows[0][i / kSums][i % kSums * 4];
+      float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
       *reinterpret_cast<float4*>(at) = sum_groups(at);
     }
     ptx::cluster_sync();
   }
-  const Rstd  rstd   = {float(int(k)), 1.0f / float(int(k)), eps};
+  const Output output = {bias, row_scale, factor};
   const auto sum = [&](const float* p) {
     return kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
   };
@@ -1079,8 +990,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
     Out* const to = out + (first_m + column) * out_stride;
-    Output output = {bias, row_scale, factor};
-    if constexpr (kNorm) output.alpha *= rstd(sum(&s.sums.rows[0][column][kRows]).x);
     if constexpr (kGated) {
       output.store_gated(to + first_row / 2 + quad * 4, at_n, sum(p), sum(p + 8));
     } else {
