@@ -63,7 +63,8 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
         given = make().get(parameter.name, parameter.default)
         for what, value in _bad_values(parameter, given):
             yield Bad(name, parameter.name, what, make() | {parameter.name: value})
-        for other in make() if parameter.name in _WRITTEN and isinstance(given, torch.Tensor) else ():
+        written = parameter.name in _WRITTEN and (name, parameter.name) not in _ONLY_READ
+        for other in make() if written and isinstance(given, torch.Tensor) else ():
             arguments = make()
             tensor = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
             if other != parameter.name and isinstance(tensor, torch.Tensor) and tensor.nbytes >= given.nbytes:
@@ -108,6 +109,7 @@ _WRITTEN = (
     *("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "residual"),
     *("lse", "output_k", "output_v", "out_ids", "out_weights", "topk_indices", "topk_values"),
 )
+_ONLY_READ = {("mm_bf16_fp4", "residual")}
 
 
 def verdict(bad: Bad) -> str:

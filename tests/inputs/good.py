@@ -189,6 +189,7 @@ def _gemm_calls() -> Calls:
             "alpha": torch.ones(1),
             "bias": _half(8),
             "out": _half(3, 8),
+            "residual": _half(3, 8),
         },
         "Fp4Weight": lambda: {
             "data": _codes(1, 1, 4352),

@@ -51,13 +51,10 @@ def _bytes(*shape: int) -> torch.Tensor:
 def _more() -> Calls:
     good = good_calls()
 
-    def product(m: int, n: int, k: int) -> Arguments:
-        return {
-            "a": _half(m, k),
-            "weight": jitfp4.prepare_fp4_weight(
-                _bytes(n, k // 2), _bytes(n, k // 16), sf_layout=jitfp4.SfLayout.layout_linear
-            ),
-        }
+    def product(m: int, n: int, k: int, order: str | None = None) -> Arguments:
+        codes, scales = _bytes(n, k // 2), _bytes(n, k // 16)
+        linear = jitfp4.SfLayout.layout_linear
+        return {"a": _half(m, k), "weight": jitfp4.prepare_fp4_weight(codes, scales, sf_layout=linear, order=order)}
 
     def fp4(m: int, n: int, k: int) -> Arguments:
         rows = -(-m // 128) * 128, -(-n // 128) * 128
@@ -97,6 +94,11 @@ def _more() -> Calls:
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
+        "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
+        "mm_bf16_fp4 swiglu": lambda: {
+            **product(64, 128, 128, "interleaved"),
+            "activation": "swiglu",
+        },
         "mm_fp4 divided": lambda: fp4(32, 8704, 128),
         "mm_fp4 k96": lambda: fp4(256, 4096, 768),
         "mm_fp4 trtllm": lambda: {**fp4(16, 128, 128), "backend": "trtllm"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.formats import NVFP4
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
 from tests.inputs.good import good_calls
@@ -42,7 +44,7 @@ from tests.support.attention import Case
 from tests.support.compare import poisoned
 from tests.support.conv import make_sequences
 from tests.support.gdn import case
-from tests.support.gemm import assert_fp4_product, assert_product
+from tests.support.gemm import assert_fp4_product, assert_product, make_codes, make_weight
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
@@ -188,18 +190,31 @@ def _attention(tactic: DecodeTactic, **options: Any) -> None:
         made.run()
 
 
-def _narrow(tactic: NarrowTactic, m: int, n: int, k: int) -> None:
+def _narrow(tactic: NarrowTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
     with MM_BF16_FP4.forced(tactic):
-        assert_product(m, n, k, plain=True)
+        (call or partial(assert_product, plain=True))(m, n, k)
 
 
-def _wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
+def _residual(m: int, n: int, k: int) -> None:
+    """A product, added to a residual."""
+    a, residual = (random_matrix(m, size, torch.bfloat16) for size in (k, n))
+    jitfp4.mm_bf16_fp4(a, make_weight(n, k, NVFP4), residual=residual)
+
+
+def _gated(m: int, n: int, k: int) -> None:
+    """A product with a weight of gates and ups."""
+    codes, scales = make_codes(n, k, NVFP4)
+    weight = jitfp4.prepare_fp4_weight(codes, scales, sf_layout=jitfp4.SfLayout.layout_linear, order="interleaved")
+    jitfp4.mm_bf16_fp4(random_matrix(m, k, torch.bfloat16), weight, activation="swiglu")
+
+
+def _wide(tactic: WideTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
     """Rings of so few slots that each is filled again, on the architecture that has its instructions."""
     device = sim.active_device()
     if device is not None and device.arch.name == "sm_90a":
         engine.reset()  # no kernel with more slots
         with _few_sms(), MM_BF16_FP4.forced(tactic), mock.patch.object(wide, "_MOST_SLOTS", 4):
-            assert_product(m, n, k, plain=True)
+            (call or partial(assert_product, plain=True))(m, n, k)
         engine.reset()
 
 
@@ -287,6 +302,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gemm, wide split": lambda: _wide(WideTactic(64, 1, 2, 2), 40, 64, 1536),
     "gemm, wide divided": lambda: _wide(WideTactic(64, 2, divided=True), 70, 136, 416),
     "gemm, wide cluster": lambda: _wide(WideTactic(64, 2, cluster=2), 70, 136, 416),
+    "gemm, narrow residual": lambda: _narrow(NarrowTactic(8, 2, 2, 2, 2, 1, x_stages=4), 5, 72, 1056, _residual),
+    "gemm, wide residual": lambda: _wide(WideTactic(64, 2, divided=True), 70, 136, 416, _residual),
+    "gemm, wide gates": lambda: _wide(WideTactic(64, 1, 2, 2), 40, 64, 1536, _gated),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
     "mm_fp4, wgmma": lambda: _fp4_wide(WideTactic(64, 2, divided=True), 70, 136, 416),

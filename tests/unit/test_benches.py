@@ -41,6 +41,10 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_prefill": ({}, {"prefill"}),
     "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
+    "bench_step --model 8b --step separate fused": (
+        {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},
+        {"step", "step_launches"},
+    ),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
     "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),
     "search_gdn": ({"BATCHES": (64,)}, {"gdn_search"}),

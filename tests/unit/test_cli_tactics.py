@@ -76,7 +76,7 @@ def test_families_lists_every_operation() -> None:
     listed = {one["operation"]: one for one in document("operations")["operations"]}
     assert listed.keys() == {one.name for one in operations()}
     assert listed["mm_bf16_fp4"]["kernels"] == ["gemm/narrow", "gemm/wide"]
-    assert listed["mm_bf16_fp4"]["problem"] == ["dtype", "out_dtype", "format", "m", "n", "k"]
+    assert listed["mm_bf16_fp4"]["problem"] == ["dtype", "out_dtype", "format", "m", "n", "k", "gated"]
     assert "gemm/narrow, gemm/wide" in run("operations").stdout == run("families").stdout
 
 

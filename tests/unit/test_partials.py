@@ -172,7 +172,7 @@ USES: dict[str, tuple[str, str]] = {
     "gemm/wide_mainloop.cuh.j2": ("sm_90a", WIDE),
     "gemm/wide_results.cuh.j2": (
         "sm_90a",
-        "using Results = WideResults<bf16, 64, 2, 2, 2, 2>;\ntemplate class Exchange<64, 2, 2, 16384>;\n"
+        "using Results = WideResults<bf16, 64, 2, 2, 2, 2, false>;\ntemplate class Exchange<64, 2, 2, 16384>;\n"
         "__global__ void run(float (&sums)[32], const float* other) {\n"
         "  Results::stage<1>(0, sums, threadIdx.x, {}, {});\n"
         "  Results::stage_total<0>(1, other, 0, sums, threadIdx.x, {}, {});\n}\n",

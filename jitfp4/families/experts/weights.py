@@ -24,16 +24,23 @@ from jitfp4.tensors import (
     check_same_device,
     check_strided,
 )
-from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, prepare, tile_bytes
+from jitfp4.weight import (
+    ORDERS,
+    TILE_COLS,
+    TILE_ROWS,
+    Fp4Weight,
+    gate_up_order,
+    places_of,
+    prepare,
+    tile_bytes,
+)
 
 MULTIPLE = 32  # of the hidden and of the intermediate size
 _MOST_SIZE = 1 << 31
 MOST_EXPERTS = 1024
 _GROUP = 1 << 26  # bytes of codes that are brought into order at a time
-_HALF_BLOCK = 8  # features whose gate rows lie together
 _ORDER = 1  # the number of the order of a prepared layer: another one whenever it changes, with that of Fp4Weight
 _BIASES = (torch.float32, torch.bfloat16, torch.float16)
-ORDERS = ("concatenated gate,up", "concatenated up,gate", "interleaved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +187,6 @@ def gates_first(matrix: Matrix) -> Matrix:
     return Matrix(*(None if part is None else part[places] for part in matrix))  # type: ignore[arg-type]
 
 
-def gate_up_order(inter: int, device: torch.device | str) -> torch.Tensor:
-    """For each row of a prepared w13, its number among the gates and then the up rows."""
-    gates = torch.arange(inter, device=device).view(-1, _HALF_BLOCK)
-    return torch.stack((gates, gates + inter), 1).flatten()
-
-
 @checked
 def prepare_fp4_experts(
     w13: torch.Tensor,
@@ -241,7 +242,7 @@ def prepare_fp4_experts(
         raise ArgumentError("w2", f"shape {tuple(w2.shape)}", f"({experts}, {hidden}, {inter // 2})")
     scales13 = _linear("w13_scales", w13_scales, (experts, rows, hidden), block_format, layout, w13)
     scales2 = _linear("w2_scales", w2_scales, (experts, hidden, inter), block_format, layout, w13)
-    places = None if order is None else _places(order, inter, w13.device)
+    places = None if order is None else places_of(order, inter, w13.device)
     alpha13 = _alphas("w13_alpha", w13_alpha, experts, order is not None, w13)
     if places is not None:
         alpha13 = alpha13.expand(experts, 2).repeat_interleave(inter, 1)[:, gate_up_order(inter, w13.device)]
@@ -314,16 +315,6 @@ def _bias(
     padded = torch.zeros(shape[0], round_up(shape[1], TILE_ROWS), dtype=torch.float32, device=bias.device)
     padded[:, : shape[1]] = ordered
     return padded
-
-
-def _places(order: str, inter: int, device: torch.device) -> torch.Tensor:
-    """For each row of a prepared w13, its row in the given order."""
-    logical = gate_up_order(inter, device)
-    if order == "concatenated gate,up":
-        return logical
-    is_up = logical >= inter
-    feature = logical - is_up * inter
-    return feature + ~is_up * inter if order == "concatenated up,gate" else 2 * feature + is_up
 
 
 def _pack(

@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8,"x_stages":2}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,8 +8,11 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x, that
+// one right behind: when the kernel before has ended, memory is free.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
+//
+// With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -732,15 +735,48 @@ __device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
   return sum;
 }
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
 // ---- gemm/output -----------------------------------------------------------
+template <typename T> __device__ __forceinline__ uint32 add_pairs(uint32 a, uint32 b) {
+  return to_pair<T>(low<T>(a) + low<T>(b), high<T>(a) + high<T>(b));
+}
+
 template <typename Out, Format kFormat> struct Output {
   const Out* bias;         // null: none
   const float* row_scale;  // of MXFP4
   float alpha;
 
   // Four neighbours in a row of the output, from the sums of weight rows n to n + 3.
-  __device__ __forceinline__ void store(Out* to, int n, float4 sums) const {
-    float y[4] = {sums.x, sums.y, sums.z, sums.w};
+  __device__ __forceinline__ void of_sums(float (&y)[4], int n, float4 sums) const {
+    y[0] = sums.x, y[1] = sums.y, y[2] = sums.z, y[3] = sums.w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       y[i] *= kWeightUnit;
@@ -752,7 +788,22 @@ template <typename Out, Format kFormat> struct Output {
       ld_halves<4>(bias + n, b);
       y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
     }
-    st_halves<4>(to, {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])});
+  }
+  // They are added to a residual after they were rounded.
+  __device__ __forceinline__ void store(Out* to, int n, float4 sums, bool adds, uint2 residual) const {
+    float y[4];
+    of_sums(y, n, sums);
+    uint2 pairs = {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])};
+    if (adds) pairs = {add_pairs<Out>(pairs.x, residual.x), add_pairs<Out>(pairs.y, residual.y)};
+    st_halves<4>(to, {pairs.x, pairs.y});
+  }
+  // Four features, from the sums of their gates, weight rows n to n + 3, and of the rows 8 below.
+  __device__ __forceinline__ void store_gated(Out* to, int n, float4 gates, float4 ups) const {
+    float g[4], u[4];
+    of_sums(g, n, gates), of_sums(u, n + 8, ups);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) g[i] = silu(g[i]) * u[i];
+    st_halves<4>(to, {to_pair<Out>(g[0], g[1]), to_pair<Out>(g[2], g[3])});
   }
 };
 
@@ -761,11 +812,14 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat  = Format::kNvfp4;
 constexpr int kTileM      = 8;
+constexpr int kXRows      = 8;  // for which there is room
 constexpr int kWarpBlocks = 1;  // of 16 rows
 constexpr int kRowWarps   = 1;
 constexpr int kGroups     = 16;
 constexpr int kStages     = 2;
+constexpr int kXStages    = 2;  // of chunks of x
 constexpr int kCtas       = 2;  // of an SM
+constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
 constexpr bool kHasTma      = true;
 constexpr bool kHasClusters = kHasTma;
 
@@ -779,11 +833,12 @@ constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which
 
 using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
 using Sums  = GroupSums<Piece, kGroups, kRows>;
+constexpr int kRoomBytes = kXRows * Piece::kRowBytes;
 
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
   alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
-  alignas(128) uint8 x[kGroups][2][Piece::kXBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kRoomBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 union Shared {
@@ -803,7 +858,7 @@ struct Chunks {
   __device__ __forceinline__ void load(uint32 to) {
     const In* from = x;
 #pragma unroll
-    for (int row = 0; row < kTileM; row += kTurnRows, from += step) {
+    for (int row = 0; row < kXRows; row += kTurnRows, from += step) {
       if (row >= rows) continue;  // nobody stores their sums
 #pragma unroll
       for (int i = 0; i < kTileCols; i += kHalf) {
@@ -830,11 +885,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
     const float* __restrict__ alpha,      // [1]; null: 1
     const Out* __restrict__ bias,         // [n]; null: none
-    Out* __restrict__ out,                // [m, n]
+    const Out* __restrict__ residual,     // as out; null: none
+    Out* __restrict__ out,                // [m, n], or [m, n / 2] of gates
     int64 m,
     int64 n,                              // a multiple of 8
     int64 k,                              // a multiple of 32
     int64 x_stride,                       // elements, as all strides
+    int64 residual_stride,
     int64 out_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
@@ -889,8 +946,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  if (turns > 0) chunk.load(x_to);
-  ptx::copy_async_commit();
+#pragma unroll
+  for (int i = 0; i < kXStages - 1; ++i) {
+    if (i < turns) chunk.load(x_to + i * kRoomBytes);
+    ptx::copy_async_commit();
+  }
+
+  if (has_rows && turns >= kStages) load(kStages - 1);
+  const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
+  // Outputs of the thread, in quads: first the one that it has at all, whose residual is loaded now.
+  constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kXRows * kOutQuads;
+  const auto load_residual = [&](int i) {
+    const int column = i / kOutQuads, at_n = first_row + i % kOutQuads * 4;
+    if (residual == nullptr || i >= kOuts || column >= rows || at_n >= n) return make_uint2(0, 0);
+    return ptx::ld<uint2>(residual + (first_m + column) * residual_stride + at_n);
+  };
+  uint2 added = load_residual(thread * shares + share);
 
   Piece::Accumulators sums = {};
   uint32 matrix[Piece::kColumns];  // in place of rows past the last, whose sums nobody stores, others
@@ -903,15 +974,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    ptx::copy_async_wait_for<0>();
+    ptx::copy_async_wait_for<kXStages - 2>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) load(read);
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * Piece::kXBytes);
+    if (has_rows && turn > 0 && turn + kStages - 1 < turns) load(read);
+    const int next_x = turn + kXStages - 1;
+    if (next_x < turns) chunk.load(x_to + next_x % kXStages * kRoomBytes);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * Piece::kXBytes, matrix, lane);
+      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % kXStages * kRoomBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
@@ -919,7 +991,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
 
   s.sums.store(sums, group, warp_row, lane);
   __syncthreads();
-  constexpr int kQuads = kRows / 4, kItems = kTileM * kQuads;
+  constexpr int kItems = kXRows * kQuads;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
@@ -927,13 +999,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     }
     ptx::cluster_sync();
   }
-  const Output<Out, kFormat> output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
-  for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
-    const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
+  const Output<Out, kFormat> output = {bias, row_scale, factor};
+  const auto sum = [&](const float* p) {
+    return kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups<Sums>(p);
+  };
+  for (int i = thread * shares + share; i < kOuts; i += kThreads * shares) {
+    const int column = i / kOutQuads, quad = i % kOutQuads;
+    const int at = kGated ? quad / 2 * 16 + quad % 2 * 4 : quad * 4, at_n = first_row + at;
     if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
-    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups<Sums>(p);
-    output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
+    Out* const to = out + (first_m + column) * out_stride;
+    if constexpr (kGated) {
+      output.store_gated(to + first_row / 2 + quad * 4, at_n, sum(p), sum(p + 8));
+    } else {
+      output.store(to + at_n, at_n, sum(p), residual != nullptr, added);
+      added = load_residual(i + kThreads * shares);
+    }
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }

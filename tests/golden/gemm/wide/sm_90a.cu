@@ -1,10 +1,11 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
+// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","gated":false,"groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
 // the weight, and the transpose of a product is written to out. The weight is prepared; gemm/wide_fp4 takes one as the
-// quantizers leave it, and x from gemm/expand.
+// quantizers leave it, and x from gemm/expand. With kGated, rows of the weight are gates of features and their ups, and
+// out [m, n / 2] is silu(gate) * up.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
@@ -783,6 +784,35 @@ template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kC
   }
 };
 
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
 // ---- partials/store_matrices -----------------------------------------------
 namespace ptx {
 // Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
@@ -794,6 +824,9 @@ __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) 
 __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
 }
 }  // namespace ptx
 
@@ -812,15 +845,38 @@ template <int kSums> __device__ __forceinline__ void add(float (&sums)[kSums], i
 
 // The results of a warpgroup: kTileM rows of x in kParts parts. kGroups groups of kDepth warpgroups in each of kSplit
 // CTAs have sums of the same tile.
-template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSplit> struct WideResults {
+template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSplit, bool kGated> struct WideResults {
   static constexpr int kPartM   = kTileM / kParts;
   static constexpr int kSharers = kSplit * kDepth;  // warpgroups with sums of the same elements
   using Sums = float[kTileM / 2];
+
+  // Writes part kPart of the features of a warpgroup, half as many as rows, to rows of 64 bytes, in the 64-byte swizzle
+  // of the copy that stores them. A thread has the gate of a feature in row g and its up in row g + 8.
+  template <int kPart>
+  static __device__ __forceinline__ void stage_gated(uint32 to, const Sums& sums, uint32 thread, Affine gates,
+                                                     Affine ups) {
+    constexpr int kMatrices = kPartM < 32 ? kPartM / 8 : 4;  // of 8 features by 8 rows of x
+    const uint32 row = thread % 32 % (8 * kMatrices);
+    to += row * 64 + (thread / 32 ^ row / 2 % 4) * 16;
+#pragma unroll
+    for (int i = 0; i < kPartM; i += 8 * kMatrices, to += kMatrices * 512) {
+      const float* d = sums + (kPart * kPartM + i) / 2;
+      uint32 pairs[kMatrices];
+#pragma unroll
+      for (int j = 0; j < kMatrices; ++j) {
+        const float g[2] = {fmaf(d[4 * j], gates.scale, gates.bias), fmaf(d[4 * j + 1], gates.scale, gates.bias)};
+        const float u[2] = {fmaf(d[4 * j + 2], ups.scale, ups.bias), fmaf(d[4 * j + 3], ups.scale, ups.bias)};
+        pairs[j] = to_pair<Out>(silu(g[0]) * u[0], silu(g[1]) * u[1]);
+      }
+      ptx::store_matrices(to, pairs);
+    }
+  }
 
   // Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
   template <int kPart>
   static __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper,
                                                Affine lower) {
+    if constexpr (kGated) return stage_gated<kPart>(to, sums, thread, upper, lower);
     constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
     to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
 #pragma unroll
@@ -855,6 +911,25 @@ template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSp
       return stage<kPart>(to, sums, thread, upper, lower);
     }
     if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+  }
+};
+
+// What the product is added to, after it was rounded; null: nothing.
+template <typename Out, int kPartM> struct Residual {
+  const Out* rows;
+  int64 stride, m, n;
+
+  // To rows of 128 bytes as stage() writes them, for the part of out that begins at (row, col).
+  __device__ __forceinline__ void add(uint32 to, uint32 row, uint32 col, uint32 thread) const {
+    for (uint32 i = thread; i < kPartM * 8; i += 128) {
+      const uint32 inside = i / 8, chunk = i % 8, at = to + swizzle_128(inside, chunk);
+      if (row + inside >= m || col + chunk * 8 >= n) continue;
+      const uint4 y = ptx::ld_shared(at), r = ptx::ld<uint4>(rows + (row + inside) * stride + col + chunk * 8);
+      const auto sum = [](uint32 a, uint32 b) {
+        return to_pair<Out>(low<Out>(a) + low<Out>(b), high<Out>(a) + high<Out>(b));
+      };
+      ptx::st_shared(at, make_uint4(sum(y.x, r.x), sum(y.y, r.y), sum(y.z, r.z), sum(y.w, r.w)));
+    }
   }
 };
 
@@ -955,6 +1030,7 @@ constexpr int kSplit       = 1;
 constexpr bool kDivided    = true;
 constexpr int kSlots       = 15;
 constexpr int kWeightSlots = 8;
+constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 constexpr int kStepM       = kTileM;  // no other products
 
@@ -970,7 +1046,7 @@ constexpr int kParts   = 2;       // of the rows of x, after the sharers have ad
 constexpr int kPartM   = kTileM / kParts;
 
 using Weight = PreparedWeight<In, Out, kFormat>;
-using Results = WideResults<Out, kTileM, kParts, kGroups, kDepth, kSplit>;
+using Results = WideResults<Out, kTileM, kParts, kGroups, kDepth, kSplit, kGated>;
 
 // ---- shared memory ---------------------------------------------------------
 constexpr int kTileN     = kGroups * kTileRows;
@@ -1085,8 +1161,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const float* __restrict__ row_scale,    // [round_up(n, 64)] of MXFP4, else null
     const float* __restrict__ alpha,        // [1]; null: 1
     const Out* __restrict__ bias,           // [n]; null: none
+    const Out* __restrict__ residual,       // as out; null: none
+    int64 residual_stride,                  // elements
     uint8* __restrict__ workspace,          // of divided tiles, else null
-    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64]
+    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]
     int64 m,
     int64 n,                                // a multiple of 8
     int64 k                                 // a multiple of 32
@@ -1097,6 +1175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
   const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
 
   const Weight given{weight, row_scale, bias, n};
+  const Residual<Out, kPartM> added{residual, residual_stride, m, n};
 
   // Each producer prepares its barriers and starts; consumers wait for both.
   const bool produces = team == kTeams;
@@ -1149,9 +1228,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
       consumer.accumulate(sums, (work.end - work.begin) * (2 / kDepth));
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
+        if (!kGated && added.rows != nullptr) {
+          ptx::barrier_sync(kTeamBarrier + team, 128);
+          added.add(ptx::shared_address(rows), at.x + number * kPartM, col, thread);
+        }
         ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
+        if (thread == 0 && col < n) ptx::tma_store(out, kGated ? col / 2 : col, at.x + number * kPartM, rows);
       };
       if constexpr (kSharers > 1) {
         float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
