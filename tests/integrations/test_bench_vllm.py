@@ -81,7 +81,7 @@ SECTIONS = {  # of docs/engines.md: the file of results, and the model
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_guide_names_the_figures_of_the_run(section: str) -> None:
-    """A row for each variant that was run: milliseconds and tokens a second at each batch; nothing of a model without."""
+    """A row for each variant that was run, milliseconds and tokens a second at each batch; no section without rows."""
     guide = (ROOT / "docs/engines.md").read_text()
     text = "".join(re.findall(rf"^#### {section}\n(.*?)^##", guide, re.MULTILINE | re.DOTALL))
     name, model = SECTIONS[section]
