@@ -31,6 +31,7 @@ class DecodeTactic:
     min_ctas: int
     head_warps: int = 1
     cluster: int = 0
+    hints: bool = False
 
 
 TACTICS = (
@@ -79,6 +80,7 @@ class DecodeSpec(KernelSpec):
     min_ctas: int
     head_warps: int
     cluster: int
+    hints: bool
 
     @property
     def stage_bytes(self) -> int:
