@@ -53,9 +53,10 @@ class Call(NamedTuple):
     enable_pdl: bool | None = None
 
 
-@replayed
 def attend(call: Call) -> tuple[torch.Tensor, ...]:
     """Attention of a call whose types are checked. Returns (out,), or (out, lse) with ``with_lse``.
+
+    Public functions that only sort their arguments are remembered whole, and call this; others call attend_again().
 
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
@@ -105,6 +106,10 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
         )
     )
     return (out,) if lse is None else (out, lse)
+
+
+attend_again = replayed(attend)
+"""attend(), remembered by the tensors and flags of the call."""
 
 
 def _check_lists(call: Call, page: int) -> int:

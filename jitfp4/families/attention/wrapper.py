@@ -12,7 +12,7 @@ import torch
 from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.call import Call, attend_again
 from jitfp4.families.attention.engine_names import EngineNames, tokens
 from jitfp4.families.attention.problem import CACHES, DTYPES, HEAD_DIMS, MAX_GROUP, MAX_PAGE
 from jitfp4.public import checked
@@ -211,7 +211,7 @@ class PagedWrapper(EngineNames):
             raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
         scales = (None, None) if run.kv_cache_sf is None else self._sides("kv_cache_sf", run.kv_cache_sf)
         try:
-            result = attend(
+            result = attend_again(
                 Call(
                     query=run.q,
                     key=key,
