@@ -193,12 +193,22 @@ def product(query: torch.Tensor, number: float, **factors: Factor) -> torch.Tens
             raise ArgumentError(name, f"{value.numel()} elements", "1")
         if value.device.type == "cpu":
             number *= value.item()
+            if query.is_cuda:
+                replay.note(None)  # the next call may have another value
         else:
             check_same_device(name, value, query)
-            tensors.append(value.float().view(1))
+            tensors.append(value)
     if not tensors:
         return number
-    return functools.reduce(torch.mul, tensors if number == 1 else [number * tensors[0], *tensors[1:]])
+    if number == 1 and len(tensors) == 1 and tensors[0].dtype == torch.float32:
+        return tensors[0].view(1)
+    return replay.temporary(functools.partial(_multiplied, number), *tensors)
+
+
+def _multiplied(number: float, *tensors: torch.Tensor) -> torch.Tensor:
+    """The product of numbers, float32 [1], one rounding for each factor in order."""
+    factors = [tensor.float().view(1) for tensor in tensors]
+    return functools.reduce(torch.mul, factors if number == 1 else [number * factors[0], *factors[1:]])
 
 
 def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:
@@ -239,8 +249,10 @@ def causal_or_nan(
     return replay.temporary(functools.partial(_nan_unless_causal, q_len, number, q_ends is not None), mask, *given)
 
 
-def _nan_unless_causal(q_len: int, number: float, ragged: bool, mask: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-    """What causal_or_nan() gives for a mask; ``given`` are the queries' ends, if ``ragged``, and a factor, if one is."""
+def _nan_unless_causal(
+    q_len: int, number: float, ragged: bool, mask: torch.Tensor, *given: torch.Tensor
+) -> torch.Tensor:
+    """What causal_or_nan() gives; ``given`` are the queries' ends, if ``ragged``, and a factor, if there is one."""
     words = mask.view(torch.int16)[..., 0].flatten().int()
     at = torch.arange(len(words), dtype=torch.int32, device=mask.device)
     seen = words & (2 << torch.full_like(at, q_len - 1)) - 1

@@ -3,14 +3,66 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
+from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
-from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtype, dtypes
-from jitfp4.public import checked
+from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtype, dtypes
+from jitfp4.public import checked, public
+
+
+@functools.lru_cache(maxsize=1024)
+def _run_of(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """run() for a plan, remembered: its arguments, a workspace and lists."""
+
+    @public
+    def run(
+        q: torch.Tensor,
+        paged_kv_cache: checks.Pair,
+        q_scale: float | torch.Tensor | None,
+        k_scale: float | torch.Tensor | None,
+        v_scale: float | torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        enable_pdl: bool | None,
+        window_left: int | None,
+        sinks: torch.Tensor | None,
+        q_len_per_req: int | None,
+        skip_softmax_threshold_scale_factor: float | None,
+        kv_cache_sf: checks.Pair | None,
+        workspace: torch.Tensor,
+        *lists: torch.Tensor | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+        q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
+        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+        return attention(
+            plan,
+            Run(
+                workspace,
+                *Lists(*lists),  # type: ignore[arg-type]
+                q=q,
+                paged_kv_cache=paged_kv_cache,
+                kv_cache_sf=kv_cache_sf,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                sinks=sinks,
+                out=out,
+                lse=lse,
+                return_lse=return_lse,
+                window_left=window_left,
+                q_len=q_len,
+                enable_pdl=enable_pdl,
+            ),
+        )
+
+    return run
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -47,6 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
+        self._run: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
 
     @checked
@@ -113,8 +166,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
         lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         self._cached_o_data_type = out_dtype
-        self._plan = Plan(
-            lists=self._take(lists, page_size, seq_lens, non_blocking),
+        plan = Plan(
+            kv_layout=self._kv_layout,
+            v_scale_layout=self._v_scale_layout,
             heads=(num_qo_heads, num_kv_heads),
             head_dim=head_dim,
             page_size=page_size,
@@ -127,6 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q_len=q_len_per_req,
             causal=is_causal is not False,
         )
+        self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 
     begin_forward = _plan_impl = plan
 
@@ -135,7 +190,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
         return False
 
-    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -168,26 +222,30 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        q_len = (self._planned().q_len or 1) if q_len_per_req is None else q_len_per_req
-        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
-        return self._attend(
-            Run(
-                q=q,
-                paged_kv_cache=paged_kv_cache,
-                kv_cache_sf=kv_cache_sf,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                out=out,
-                lse=lse,
-                return_lse=return_lse,
-                window_left=window_left,
-                q_len=q_len,
-                enable_pdl=enable_pdl,
-            )
+        if self._run is None:
+            raise ArgumentError("run", "a call before plan()", "plan() first")
+        return self._run(
+            q,
+            paged_kv_cache,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            enable_pdl,
+            window_left,
+            sinks,
+            q_len_per_req,
+            skip_softmax_threshold_scale_factor,
+            kv_cache_sf,
+            self._workspace,
+            *self._listed(),
         )
+
+    def _store(self, plan: Plan, lists: Lists) -> None:
+        super()._store(plan, lists)
+        self._run = _run_of(plan)
 
     @checked
     def forward(

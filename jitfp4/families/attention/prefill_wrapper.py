@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -12,9 +13,16 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.context import check_masks
 from jitfp4.families.attention.engine_names import BufferPlanner
-from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtypes
+from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, attention, check_sizes, dtypes
 from jitfp4.public import checked
+from jitfp4.replay import replayed
 from jitfp4.tensors import output
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(plan: Plan) -> Callable[[Run], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """attention() for a plan, remembered by what run() takes."""
+    return replayed(functools.partial(attention, plan))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -157,8 +165,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_last_page_len": paged_kv_last_page_len,
             "qo_indptr": qo_indptr,
         }
-        self._plan = Plan(
-            lists=self._take(lists, page_size, seq_lens, non_blocking),
+        plan = Plan(
+            kv_layout=self._kv_layout,
+            v_scale_layout=self._v_scale_layout,
             heads=(num_qo_heads, num_kv_heads),
             head_dim=head_dim_qk,
             page_size=page_size,
@@ -171,6 +180,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q_len=uniform_q_len if max_token_per_sequence is None else max_token_per_sequence,
             causal=causal,
         )
+        self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 
     begin_forward = plan
 
@@ -233,9 +243,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
         transposed = lse_layout == "HN" and (return_lse or lse is not None)
         given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if transposed else lse
-        q_len = self._planned().q_len
-        result = self._attend(
+        plan, lists = self._planned(), self._listed()
+        q_len = plan.q_len
+        result = _remembered(plan)(
             Run(
+                self._workspace,
+                *lists,
                 q=q,
                 paged_kv_cache=paged_kv_cache,
                 kv_cache_sf=kv_cache_sf,
