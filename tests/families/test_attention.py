@@ -111,6 +111,36 @@ def test_warps_add_up_items_while_others_go_on() -> None:
         case.check(case.run(), _BOUND)
 
 
+CLUSTERS = (DecodeTactic(2, 2, 1, cluster=2), DecodeTactic(1, 3, 1, cluster=8), DecodeTactic(2, 2, 1, cluster=1))
+"""Of two query rows and more, and of one; items that have fewer tiles than the cluster has warps, and more."""
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("tactic", CLUSTERS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_cluster_takes_an_item(name: str, tactic: DecodeTactic) -> None:
+    case = Case(**CASES[name])
+    with sim.device("sm_90a", races=True), ATTENTION.forced(tactic):
+        case.check(case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SIM_ARCHS)
+@pytest.mark.parametrize("options", [{}, {"q_lens": 8, "group": 16}, {"q_lens": (3, 0, 5, 1), "window_left": 20}])
+def test_the_parts_of_a_cluster_are_added_up(arch: str, options: dict[str, object]) -> None:
+    """Long items, one after the other where a request has more rows than one; nobody writes the workspace."""
+    lengths = (300, 0, 70, 33) if isinstance(options.get("q_lens"), tuple) else (300, 70)
+    case = Case(**{"lengths": lengths, "kv_heads": 2, **options})
+    case.workspace[:] = NAN_BYTE
+    for tactic in (DecodeTactic(2, 2, 1, cluster=4), DecodeTactic(2, 2, 1, head_warps=2, cluster=2)):
+        with sim.device(arch, races=True), ATTENTION.forced(tactic), counted():
+            case.check(case.run(), _BOUND)
+        assert (case.workspace == NAN_BYTE).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_attention(name: str) -> None:
