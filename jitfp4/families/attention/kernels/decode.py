@@ -31,7 +31,6 @@ class DecodeTactic:
     min_ctas: int
     head_warps: int = 1
     cluster: int = 0
-    hints: bool = False
 
 
 TACTICS = (
@@ -80,7 +79,6 @@ class DecodeSpec(KernelSpec):
     min_ctas: int
     head_warps: int
     cluster: int
-    hints: bool
 
     @property
     def stage_bytes(self) -> int:
