@@ -21,7 +21,7 @@ class Arguments(NamedTuple):
     select a kernel.
     With ``soft_cap``, which is 0 or positive, a logit x becomes ``soft_cap * tanh(x / soft_cap)``.
     Where ``causal``, query i of n sees tokens up to seq_lens[b] - n + i; a window begins ``window_left`` tokens before
-    that one.
+    that one. Where ``whole``, no request's tokens are divided among CTAs: its results depend on no other request.
     """
 
     query: torch.Tensor
@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     q_len_per_req: int
     window_left: int
     causal: bool
+    whole: bool
     max_tokens: int
     hnd: bool
     interleaved: bool

@@ -48,6 +48,7 @@ class Call(NamedTuple):
     out_dtype: torch.dtype | None = None
     soft_cap: float = 0.0
     causal: bool = True
+    whole: bool = False
     shared_pages: bool = True
     with_lse: bool = False
     enable_pdl: bool | None = None
@@ -99,6 +100,7 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
             q_len_per_req=call.q_len,
             window_left=call.window_left,
             causal=call.causal,
+            whole=call.whole,
             max_tokens=max_seq_len,
             hnd=hnd,
             interleaved=cache.interleaved,

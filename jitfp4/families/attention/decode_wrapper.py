@@ -146,8 +146,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q_len_per_req: query tokens of a request, 1 to 8.
             is_causal: whether the queries of a request see only tokens up to their own; None is True.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
-            pos_encoding_mode, rope_scale, rope_theta, fixed_split_size, disable_split_kv, window_right: any value but
-                the default is an error, except -1 for fixed_split_size.
+            disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
+                other request; slower where few requests are long.
+            pos_encoding_mode, rope_scale, rope_theta, fixed_split_size, window_right: any value but the default is an
+                error, except -1 for fixed_split_size.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
@@ -155,7 +157,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         check_plain(pos_encoding_mode, rope_scale, rope_theta)
         for name, value, default in (
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
-            ("disable_split_kv", disable_split_kv, False),
             ("window_right", window_right, 0),
         ):
             checks.unused(name, value, default)
@@ -180,6 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=q_len_per_req,
             causal=is_causal is not False,
+            whole=disable_split_kv,
         )
         self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 

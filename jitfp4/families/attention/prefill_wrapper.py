@@ -130,8 +130,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             uniform_q_len: the queries of every request, if all have as many; it says the same.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
             custom_mask, packed_custom_mask, pos_encoding_mode, rope_scale, rope_theta, prefix_len_ptr,
-                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv:
-                any value but the default is an error, except -1 for fixed_split_size.
+                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size: any value but the
+                default is an error, except -1 for fixed_split_size.
+            disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
+                other request; on sm_90a slower by a kernel without wgmma.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
@@ -149,7 +151,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         for name, value, default in (
             ("token_pos_in_items_len", token_pos_in_items_len, 0),
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
-            ("disable_split_kv", disable_split_kv, False),
         ):
             checks.unused(name, value, default)
         if head_dim_vo not in (None, head_dim_qk):
@@ -179,6 +180,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=uniform_q_len if max_token_per_sequence is None else max_token_per_sequence,
             causal=causal,
+            whole=disable_split_kv,
         )
         self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 

@@ -58,6 +58,7 @@ TABLE: Table[Any] = Table(
         Row(DecodeTactic(4, 2, 1)),
         Row(DecodeTactic(2, 2, 1)),
         Row(DecodeTactic(1, 2, 1)),
+        *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),

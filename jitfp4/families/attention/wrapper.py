@@ -52,6 +52,7 @@ class Plan:
     soft_cap: float
     q_len: int | None
     causal: bool
+    whole: bool
 
 
 class Run(NamedTuple):
@@ -252,6 +253,7 @@ def attention(plan: Plan, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.
                 q_len=run.q_len,
                 soft_cap=plan.soft_cap,
                 causal=plan.causal,
+                whole=plan.whole,
                 with_lse=run.return_lse or run.lse is not None,
                 enable_pdl=run.enable_pdl,
             )

@@ -34,10 +34,14 @@ class DecodeTactic:
 
 
 TACTICS = (
+    DecodeTactic(4, 2, 1, cluster=8),
     DecodeTactic(8, 2, 1, cluster=8),
     DecodeTactic(8, 2, 1, cluster=4),
     DecodeTactic(8, 2, 1, cluster=2),
-    DecodeTactic(8, 4, 1, cluster=1),
+    DecodeTactic(8, 2, 1, cluster=1),
+    DecodeTactic(4, 2, 1, cluster=1),
+    DecodeTactic(2, 2, 1, cluster=1),
+    DecodeTactic(1, 2, 1, cluster=1),
     DecodeTactic(8, 2, 1),
     DecodeTactic(4, 3, 1),
     DecodeTactic(12, 2, 1),
@@ -131,6 +135,8 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
         return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
+    if problem.whole and tactic.cluster != 1:
+        return "it divides the tokens of a request among CTAs"
     lines = tactic.head_warps * problem.rows
     if tactic.cluster > 1 and not arch.has_tma:
         return f"clusters are on {names_with('has_tma')}"
@@ -146,7 +152,7 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
 
 def _items(problem: Problem, tactic: DecodeTactic) -> int:
     """A bound of the requests, for all groups of KV heads that a CTA takes together."""
-    return problem.units // problem.tiles // tactic.head_warps
+    return problem.items // tactic.head_warps
 
 
 def geometry(problem: Problem, tactic: DecodeTactic, arch: Arch) -> Geometry:
