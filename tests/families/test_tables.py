@@ -177,7 +177,7 @@ def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
 
 def decode_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
     """Of bench.search_attention: 64 bf16 query heads and 8 KV heads of 128."""
-    names = ("warps", "stages", "min_ctas", "head_warps")
+    names = ("warps", "stages", "min_ctas", "head_warps", "cluster")
     for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(ATTENTION), 7):
         problem = attention_problem(cache, order, page, batch, kv_heads, context)
         yield problem, {DecodeTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}

@@ -44,12 +44,12 @@ class Arguments(NamedTuple):
     q_len_per_req: int
     window_left: int
     causal: bool
-    whole: bool
     max_tokens: int
     hnd: bool
     interleaved: bool
     enable_pdl: bool | None
     soft_cap: float = 0.0
+    whole: bool = False
     names: str = (
         "key_cache=kv_cache,value_cache=kv_cache,key_scales=kv_cache_sf,value_scales=kv_cache_sf,page_ends=indptr"
     )
