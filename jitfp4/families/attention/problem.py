@@ -82,7 +82,7 @@ class Problem(NamedTuple):
     give few problems. A request has at most ``tiles`` tiles of 32 tokens. A call has at most ``units`` units, each a
     tile for one KV head, and with many rows at most ``blocks`` blocks of ROW_BLOCK rows; with few rows that is 0.
 
-    Where each request has one query token, ``causal`` is True. With ``listed``, the requests have one list of pages, and
+    Where each request has one query token, ``causal`` is True. With ``listed``, requests share one list of pages, and
     ``tiles`` is a mean. With ``whole``, the tokens of a request are not divided among CTAs.
     """
 
