@@ -1916,14 +1916,10 @@ __device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v)
 //   barrier of the cluster arrive             wait   arrive      wait                   arrive  wait
 namespace ptx {
 __device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 }  // namespace ptx
 
 constexpr int kOwned = kLines / kSenders;  // lines that a CTA owns
@@ -1941,11 +1937,11 @@ __device__ __forceinline__ bool find_share(const Operands& p, Incoming&, Segment
   if (s.b >= p.batch) return false;
   s.request.load(p, s.b);
   if (s.request.q_len == 0) return false;
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();  // nothing was written
   s.heads = blockIdx.x / kSenders - s.b * (p.kv_heads / kHeadWarps), s.block = 0;
   s.tile = s.begin = s.left = 0, s.count = s.request.tiles;
   if (threadIdx.x % kWarp == 0) now = ahead = s;
   __syncwarp();
-  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();  // nothing was written
   return true;
 }
 
@@ -1969,7 +1965,6 @@ __device__ __forceinline__ void combine(
       ptx::st_cluster(&incoming.sum[rank][own], owner, quad.sum);
     }
   }
-  __syncwarp();
   ptx::cluster_arrive();
   ptx::cluster_wait();
   for (int i = threadIdx.x; i < kOwned * kRowQuads; i += kThreads) {
@@ -1986,7 +1981,6 @@ __device__ __forceinline__ void combine(
     }
     finish(p, s, quad, line, dim);
   }
-  __syncwarp();
   if (more) ptx::cluster_arrive();
 }
 // ---- shared memory ---------------------------------------------------------
@@ -2144,7 +2138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     if (!unsettled) {
       __syncthreads();
       combine(p, now, s.shares, s.parts, more);
-      if (more) __syncthreads();
+      if (more && kCluster < 2) __syncthreads();
     } else if (warp < kFirstSettler) {
       ptx::barrier_arrive(kUnsettled, kThreads);
     } else if (threadIdx.x % kWarp == 0) {
