@@ -7,62 +7,64 @@ from collections.abc import Callable
 
 import torch
 
-from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
 from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtype, dtypes
-from jitfp4.public import checked, public
+from jitfp4.public import checked
+from jitfp4.replay import replayed
+
+
+@checked
+def _run(
+    plan: Plan,
+    q: torch.Tensor,
+    paged_kv_cache: checks.Pair,
+    q_scale: float | torch.Tensor | None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    enable_pdl: bool | None,
+    window_left: int | None,
+    sinks: torch.Tensor | None,
+    q_len_per_req: int | None,
+    skip_softmax_threshold_scale_factor: float | None,
+    kv_cache_sf: checks.Pair | None,
+    workspace: torch.Tensor,
+    *lists: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """run() with what the wrapper has."""
+    checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+    q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
+    checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+    return attention(
+        plan,
+        Run(
+            workspace,
+            *Lists(*lists),  # type: ignore[arg-type]
+            q=q,
+            paged_kv_cache=paged_kv_cache,
+            kv_cache_sf=kv_cache_sf,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            window_left=window_left,
+            q_len=q_len,
+            enable_pdl=enable_pdl,
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
-def _run_of(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """run() for a plan, remembered: its arguments, a workspace and lists."""
-
-    @public
-    def run(
-        q: torch.Tensor,
-        paged_kv_cache: checks.Pair,
-        q_scale: float | torch.Tensor | None,
-        k_scale: float | torch.Tensor | None,
-        v_scale: float | torch.Tensor | None,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-        return_lse: bool,
-        enable_pdl: bool | None,
-        window_left: int | None,
-        sinks: torch.Tensor | None,
-        q_len_per_req: int | None,
-        skip_softmax_threshold_scale_factor: float | None,
-        kv_cache_sf: checks.Pair | None,
-        workspace: torch.Tensor,
-        *lists: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
-        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
-        return attention(
-            plan,
-            Run(
-                workspace,
-                *Lists(*lists),  # type: ignore[arg-type]
-                q=q,
-                paged_kv_cache=paged_kv_cache,
-                kv_cache_sf=kv_cache_sf,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                out=out,
-                lse=lse,
-                return_lse=return_lse,
-                window_left=window_left,
-                q_len=q_len,
-                enable_pdl=enable_pdl,
-            ),
-        )
-
-    return run
+def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """_run() for a plan, remembered by its other arguments."""
+    return replayed(functools.partial(_run, plan))
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -224,9 +226,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        if self._run is None:
-            raise ArgumentError("run", "a call before plan()", "plan() first")
-        return self._run(
+        run = self._run
+        if run is None:
+            plan = self._planned()
+            if torch.compiler.is_dynamo_compiling():
+                run = functools.partial(_run, plan)
+            else:
+                run = self._run = _remembered(plan)
+        return run(
             q,
             paged_kv_cache,
             q_scale,
@@ -247,7 +254,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     def _store(self, plan: Plan, lists: Lists) -> None:
         super()._store(plan, lists)
-        self._run = _run_of(plan)
+        self._run = None
 
     @checked
     def forward(

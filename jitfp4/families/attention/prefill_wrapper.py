@@ -247,25 +247,25 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if transposed else lse
         plan, lists = self._planned(), self._listed()
         q_len = plan.q_len
-        result = _remembered(plan)(
-            Run(
-                self._workspace,
-                *lists,
-                q=q,
-                paged_kv_cache=paged_kv_cache,
-                kv_cache_sf=kv_cache_sf,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                out=out,
-                lse=None if transposed else given,
-                return_lse=return_lse or lse is not None,
-                window_left=window_left,
-                q_len=max(1, q.shape[0]) if q_len is None else q_len,
-                enable_pdl=enable_pdl,
-            )
+        request = Run(
+            self._workspace,
+            *lists,
+            q=q,
+            paged_kv_cache=paged_kv_cache,
+            kv_cache_sf=kv_cache_sf,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            out=out,
+            lse=None if transposed else given,
+            return_lse=return_lse or lse is not None,
+            window_left=window_left,
+            q_len=max(1, q.shape[0]) if q_len is None else q_len,
+            enable_pdl=enable_pdl,
         )
+        compiling = torch.compiler.is_dynamo_compiling()
+        result = attention(plan, request) if compiling else _remembered(plan)(request)
         if not isinstance(result, tuple):
             return result
         logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]
