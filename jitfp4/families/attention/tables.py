@@ -38,11 +38,11 @@ _SOME_ROWS = 16 * ROW_BLOCK  # of a request and a KV head
 _SMALL = (  # items, and tiles of a request, that clusters are done with first
     (DecodeTactic(4, 2, 1, cluster=8), {"items": 8, "tiles": 32}),
     (DecodeTactic(8, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
-    (DecodeTactic(8, 2, 1, cluster=4), {"items": 16, "tiles": 64}),
-    (DecodeTactic(8, 2, 1, cluster=2), {"items": 32, "tiles": 64}),
+    (DecodeTactic(4, 2, 3, cluster=8), {"items": 16, "tiles": 128}),
+    (DecodeTactic(4, 2, 3, cluster=8), {"items": 32, "tiles": 64}),
     (DecodeTactic(8, 2, 1, cluster=2), {"items": 64, "tiles": 128}),
     (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
-    (DecodeTactic(8, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
+    (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
 )
 
 TABLE: Table[Any] = Table(

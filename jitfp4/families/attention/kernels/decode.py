@@ -36,7 +36,7 @@ class DecodeTactic:
 TACTICS = (
     DecodeTactic(4, 2, 1, cluster=8),
     DecodeTactic(8, 2, 1, cluster=8),
-    DecodeTactic(8, 2, 1, cluster=4),
+    DecodeTactic(4, 2, 3, cluster=8),
     DecodeTactic(8, 2, 1, cluster=2),
     DecodeTactic(8, 2, 1, cluster=1),
     DecodeTactic(4, 2, 1, cluster=1),
