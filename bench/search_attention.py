@@ -24,10 +24,10 @@ from jitfp4.operation import Observed, observed
 from jitfp4.tuning import on_gpu, time_us
 
 LOADS = (
-    *((1, 1024), (1, 2048), (1, 4096), (1, 8192), (2, 1024), (4, 1024), (8, 1024), (8, 4096), (16, 1024), (16, 2048)),
-    *((32, 1024), (64, 1024), (1, 131072), (16, 8192)),
+    *((1, 1024), (1, 8192), (16, 1024), (64, 1024), (1, 131072), (16, 8192)),
     *((256, 1024), (64, 8192), (16, 131072), (256, 8192)),
 )
+SMALL_LOADS = ((1, 2048), (1, 4096), (2, 1024), (4, 1024), (8, 1024), (8, 4096), (16, 2048), (32, 1024))  # of NVFP4
 CLUSTERS = (
     *((4, 2, 1, 1, 8), (8, 2, 1, 1, 8), (4, 2, 3, 1, 8), (8, 2, 1, 1, 4)),
     *((8, 2, 1, 1, 2), (8, 2, 1, 1, 1), (4, 2, 1, 1, 1)),
@@ -54,7 +54,9 @@ SIDES = {
 
 def measure(pool: Pool) -> Iterator[dict[str, object]]:
     for (cache, layout, page), tactics in SIDES.items():
-        for (batch, context), fields in itertools.product(LOADS, tactics):
+        for (batch, context), fields in itertools.product(
+            (*LOADS, *(SMALL_LOADS if cache == "nvfp4" else ())), tactics
+        ):
             case = Case(cache, 64, 8, layout, page, batch, context)
             tactic = DecodeTactic(*fields)
             many = tactic.cluster and context // TILE > MOST_TILES * tactic.warps * tactic.cluster

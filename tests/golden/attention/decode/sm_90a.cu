@@ -1,5 +1,5 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","cluster":1,"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","cluster":1,"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":4}
 //
 // Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
 // of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
@@ -436,7 +436,7 @@ constexpr bool kSoftCap     = false;  // logits are capped
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
 constexpr bool kTwoTables   = false;  // K and V have different page numbers
-constexpr int  kWarps       = 8;
+constexpr int  kWarps       = 4;
 constexpr int  kHeadWarps   = 1;  // warps that take the same tokens for different KV heads
 constexpr int  kStages      = 2;
 constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
@@ -1992,7 +1992,7 @@ struct Shared {
   Select<(kCluster > 0), Incoming, Shares> shares;
 };
 
-static_assert(sizeof(Shared) == 114560, "the launch counts on it");
+static_assert(sizeof(Shared) == 59392, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
