@@ -185,7 +185,7 @@ def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
 
 def decode_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
     """Of bench.search_attention: 64 bf16 query heads and 8 KV heads of 128."""
-    names = ("warps", "stages", "min_ctas", "head_warps")
+    names = ("warps", "stages", "min_ctas", "head_warps", "cluster")
     for (cache, _, kv_heads, order, page, batch, context), lines in cases(lines_of(ATTENTION), 7):
         problem = attention_problem(cache, order, page, batch, kv_heads, context)
         yield problem, {DecodeTactic(*(int(line[name]) for name in names)): float(line["us"]) for line in lines}
@@ -241,7 +241,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 120, 1.07),
         (MM_FP4, fp4_cases, 108, 1.10),
-        (ATTENTION, decode_cases, 38, 1.03),
+        (ATTENTION, decode_cases, 54, 1.03),
         (ATTENTION, prefill_cases, 39, 1.13),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),

@@ -295,6 +295,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),
     "attention, nvfp4": lambda: _attention(DecodeTactic(2, 2, 1)),
     "attention, heads": lambda: _attention(DecodeTactic(2, 2, 1, head_warps=2), kv_layout="NHD", lengths=(70, 33, 40)),
+    "attention, cluster": lambda: _attention(DecodeTactic(1, 2, 1, cluster=2), lengths=(170,), q_lens=3),
     "attention, e4m3": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.float8_e4m3fn),
     "attention, bf16": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.bfloat16),
     "gemm, narrow": lambda: _narrow(NarrowTactic(8, 2, 2, 2, 2, 1), 5, 72, 672),

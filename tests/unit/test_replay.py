@@ -213,7 +213,35 @@ class TestLogic:
         scaled(aligned(4), 5.0)
         assert seen[2].tolist() == [5, 0, 0, 0, 0] and len(launch.repeated) == 1
 
-    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self) -> None:
+    def test_a_companion_is_asked_for_once_at_an_address_unless_it_is_another_each_time(self) -> None:
+        launch, asked = FakeLaunch(), []
+        kept: dict[int, torch.Tensor] = {}
+
+        def find(source: torch.Tensor) -> torch.Tensor:
+            asked.append(source.data_ptr())
+            if lasts:
+                return kept.setdefault(source.data_ptr(), torch.zeros(2))
+            kept[len(asked)] = torch.zeros(2)
+            return kept[len(asked)]
+
+        @replay.replayed
+        def counted(x: torch.Tensor, out: torch.Tensor, lasting: bool) -> torch.Tensor:
+            replay.note(Step(launch, (replay.companion(find, x), x, out), (1,), ()))
+            return out
+
+        out, spaces, lasts = aligned(4), (aligned(4), aligned(4)), True
+        for space in (*spaces, *spaces, *spaces):
+            counted(space, out, True)
+        assert asked.count(spaces[1].data_ptr()) == 2, "the second only to see whether it is the same"
+        assert [own for own, *_ in launch.repeated] == [kept[at].data_ptr() for _, at, _ in launch.repeated]
+        lasts, before = False, len(launch.repeated)
+        for _ in range(4):
+            counted(spaces[0], out, False)
+        last = [own for own, *_ in launch.repeated[before:]]
+        assert len(set(last)) == len(last) == 3, "no tensor is given to two launches"
+
+    @pytest.mark.parametrize("made_by", [replay.temporary, replay.companion])
+    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self, made_by: Callable[..., Any]) -> None:
         """As counters that belong to the address of a workspace."""
         launch, ran = FakeLaunch(), []
         kept: dict[int, torch.Tensor] = {}
@@ -222,7 +250,7 @@ class TestLogic:
         def counted(x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             out, scratch = torch.empty(x.shape), space.view(torch.uint8).flatten()
-            own = replay.temporary(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
+            own = made_by(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
             replay.note(Step(launch, (x, scratch, own, out), (), ()))
             return out
 

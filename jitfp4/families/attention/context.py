@@ -11,12 +11,12 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.single import single
-from jitfp4.public import checked
+from jitfp4.public import checked, public
 
 _BACKENDS = ("auto", "fa2", "fa3")
 
 
-@checked
+@public
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: checks.Pair,

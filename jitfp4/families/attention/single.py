@@ -9,7 +9,7 @@ import torch
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain, new_workspace
-from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.call import Call, attend_again
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
 from jitfp4.public import checked
 
@@ -93,7 +93,7 @@ def single(
     page = next(page for page in _pages() if tokens % page == 0)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
-        return attend(
+        return attend_again(
             Call(
                 query=q,
                 key=paged[0],

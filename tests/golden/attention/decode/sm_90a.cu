@@ -1,9 +1,10 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","cluster":1,"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":4}
 //
 // Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
 // of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
-// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
+// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads; or, where
+// there is little work, each cluster takes one item.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -470,10 +471,11 @@ constexpr bool kSoftCap     = false;  // logits are capped
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
 constexpr bool kTwoTables   = false;  // K and V have different page numbers
-constexpr int  kWarps       = 8;
+constexpr int  kWarps       = 4;
 constexpr int  kHeadWarps   = 1;  // warps that take the same tokens for different KV heads
 constexpr int  kStages      = 2;
 constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
+constexpr int  kCluster     = 1;  // CTAs that share an item; 0: all CTAs share all items
 
 constexpr int   kTile     = 32;  // tokens
 constexpr int   kSubs     = kTile / 16;
@@ -580,6 +582,18 @@ struct Inner {
   __device__ __forceinline__ bool has(int start) const { return uint32(start - first) <= uint32(width); }
 };
 
+constexpr int kSenders = kCluster > 1 ? kCluster : 1;  // CTAs that add up an item together in their shared memory
+constexpr int kStep    = kSenders * kTokenWarps * kTile;  // tokens from a tile of a warp to its next
+
+// Which of a cluster's warps with the same heads this one is
+__device__ __forceinline__ int turn_in_cluster() {
+  return int(threadIdx.x) / kWarp / kHeadWarps * kSenders + int(blockIdx.x) % kSenders;
+}
+// The request of this cluster's item
+__device__ __forceinline__ int request_of_cluster(const Operands& p) {
+  return quotient(int(blockIdx.x) / kSenders, p.kv_heads / kHeadWarps);
+}
+
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
@@ -591,8 +605,10 @@ struct Segment {
   __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
   __device__ __forceinline__ int first_row() const { return block * kRows; }
   __device__ __forceinline__ bool whole() const { return count == request.tiles; }
-  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments.
+  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments; or
+  // all warps of a cluster take those of an item, its CTAs one after the other.
   __device__ __forceinline__ int first_token() const {
+    if constexpr (kCluster > 0) return request.first_tile * kTile + turn_in_cluster() * kTile;
     const int turn = int(threadIdx.x) / kWarp / kHeadWarps;
     return (request.first_tile + tile + (left + count - turn + kTokenWarps) % kTokenWarps) * kTile;
   }
@@ -600,11 +616,11 @@ struct Segment {
 
   // The tiles that this warp takes
   __device__ __forceinline__ int own_tiles() const {
-    constexpr int kStep = kTokenWarps * kTile;
     return (end_token() - first_token() + kStep - 1) / kStep;
   }
 
   __device__ __forceinline__ bool next(const Operands& p) {
+    if constexpr (kCluster > 0) return ++block < request.row_blocks;  // the same tokens for the next rows
     if (left == 0) return false;
     begin += count;
     if (++block == request.row_blocks) {
@@ -792,16 +808,50 @@ __device__ __forceinline__ int keep(int x) {
   return x;
 }
 
+__device__ __forceinline__ uint32 inverse_of_page(const Operands& p) { return (0x80000000u + p.page - 1) / p.page; }
+__device__ __forceinline__ int column_of(int token, uint32 inverse) {
+  return int(__umulhi(2 * token, inverse));  // exact below 2^24
+}
+// The token of a tile whose page a lane looks up
+__device__ __forceinline__ int lookup_of(int i) {
+  return kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2);
+}
+
+// The page numbers of a warp's first tile, where it is known before the request's length is: both are then read at the
+// same time. Those behind the request's end mean nothing.
+struct FirstPages {
+  bool known = false;
+  int  k[kLookups], v[kLookups];
+
+  FirstPages() = default;
+  __device__ __forceinline__ explicit FirstPages(const Operands& p) {
+    if constexpr (kCluster > 0) {
+      const int b = request_of_cluster(p);
+      known = p.page_ends == nullptr && p.window_left < 0 && b < p.batch;
+#pragma unroll
+      for (int i = 0; i < kLookups; ++i) {
+        const int column = column_of(turn_in_cluster() * kTile + lookup_of(i), inverse_of_page(p));
+        k[i] = v[i] = -1;
+        if (known && column < p.max_pages) {
+          k[i] = p.tables[b * p.table_stride + column];
+          v[i] = kTwoTables ? p.tables[b * p.table_stride + column + p.v_table] : k[i];
+        }
+      }
+    }
+  }
+};
+
 class Producer {
  public:
   // `segment` is the one that this warp copies, ahead of the one that it works on.
-  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring)
-      : p_(p), segment_(segment), inner_(p, segment.request), inverse_((0x80000000u + p.page - 1) / p.page) {
+  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring, const FirstPages& first)
+      : p_(p), segment_(segment), inner_(p, segment.request), inverse_(inverse_of_page(p)) {
     const int lane = threadIdx.x % kWarp;
     rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
     scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
     enter();
-    seek();
+    if (kCluster > 0 && first.known && token_ < end_) look_up<true>(first);
+    else seek();
   }
 
   // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
@@ -822,7 +872,7 @@ class Producer {
         partial_ |= 1;
         copy<false>(stage, there);
       }
-      token_ += kTokenWarps * kTile;
+      token_ += kStep;
       seek();
     }
     ptx::copy_async_commit();
@@ -855,15 +905,20 @@ class Producer {
       if (!advance(p_, segment_)) return;
       enter();
     }
+    look_up<false>(FirstPages());
+  }
+
+  // The pages of the next tile, which is the `first` one if kFirst
+  template <bool kFirst> __device__ __forceinline__ void look_up(const FirstPages& first) {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int token  = token_ + (kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2));
-      const int column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+      const int token  = token_ + lookup_of(i);
+      const int column = column_of(token, inverse_);
       slot_[i] = token - column * p_.page;
       k_page_[i] = v_page_[i] = -1;
       if ((kInterleaved ? token & ~3 : token) < tokens_) {
-        k_page_[i] = table_[column];
-        v_page_[i] = kTwoTables ? table_[column + p_.v_table] : k_page_[i];
+        k_page_[i] = kFirst ? first.k[i] : table_[column];
+        v_page_[i] = kFirst ? first.v[i] : kTwoTables ? table_[column + p_.v_table] : k_page_[i];
       }
     }
   }
@@ -1794,16 +1849,21 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
   ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
 }
 
+// Adds up the parts of the warps of a CTA that has an item whole, and writes its outputs.
+__device__ __forceinline__ void write(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+  }
+}
+
 // Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace. The warp
 // that writes the last of an item's parts of a line adds them up.
 __device__ __forceinline__ void combine(
-    const Operands& p, const Segment& s, int share, const Part (&parts)[kWarps]) {
-  const int cta = blockIdx.x, lane = threadIdx.x % kWarp;
+    const Operands& p, const Segment& s, const Shares& shares, const Part (&parts)[kWarps], bool) {
+  const int share = shares.size, cta = blockIdx.x, lane = threadIdx.x % kWarp;
   if (s.whole()) {
-    for (int i = threadIdx.x; i < kQuads; i += kThreads) {
-      const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
-      finish(p, s, sum_of_warps(parts, line, dim), line, dim);
-    }
+    write(p, s, parts);
     return;
   }
   const int item_begin = s.begin - s.tile;
@@ -1833,16 +1893,142 @@ __device__ __forceinline__ void combine(
     }
   }
 }
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/cluster_items -----------------------------------------------
+// One item for each cluster: the warps of its CTAs take the tiles in turn, and nothing goes through the workspace. A
+// CTA adds up the parts of its warps, and sends each line to the CTA that owns it, which adds up what comes and writes
+// it out. A request with more rows than a segment has gives the cluster one item after the other.
+//
+//   all CTAs of a cluster  started   sums of warps | stores to owners | sums of CTAs, outputs  (the next item)
+//   barrier of the cluster arrive             wait   arrive      wait                   arrive  wait
+namespace ptx {
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+}  // namespace ptx
+
+constexpr int kOwned = kLines / kSenders;  // lines that a CTA owns
+static_assert(kOwned * kSenders == kLines, "all CTAs own as many lines");
+
+struct alignas(16) Incoming {
+  float o[kSenders][kOwned][kHeadDim];
+  float reference[kSenders][kOwned], sum[kSenders][kOwned];
+};
+
+// Finds the item of this cluster; false for all CTAs of a cluster that has none.
+__device__ __forceinline__ bool find_share(const Operands& p, Incoming&, Segment& now, Segment& ahead) {
+  Segment s;
+  s.b = request_of_cluster(p);
+  if (s.b >= p.batch) return false;
+  s.request.load(p, s.b);
+  if (s.request.q_len == 0) return false;
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();  // nothing was written
+  s.heads = blockIdx.x / kSenders - s.b * (p.kv_heads / kHeadWarps), s.block = 0;
+  s.tile = s.begin = s.left = 0, s.count = s.request.tiles;
+  if (threadIdx.x % kWarp == 0) now = ahead = s;
+  __syncwarp();
+  return true;
+}
+
+// Adds up the parts of the warps of all CTAs of a cluster, and writes the outputs of their item.
+__device__ __forceinline__ void combine(
+    const Operands& p, const Segment& s, Incoming& incoming, const Part (&parts)[kWarps], bool more) {
+  if constexpr (kCluster == 1) return write(p, s, parts);
+  constexpr int kRowQuads = kHeadDim / 4;
+  const int rank = blockIdx.x % kSenders;
+  const auto is_used = [&](int line) { return s.first_row() + line % kRows < s.request.q_len * p.group; };
+  ptx::cluster_wait();  // all CTAs have started, or have read what came last
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / kRowQuads, dim = i % kRowQuads * 4, owner = line / kOwned, own = line % kOwned;
+    if (!is_used(line)) continue;
+    const Quad quad = sum_of_warps(parts, line, dim);
+    const uint32 o[4] = {__float_as_uint(quad.o.x), __float_as_uint(quad.o.y), __float_as_uint(quad.o.z),
+                         __float_as_uint(quad.o.w)};
+    ptx::st_cluster(ptx::cluster_address(&incoming.o[rank][own][dim], owner), o);
+    if (dim == 0) {
+      ptx::st_cluster(&incoming.reference[rank][own], owner, quad.reference);
+      ptx::st_cluster(&incoming.sum[rank][own], owner, quad.sum);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int i = threadIdx.x; i < kOwned * kRowQuads; i += kThreads) {
+    const int own = i / kRowQuads, dim = i % kRowQuads * 4, line = rank * kOwned + own;
+    if (!is_used(line)) continue;
+    Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) quad.reference = fmaxf(quad.reference, incoming.reference[c][own]);
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) {
+      const float f = ptx::ex2_approx(incoming.reference[c][own] - quad.reference);
+      quad.sum = fmaf(f, incoming.sum[c][own], quad.sum);
+      quad.add(f, *reinterpret_cast<const float4*>(&incoming.o[c][own][dim]));
+    }
+    finish(p, s, quad, line, dim);
+  }
+  if (more) ptx::cluster_arrive();
+}
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
   Ring   rings[kWarps];
   Part   parts[kWarps];
   Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
   Segment done[kWarps];  // whose parts wait to be added up
-  Shares shares;
+  Select<(kCluster > 0), Incoming, Shares> shares;
 };
 
-static_assert(sizeof(Shared) == 110592, "the launch counts on it");
+static_assert(sizeof(Shared) == 59392, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
@@ -1942,12 +2128,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     ptx::griddep_wait();
   }
   Segment& now = s.now[warp];
+  const FirstPages first(p);
   if (!uniform(find_share(p, s.shares, now, s.ahead[warp]))) return;
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   RawQueries raw;
   raw.load(p, now);
-  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]));
+  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]), first);
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) ahead.issue(i * kStageBytes);
   const Lane lane;
@@ -1983,11 +2170,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     Segment next = now;
     more = uniform(next.next(p));
     if (more) raw.load(p, next);
-    unsettled = uniform(kSettlers > 0 && more && now.whole());
+    unsettled = uniform(kCluster == 0 && kSettlers > 0 && more && now.whole());
     if (!unsettled) {
       __syncthreads();
-      combine(p, now, s.shares.size, s.parts);
-      if (more) __syncthreads();
+      combine(p, now, s.shares, s.parts, more);
+      if (more && kCluster < 2) __syncthreads();
     } else if (warp < kFirstSettler) {
       ptx::barrier_arrive(kUnsettled, kThreads);
     } else if (threadIdx.x % kWarp == 0) {
