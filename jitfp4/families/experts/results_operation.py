@@ -21,16 +21,14 @@ TABLE: Table[WideTactic] = Table(
         Row(WideTactic(16, 8, 4), {"item_rows": 16}),
         Row(WideTactic(32, 16, 5), {"item_rows": 32}),
         Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
-        Row(WideTactic(64, 8, 4, 2), {"item_rows": 64}),
         Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
         Row(WideTactic(96, 8, 4, 2), {"item_rows": 96}),
-        Row(WideTactic(128, 16, 3, 2), {"item_rows": 128}),
         Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
         Row(WideTactic(256, 64, 2, 2)),
     ),
     measured=None,
 )
-_ITEM_ROWS = (16, 32, 48, 64, 80, 96, 128, 160, 256)
+_ITEM_ROWS = (16, 32, 48, 80, 96, 160, 256)
 
 
 def _problem(arguments: ResultArguments) -> Problem:

@@ -56,6 +56,11 @@ class PrefillSpec(KernelSpec):
             raise ArgumentError("stages", self.stages, "1 or 2")
 
     @property
+    def threads(self) -> int:
+        """Two warps of each pair."""
+        return 2 * 32 * self.pairs
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: a stage has products, keys, values, queries and left operands."""
         rows = CHUNK * (2 * (self.head_dim + 8) + CHUNK_ROWS * self.pairs + 8) * 2
@@ -84,7 +89,7 @@ def _rejects(problem: PrefillProblem, tactic: PrefillTactic, arch: Arch) -> str 
 def _geometry(problem: PrefillProblem, tactic: PrefillTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
     ctas = problem.states * (problem.value_dim // (CHUNK_ROWS * tactic.pairs))
-    return Geometry(grid=(ctas, 1, 1), block=(2 * 32 * tactic.pairs, 1, 1), shared_bytes=spec.shared_bytes)
+    return Geometry(grid=(ctas, 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
 
 
 def _scratch(_arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
