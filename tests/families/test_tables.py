@@ -241,9 +241,8 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
         (MM_BF16_FP4, gemm_cases, 120, 1.07),
         (MM_FP4, fp4_cases, 108, 1.10),
-        (ATTENTION, decode_cases, 54, 1.075)(  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
-            ATTENTION, prefill_cases, 39, 1.13
-        ),
+        (ATTENTION, decode_cases, 54, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
+        (ATTENTION, prefill_cases, 39, 1.13),
         (RMSNORM, norm_cases, 96, 1.10),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 15, 1.10),
