@@ -70,7 +70,8 @@ def chunk_gated_delta_rule(
         checkpoint_every_n_tokens: a multiple of 64; 0 for no checkpoints.
         use_cp: FlashInfer's choice between its kernels, "auto", True or False. All run the kernels of this package.
         state_indices: [N] int32 or int64, the slot of each sequence in the pools of states. A sequence with a slot
-            outside the pool is skipped: its output is zero, and no state is read or written.
+            outside the pool is skipped; its output is zero, and no state is read or written.
+        _cp_chunk_len: FlashInfer's for its tests; None, as sequences are not divided.
         backend: FlashInfer's names "auto", "flashinfer", "cake_gdn" and "cudnn" are accepted; all run the kernels of
             this package.
         max_seqlen: FlashInfer's bound on the lengths; not needed.
