@@ -1,6 +1,6 @@
 """Decode steps of whole models, launch by launch: what a token takes, what of it is products, and what lies between.
 
-Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate fused ...] [--out DIR]``.
+Run on a GPU: ``python -m bench.bench_step [--model 8b 70b/4] [--step separate fused] [--out DIR]``.
 
 A step is one CUDA graph: for each layer RMSNorm, the product for queries, keys and values, their rotation with the
 append to an NVFP4 cache, attention, its product, RMSNorm, and the MLP; then the head in bf16. Weights are random, in

@@ -84,6 +84,8 @@ class Fp4Weight:
                 raise ArgumentTypeError(name, type(size).__name__, "an int")
             if size <= 0 or size % multiple or size >= _MOST_ROWS:
                 raise ArgumentError(name, str(size)[:40], f"a positive multiple of {multiple} below 2^31")
+        if not isinstance(self.gated, bool):
+            raise ArgumentTypeError("gated", type(self.gated).__name__, "a bool")
         if self.gated and self.n % (2 * _HALF_BLOCK):
             raise ArgumentError("n", str(self.n)[:40], f"a multiple of {2 * _HALF_BLOCK}, of gates and ups")
         if not isinstance(self.format, BlockFormat):

@@ -131,7 +131,7 @@ class MBarriers:
         earlier ones complete does not publish."""
         left, start = self.get(key, ids).pending, 0
         for at, count in enumerate(arrivals.tolist()):
-            if left <= 0:
+            if left <= 0 and at > start:
                 yield np.arange(start, at)
                 left, start = self.get(key, ids).pending, at
             left -= count

@@ -151,6 +151,8 @@ class Program:
             leaders.update(instr.targets)
             if self._build(pc, instr, steps, controls):
                 leaders |= {pc, pc + 1} if instr.name not in _NEVER_WAIT else {pc + 1}
+        if not code and not function.entry:
+            return  # only declared: a call of it is an error of the thread that makes it
         last = self.module.code[function.end - 1] if code else None
         if last is None or last.name not in _LAST or last.guard is not None:
             raise SimParseError(f"{function.name}: threads may run past its end, where no ret is")

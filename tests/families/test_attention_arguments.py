@@ -142,7 +142,9 @@ def test_interleaved_scales_need_whole_groups() -> None:
 
 def test_a_workspace_that_is_too_small() -> None:
     case = Case()
-    with sim.device("sm_90a"), pytest.raises(jitfp4.ArgumentError, match="workspace_buffer"):
+    tactic = DecodeTactic(4, 2, 1)  # clusters need none
+    forced = ATTENTION.forced(tactic)
+    with sim.device("sm_90a"), forced, pytest.raises(jitfp4.ArgumentError, match="workspace_buffer"):
         case.run(workspace_buffer=torch.zeros(64, dtype=torch.uint8))
 
 

@@ -260,8 +260,11 @@ def test_the_products_of_chunks() -> None:
         ({"output_final_state": False, "output_state": torch.zeros(1, 2, 64, 64)}, "output_state: got given"),
         ({"state_indices": torch.zeros(1, dtype=torch.int32)}, "output_state: got None"),
         ({"checkpoint_every_n_tokens": 32}, "checkpoint_every_n_tokens: got 32"),
-        ({"checkpoint_every_n_tokens": 64}, "state_checkpoints: got None"),
-        ({"state_checkpoints": torch.zeros(1, 2, 64, 64)}, "state_checkpoints: got a tensor"),
+        ({"checkpoint_every_n_tokens": 64}, "state_checkpoints, checkpoint_every_n_tokens: got None"),
+        (
+            {"state_checkpoints": torch.zeros(1, 2, 64, 64)},
+            "state_checkpoints, checkpoint_every_n_tokens: got a tensor",
+        ),
         ({"initial_state": torch.zeros(2, 2, 64, 64)}, "initial_state: got shape"),
         ({"initial_state": torch.zeros(1, 2, 64, 64, dtype=F16)}, "initial_state: got torch.float16"),
     ],

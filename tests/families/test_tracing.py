@@ -19,6 +19,8 @@ from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, 
 from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_ROUTE
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
+from jitfp4.families.gdn.prefill_arguments import PRODUCTS_BYTES, ProductsArguments, places
+from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.gemm.arguments import ExpandArguments
 from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.operation import Operation, operations
@@ -263,7 +265,21 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
     results = ResultArguments(
         h.bfloat16(), *weight, *listed, y.bfloat16(), slots=2, mxfp4=True, item_rows=16, enable_pdl=None, names=""
     )
+    prompt = torch.randn(70, 1, 64).bfloat16()
+    products = ProductsArguments(
+        prompt,
+        prompt,
+        torch.ones(70, 2),
+        torch.ones(70, 2),
+        1.0,
+        torch.tensor([0, 66, 70]),
+        torch.zeros(places(70, 2) * 2 * PRODUCTS_BYTES, dtype=torch.uint8),
+        heads=2,
+        use_qk_l2norm=True,
+        enable_pdl=None,
+    )
     return [
+        (PREFILL_PRODUCTS_OPERATION.operator, products),
         (EXPAND.operator, expand),
         (EXPERTS_ROUTE.operator, route),
         (EXPERTS_GATHER.operator, gather),

@@ -154,7 +154,7 @@ _LISTS = (
     *("indptr", "indices", "last_page_len", "paged_kv_indptr_buffer", "paged_kv_indices_buffer"),
     *("paged_kv_last_page_len_buffer", "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"),
     *("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
-    *("cum_seq_lens_kv", "batch_size", "unswizzled_sf", "query_start_loc", "conv_state_indices"),
+    *("cum_seq_lens_kv", "cu_seqlens", "batch_size", "unswizzled_sf", "query_start_loc", "conv_state_indices"),
 )
 """Arguments whose lengths go together: lists of integers, and scales with the place for their copy."""
 
@@ -218,7 +218,8 @@ _LEGAL = {
     *itertools.product(("max_query_len",), ("0", "-16")),  # not used
     ("weight", "one element too few"),  # a filter of three taps
     *itertools.product(("conv_states", "conv_state"), ("one element too many", "every other element")),
-    ("q", "one row too many"),  # another head
+    *itertools.product(("q", "k"), ("one row too many",)),  # another head
+    *itertools.product(("max_seqlen",), ("0", "7")),  # not used
     *itertools.product(("block_tables",), ("one element too many", "one element too few")),  # columns are free
     *itertools.product(("block_tables",), ("meta", "complex")),  # of plan(), which does not need it
     *itertools.product(("seq_lens_q",), ("meta", "complex")),  # likewise
@@ -254,7 +255,9 @@ def _is_plain(value: object) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_neg().contiguous().view(torch.uint8) if tensor.dim() else tensor
+    return (
+        tensor.resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8) if tensor.dim() else tensor
+    )
 
 
 def _bad_values(parameter: inspect.Parameter, given: Any) -> Iterator[tuple[str, Any]]:

@@ -212,6 +212,7 @@ def test_the_example_of_layers_of_experts_is_tuned(script: Path, tmp_path: Path,
     choices = tactics.read(tmp_path / "tactics.json").choices.values()
     assert {(choice.operation, choice.problem["tokens"]) for choice in choices} == {
         *((operation, tokens) for operation in ("experts_topk", "experts_up", "experts_down") for tokens in (4, 64)),
+        ("experts_gather", 64),
         *((operation, 64) for operation in ("experts_route", "experts_results")),
     }
     up = [choice.problem for choice in choices if choice.operation == "experts_up"]

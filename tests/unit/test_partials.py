@@ -20,7 +20,7 @@ PARTIALS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("
 TAKES = {
     f"attention/{name}.cuh.j2"
     for name in (
-        *("blocks", "byte_tile", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages"),
+        *("blocks", "byte_tile", "cluster_items", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages"),
         *("parts", "queries", "rows", "softmax", "team", "tiles", "work"),
     )
 }

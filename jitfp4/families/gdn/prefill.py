@@ -233,7 +233,7 @@ def _check_checkpoints(
     for name, given in (("state_checkpoints", checkpoints), ("checkpoint_cu_starts", starts)):
         if (given is None) != (every == 0):
             got, wanted = ("None", "a tensor") if given is None else ("a tensor", "None")
-            raise ArgumentError(name, got, f"{wanted} with checkpoint_every_n_tokens = {every}")
+            raise ArgumentError(f"{name}, checkpoint_every_n_tokens", f"{got} with {every}", f"{wanted} with {every}")
     if checkpoints is not None and starts is not None:
         _check_state("state_checkpoints", checkpoints, None, shape, dtype, like)
         check_contiguous("state_checkpoints", checkpoints)

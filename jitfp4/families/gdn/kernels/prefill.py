@@ -163,7 +163,7 @@ PREFILL = Kernel(
         Ptr("cu_seqlens", "const void", "[sequences + 1], integers of cu_seqlens_bytes"),
         Ptr("initial_state", "const uint8", "[pool, heads, V, K] of state_bytes; null: 0"),
         Ptr("final_state", "uint8", "[pool, heads, V, K] of state_bytes; null: not stored"),
-        Ptr("slots", "const void", "[sequences], integers of slot_bytes; outside the pool: no state, output zero"),
+        Ptr("slots", "const void", "[sequences], of slot_bytes; outside the pool: no state, output zero"),
         Ptr("checkpoints", "uint8", "[checkpoint_count, heads, V, K] of state_bytes"),
         Ptr("checkpoint_starts", "const void", "[sequences + 1], integers of start_bytes"),
         Ptr("out", "In", "[tokens, heads, V]"),

@@ -743,7 +743,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill(
     const void* __restrict__ cu_seqlens,         // [sequences + 1], integers of cu_seqlens_bytes
     const uint8* __restrict__ initial_state,     // [pool, heads, V, K] of state_bytes; null: 0
     uint8* __restrict__ final_state,             // [pool, heads, V, K] of state_bytes; null: not stored
-    const void* __restrict__ slots,              // [sequences], integers of slot_bytes; outside the pool: no state, output zero
+    const void* __restrict__ slots,              // [sequences], of slot_bytes; outside the pool: no state, output zero
     uint8* __restrict__ checkpoints,             // [checkpoint_count, heads, V, K] of state_bytes
     const void* __restrict__ checkpoint_starts,  // [sequences + 1], integers of start_bytes
     In* __restrict__ out,                        // [tokens, heads, V]
