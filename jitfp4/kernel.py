@@ -101,8 +101,6 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
         """
         for name, value in spec.fields().items():
             tuned = {getattr(tactic, name) for tactic in self.tactics if hasattr(tactic, name)}
-            if 0 in tuned and type(value) is int:  # it stands for a size that follows from others
-                tuned = set()
             if tuned and getattr(spec, name) not in tuned:
                 allowed = ", ".join(map(str, sorted(tuned)))
             elif not tuned and type(value) is int and not 0 <= value <= _MAX_SIZE:

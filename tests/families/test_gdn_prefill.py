@@ -16,11 +16,11 @@ from jitfp4.families.gdn.prefill_arguments import (
     STATE_PRODUCTS_BYTES,
     ProductsArguments,
     chunk_place,
-    chunks_of,
     places,
 )
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
+from jitfp4.layouts import ceil_div
 from tests.support.compare import poisoned
 from tests.support.sample import SIM_ARCHS
 
@@ -236,7 +236,7 @@ def test_the_products_of_chunks() -> None:
             made.append(products.view(count, 2, -1))
         for n in range(2):
             first, end = (min(max(at, 0), 68) for at in bounds[n : n + 2])
-            for chunk in range(chunks_of(end - first)):
+            for chunk in range(ceil_div(end - first, CHUNK)):
                 want, got = (one[chunk_place(first, n) + chunk] for one in made)
                 square, state = CHUNK * (CHUNK + 8) * 2, STATE_PRODUCTS_BYTES
                 matrices = slice(0, square), slice(state, state + square)

@@ -165,9 +165,9 @@ def test_other_architectures(arch: str) -> None:
 
 
 ONE_ROW = (
-    NarrowTactic(8, 2, 1, 2, 2, 2, x_rows=1, x_stages=8),
-    NarrowTactic(8, 3, 1, 3, 3, 1, split=2, x_rows=1, x_stages=4),
-    NarrowTactic(8, 1, 4, 1, 2, 1, x_rows=2, x_stages=4),
+    NarrowTactic(8, 2, 1, 2, 2, 2, room=1, x_stages=8),
+    NarrowTactic(8, 3, 1, 3, 3, 1, split=2, room=1, x_stages=4),
+    NarrowTactic(8, 1, 4, 1, 2, 1, room=2, x_stages=4),
 )
 
 
@@ -177,8 +177,8 @@ ONE_ROW = (
 def test_room_for_few_rows(tactic: NarrowTactic) -> None:
     """More chunks than there is room for, of the weight and of x."""
     with sim.device("sm_90a", races=True), MM_BF16_FP4.forced(tactic):
-        check_gated(tactic.x_rows)
-        check_residual(tactic.x_rows, 72)
+        check_gated(tactic.room)
+        check_residual(tactic.room, 72)
 
 
 @pytest.mark.sim
@@ -226,9 +226,9 @@ def test_bad_weights_are_named() -> None:
 
 def test_why_a_tactic_is_rejected() -> None:
     problem, sm_90a = Problem(DType.BF16, DType.BF16, NVFP4, 2, 64, 1024), Arch.of("sm_90a")
-    one_row = NarrowTactic(8, 4, 1, 4, 2, 1, x_rows=1, x_stages=8)
+    one_row = NarrowTactic(8, 4, 1, 4, 2, 1, room=1, x_stages=8)
     assert "room for 1 rows" in str(narrow.rejects(problem, one_row, sm_90a))
     assert narrow.rejects(problem._replace(m=1), one_row, sm_90a) is None
     assert "without barriers" in str(narrow.rejects(problem._replace(m=1), one_row, Arch.of("sm_80")))
     with pytest.raises(ArgumentError, match=r"^x_rows"):
-        narrow.specialise(problem, NarrowTactic(8, 4, 1, 4, 2, 1, x_rows=9))
+        narrow.specialise(problem, NarrowTactic(8, 4, 1, 4, 2, 1, room=9))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from jitfp4.dtypes import HALVES, INDEX_DTYPES
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.prefill_arguments import CHUNK, PrefillArguments
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gdn.problem import HEAD_DIMS, STATE_DTYPES, VALUE_DIMS
 from jitfp4.public import public
-from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_same_device
+from jitfp4.tensors import check_contiguous, check_device, check_dtype, check_list, check_same_device
 from jitfp4.tensors import output as output_of
 
 _BACKENDS = ("auto", "flashinfer", "cake_gdn", "cudnn")
@@ -104,7 +104,7 @@ def chunk_gated_delta_rule(
     head_shape = heads, v.shape[2], q.shape[2]
     pooled = state_indices is not None
     if state_indices is not None:
-        _check_list("state_indices", state_indices, sequences, q)
+        check_list("state_indices", state_indices, q, sequences)
     slots = None if pooled else sequences
     if initial_state is not None:
         _check_state("initial_state", initial_state, slots, head_shape, initial_state.dtype, q)
@@ -192,16 +192,8 @@ def _check_inputs(
             check_contiguous(name, gate)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ArgumentError("cu_seqlens", f"shape {tuple(cu_seqlens.shape)}", "[N + 1], N at least 1")
-    _check_list("cu_seqlens", cu_seqlens, cu_seqlens.shape[0], q)
+    check_list("cu_seqlens", cu_seqlens, q)
     return heads, cu_seqlens.shape[0] - 1
-
-
-def _check_list(name: str, numbers: torch.Tensor, count: int, like: torch.Tensor) -> None:
-    check_dtype(name, numbers, INDEX_DTYPES)
-    check_same_device(name, numbers, like)
-    if tuple(numbers.shape) != (count,):
-        raise ArgumentError(name, f"shape {tuple(numbers.shape)}", f"({count},)")
-    check_contiguous(name, numbers)
 
 
 def _check_state(
@@ -237,7 +229,7 @@ def _check_checkpoints(
     if checkpoints is not None and starts is not None:
         _check_state("state_checkpoints", checkpoints, None, shape, dtype, like)
         check_contiguous("state_checkpoints", checkpoints)
-        _check_list("checkpoint_cu_starts", starts, sequences + 1, like)
+        check_list("checkpoint_cu_starts", starts, like, sequences + 1)
 
 
 def _carry(initial: torch.Tensor | None, final: torch.Tensor, slots: torch.Tensor | None) -> None:

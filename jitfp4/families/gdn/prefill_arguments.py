@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from jitfp4.formats import DType
-from jitfp4.layouts import ceil_div
 from jitfp4.operation import Written
 
 CHUNK = 64  # tokens that are taken at once
@@ -93,8 +92,3 @@ def places(tokens: int, sequences: int) -> int:
 def chunk_place(first: int, sequence: int) -> int:
     """The place of the first chunk of a sequence whose first token is ``first``."""
     return first // CHUNK + sequence
-
-
-def chunks_of(length: int) -> int:
-    """The number of chunks of a sequence."""
-    return ceil_div(length, CHUNK)

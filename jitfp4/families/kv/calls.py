@@ -14,7 +14,6 @@ from jitfp4.families.kv.arguments import NEITHER, Dequantize, Quantize
 from jitfp4.families.kv.checks import (
     APPEND_SF_DTYPES,
     Side,
-    check_list,
     check_rows,
     check_unit_stride,
     check_work,
@@ -25,7 +24,7 @@ from jitfp4.families.kv.launches import steps
 from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.formats import NVFP4
 from jitfp4.spec import MAX_GRID_YZ
-from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
+from jitfp4.tensors import check_contiguous, check_dtype, check_list, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Slots or positions. With positions also: the request of each token, all pages, where each request's pages begin."""

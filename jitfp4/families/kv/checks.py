@@ -11,12 +11,12 @@ import torch
 
 from jitfp4 import replay
 from jitfp4.dispatch import differ, known, reaches
-from jitfp4.dtypes import CODE_DTYPES, INDEX_DTYPES, SF_DTYPES
+from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.kv.launches import MAX_THREADS, steps
 from jitfp4.formats import NVFP4
 from jitfp4.spec import MAX_GRID_YZ
-from jitfp4.tensors import LEAST, Pair, check_contiguous, check_device, check_dtype, check_same_device, number_f32, pair
+from jitfp4.tensors import LEAST, Pair, check_device, check_dtype, check_same_device, number_f32, pair
 
 APPEND_SF_DTYPES = (torch.float8_e4m3fn,)
 
@@ -146,15 +146,6 @@ def check_work(name: str, tokens: int, blocks: int) -> None:
     if reaches(tokens, _MAX_TOKENS) or blocks > _MAX_BLOCKS:
         allowed = f"less than 2^31 tokens, of at most {_MAX_BLOCKS} blocks of 16 elements"
         raise ArgumentError(name, f"{tokens} tokens of {blocks} blocks", allowed)
-
-
-def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | None = None) -> None:
-    """Check that ``values`` is a contiguous list of integers on ``like``'s device, of ``size`` entries unless None."""
-    check_dtype(name, values, INDEX_DTYPES)
-    check_same_device(name, values, like)
-    check_contiguous(name, values)
-    if values.dim() != 1 or (size is not None and differ(values.shape, (size,))):
-        raise ArgumentError(name, f"shape {tuple(values.shape)}", "one dimension" if size is None else f"({size},)")
 
 
 def decode_scales(

@@ -11,7 +11,6 @@ from jitfp4.families.kv.arguments import NEITHER
 from jitfp4.families.kv.checks import (
     APPEND_SF_DTYPES,
     Side,
-    check_list,
     check_rows,
     check_unit_stride,
     is_interleaved,
@@ -25,7 +24,7 @@ from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
-from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_same_device, output
+from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_list, check_same_device, output
 
 _ROTARY = 32  # rotated elements come in multiples of it
 _MOST_ROWS = 1 << 31

@@ -40,11 +40,15 @@ def use_gated_delta_rule(model: torch.nn.Module) -> int:
     return len(layers)
 
 
-class _Token:
-    """The function of one token, with transformers' arguments; ``g`` is the decay's logarithm, ``beta`` a factor."""
+class _Replaced:
+    """Stands for a function of transformers, ``known``, with its arguments: ``g`` is the decay's logarithm."""
 
     def __init__(self, known: Rule) -> None:
         self.known = known
+
+
+class _Token(_Replaced):
+    """The function of one token."""
 
     def __call__(
         self,
@@ -79,11 +83,8 @@ class _Token:
         )
 
 
-class _Prompt:
+class _Prompt(_Replaced):
     """The function of whole prompts; a state is [K, V] in transformers, and [V, K] in the kernel."""
-
-    def __init__(self, known: Rule) -> None:
-        self.known = known
 
     def __call__(
         self,

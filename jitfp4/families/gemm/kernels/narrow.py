@@ -26,7 +26,8 @@ _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
 class NarrowTactic:
     """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split.
 
-    ``x_rows``: 0 for as many as ``tile_m``. ``x_stages``: chunks of x that a group has room for.
+    ``room``: for how many rows of x there is room, 0 for as many as ``tile_m``. ``x_stages``: for how many chunks of
+    them.
     """
 
     tile_m: int
@@ -36,7 +37,7 @@ class NarrowTactic:
     stages: int
     ctas: int
     split: int = 1
-    x_rows: int = 0
+    room: int = 0
     x_stages: int = 2
 
 
@@ -124,7 +125,7 @@ _SMALL = (NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1) for tile_m i
 TACTICS = (
     *(NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS),
     *_SMALL,
-    *(NarrowTactic(8, *cut, split, x_rows=1, x_stages=8) for cut in _ONE_ROW for split in _SPLITS[:2]),
+    *(NarrowTactic(8, *cut, split, room=1, x_stages=8) for cut in _ONE_ROW for split in _SPLITS[:2]),
 )
 
 
@@ -192,7 +193,7 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
     """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
-    cut["x_rows"] = tactic.x_rows or tactic.tile_m
+    cut["x_rows"] = cut.pop("room") or tactic.tile_m
     return NarrowSpec(
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,

@@ -260,7 +260,7 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }
 }  // namespace ptx
 
-// ---- attention/matrices ----------------------------------------------------
+// ---- partials/matrices -----------------------------------------------------
 // Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
