@@ -243,7 +243,7 @@ class TestLogic:
 
         @replay.replayed
         def counted(x: torch.Tensor, out: torch.Tensor, lasting: bool) -> torch.Tensor:
-            replay.note(Step(launch, (replay.companion(find, x), x, out), (1,), ()))
+            replay.note(Step(launch, (replay.companion(find, x), x, out), (x,), ()))
             return out
 
         out, spaces, lasts = aligned(4), (aligned(4), aligned(4)), True
