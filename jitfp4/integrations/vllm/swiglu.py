@@ -26,11 +26,14 @@ def register_swiglu() -> None:
         _registered.append(register_module_module_registration_hook(_moved))
 
 
-def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) -> torch.nn.Module | None:
-    """Give ``module``, an activation that ``owner`` registers as ``name``, to its gates and ups; None: leave it."""
+def _moved(owner: torch.nn.Module, name: str, module: torch.nn.Module | None) -> Any:
+    """Give ``module``, an activation that ``owner`` registers as ``name``, to its gates and ups.
+
+    Returns what is registered instead; None: nothing is.
+    """
     if type(module) is not SiluAndMul:
         return None
-    layer = getattr(owner, "gate_up_proj", None)
+    layer: Any = getattr(owner, "gate_up_proj", None)
     if not isinstance(getattr(layer, "quant_method", None), Fp4LinearMethod) or not _is_swiglu(type(owner), name):
         return None
     if get_current_vllm_config().lora_config is not None:  # adapters add to gates and ups
