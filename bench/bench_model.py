@@ -9,8 +9,8 @@ the device. Lines of ``model.csv`` differ in what is in FP4, and in nothing else
 layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` the head too. All four read keys and
 values by jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile
 for rotations, SwiGLU where it is not in a product's epilogue, and the writing of bf16 pages; with ``plain``,
-transformers' own code. ``transformers`` is its own
-cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
+transformers' own code. ``transformers`` is its own cache and attention with ``plain`` glue, in bf16, and is not among
+the variants by default.
 
 With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
 once into an empty cache; its kernels are launched one by one.
