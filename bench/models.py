@@ -251,23 +251,41 @@ def glued(model: Model, plain: bool) -> Any:
     if plain:
         return nullcontext()
     modeling = model.module
-    turn, swiglu = (
-        torch.compile(function, dynamic=True, fullgraph=True) for function in (modeling.apply_rotary_pos_emb, swiglu_of)
+    torch._dynamo.config.recompile_limit = 64  # sizes and strides of one row, of several, and of heads
+    turn, swiglu, centered, gated = (
+        torch.compile(function, dynamic=True, fullgraph=True)
+        for function in (modeling.apply_rotary_pos_emb, swiglu_of, centered_of, gated_of)
     )
     norm = getattr(modeling, f"{model.classes}RMSNorm")
-    values = [(modeling, "apply_rotary_pos_emb", turn), (norm, "forward", normalized)]
-    if model.folder == "qwen3_next":  # whose weights are what is added to 1, and which has a norm with gates
-        norms = (norm, modeling.Qwen3NextRMSNormGated)
-        values[1:] = [(cls, "forward", torch.compile(cls.forward, dynamic=True, fullgraph=True)) for cls in norms]
+    values: list[tuple[Any, str, Any]] = [(modeling, "apply_rotary_pos_emb", turn)]
+    if model.folder == "qwen3_next":
+        values += [
+            (norm, "forward", lambda m, x: centered(x, m.weight, m.eps)),
+            (
+                modeling.Qwen3NextRMSNormGated,
+                "forward",
+                lambda m, x, gate: gated(x, m.weight, gate, m.variance_epsilon),
+            ),
+        ]
+    else:
+        values.append(
+            (norm, "forward", lambda m, x: functional.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon))
+        )
     mlp = getattr(modeling, f"{model.classes}MLP", None)
     if model.folder != "gpt_oss":  # whose MLP is its experts
         values.append((mlp, "forward", lambda m, x: m.down_proj(swiglu(m.gate_proj(x), m.up_proj(x)))))
     return patched(*values)
 
 
-def normalized(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """What an RMSNorm of transformers returns, by torch's."""
-    return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+def centered_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm whose weights are what is added to 1."""
+    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+def gated_of(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm before a gate."""
+    normal = weight * functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+    return (normal * functional.silu(gate.float())).to(x.dtype)
 
 
 def swiglu_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
