@@ -20,6 +20,7 @@ from jitfp4.integrations.experts import ExpertsModule
 from jitfp4.integrations.layers import Fp4Linear, prepared, quantized
 from jitfp4.integrations.transformers import use_gated_delta_rule
 from jitfp4.integrations.transformers.experts import shape_of
+from jitfp4.integrations.transformers.glue import fuse_glue
 from jitfp4.integrations.transformers.quantizer import KEPT, fuse_siblings
 from jitfp4.layouts import SfLayout
 from jitfp4.weight import CODE_BYTES, Fp4Weight
@@ -201,6 +202,8 @@ def build(config: Any, variant: str, device: str) -> Any:
     fuse_siblings(model)
     if hasattr(model.config, "linear_num_value_heads"):
         use_gated_delta_rule(model)
+    if fp4:
+        fuse_glue(model)
     return model.requires_grad_(False)
 
 

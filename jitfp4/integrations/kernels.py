@@ -70,6 +70,22 @@ def products(
         yield ProductProblem(dtype, dtype, block_format, m, n, k, gated)
 
 
+def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:
+    """Load the kernels for problems like ``base`` with 1 to ``most`` in ``field``; nothing on a CPU."""
+    if like.is_cuda:
+        _load_growing(engine.target_of(like), operation, base, field, most)
+
+
+@engine.until_reset
+def _load_growing(target: engine.Target, operation: Operation[Any, Any], base: Any, field: str, most: int) -> None:
+    _load(operation, growing(base, field, most), target)
+
+
+def growing(base: Any, field: str, most: int) -> Iterator[Any]:
+    """Problems like ``base`` that select every kernel for 1 to ``most`` in ``field``."""
+    return (base._replace(**{field: size}) for size in _tokens(most))
+
+
 def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens: int) -> None:
     """Load the kernels for 1 to ``max_tokens`` tokens of ``slots`` experts each; nothing on a CPU."""
     if experts.w13.is_cuda:

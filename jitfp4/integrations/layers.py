@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm import mm_bf16_fp4, prepare_fp4_weight
 from jitfp4.families.quantize import mxfp4_quantize, nvfp4_quantize
@@ -206,11 +207,15 @@ class Fp4Linear(Expected):
         values = self.prepared.dequantize()[: self.out_features, : self.in_features]
         return values if self.alpha is None else values * self.alpha
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] of a float dtype to [..., out_features] of the same."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in_features] of a float dtype to [..., out_features] of the same; ``residual`` is added to them."""
         if self._siblings is not None:
-            return self._siblings.output(self._place, x)
-        return product(x, self.prepared, self.alpha, self.bias, self.in_features)[..., : self.out_features]
+            out = self._siblings.output(self._place, x)
+        elif residual is not None and residual.dtype == x.dtype in HALVES and self.prepared.n == self.out_features:
+            return product(x, self.prepared, self.alpha, self.bias, self.in_features, regular(residual))
+        else:
+            out = product(x, self.prepared, self.alpha, self.bias, self.in_features)[..., : self.out_features]
+        return out if residual is None else residual + out
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp4Linear:
         """As torch's, but alpha and scales of rows keep their dtype, and what was fused no longer is."""
@@ -232,13 +237,18 @@ class Fp4Linear(Expected):
 
 
 def product(
-    x: torch.Tensor, weight: Fp4Weight, alpha: torch.Tensor | None, bias: torch.Tensor | None, in_features: int
+    x: torch.Tensor,
+    weight: Fp4Weight,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    in_features: int,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., in_features] by a weight whose n and k are padded; [..., weight.n] in x's dtype.
+    """[..., in_features] by a weight whose n and k are padded; [..., weight.n] in x's dtype, which a residual has too.
 
     By a weight of gates and ups, silu(gate) * up of their products; [..., weight.n / 2].
     """
-    dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    dtype = x.dtype if x.dtype in HALVES else torch.bfloat16
     rows = x.to(dtype)
     if weight.k != in_features:
         rows = pad(rows, (0, weight.k - in_features))
@@ -246,7 +256,7 @@ def product(
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)
     activation = "swiglu" if weight.gated else None
-    return mm_bf16_fp4(rows, weight, alpha, bias, activation=activation).to(x.dtype)
+    return mm_bf16_fp4(rows, weight, alpha, bias, activation=activation, residual=residual).to(x.dtype)
 
 
 def regular(rows: torch.Tensor) -> torch.Tensor:

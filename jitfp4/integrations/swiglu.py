@@ -31,10 +31,13 @@ class SwiGlu(nn.Module):
         super().__init__()
         self.gate_up, self.down_proj, self.inter = gate_up, down_proj, inter
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] to [..., hidden]."""
-        out: torch.Tensor = self.down_proj(self.gate_up(x)[..., : self.inter])
-        return out
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., hidden] to [..., hidden]; ``residual`` is added to them."""
+        inner = self.gate_up(x)[..., : self.inter]
+        if isinstance(self.down_proj, Fp4Linear):
+            return self.down_proj(inner, residual)  # type: ignore[no-any-return]
+        out: torch.Tensor = self.down_proj(inner)
+        return out if residual is None else residual + out
 
     def separate(self) -> dict[str, torch.Tensor]:
         """The tensors that gate_proj and up_proj would have alone, by their names: new ones but the decode scale."""

@@ -48,6 +48,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
         "load_attention": lambda call, traffic: name(
             ATTENTION, kernels.attentions(ATTENTION.problem(call), call.key_cache.shape[1], traffic)
         ),
+        "load_growing": lambda operation, *base, like: name(operation, kernels.growing(*base)),  # noqa: ARG005
         "load_appends": lambda d, heads, dim, m, _: name(quantize, kernels.appends(HALVES[d], heads, dim, m)),
     }
     for function, stand_in in stand_ins.items():

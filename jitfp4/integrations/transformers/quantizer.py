@@ -22,6 +22,7 @@ from jitfp4.integrations.layers import Expected, Fp4Linear, fuse, prepared, quan
 from jitfp4.integrations.swiglu import SwiGlu, swiglu_of
 from jitfp4.integrations.transformers.config import METHOD, Jitfp4Config
 from jitfp4.integrations.transformers.experts import shape_of
+from jitfp4.integrations.transformers.glue import fuse_glue
 
 # Layers that are too small, or whose outputs decide too much: they choose experts, or are exponents of decays.
 KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
@@ -152,6 +153,7 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         config.modules_to_not_convert = [name for name, _ in _linears(model)]
         if config.fuse:
             fuse_siblings(model)
+            fuse_glue(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
