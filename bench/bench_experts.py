@@ -39,7 +39,8 @@ from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.experts.kernels.combine import CombineTactic
-from jitfp4.families.experts.kernels.narrow import FOUND, TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.narrow import TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.stream import STREAMED, StreamTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
@@ -86,6 +87,7 @@ COPIES = 2
 REPLAYS = 7
 PEAK_TFLOPS = 770
 _KERNELS = EXPERTS_UP.kernels, (*EXPERTS_DOWN.kernels, *EXPERTS_RESULTS.kernels)
+_KINDS = ("narrow", "stream", "wide")
 _SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
@@ -255,7 +257,7 @@ def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Pro
 def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
     chosen = item_rows_of(tokens * layer.slots, layer.experts)
-    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= FOUND else set())
+    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:
         sizes |= {t.tile_m for t in WIDE_TACTICS if mean <= t.tile_m <= max(_FEWEST_ROWS, _MOST_ROOM * mean)}
@@ -276,6 +278,8 @@ def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
     """The sum behind a wide product is no choice."""
     if isinstance(tactic, WideTactic):
         return "wide" in kinds and tactic.tile_m == item_rows
+    if isinstance(tactic, StreamTactic):
+        return "stream" in kinds
     if isinstance(tactic, CombineTactic):
         return False
     return "narrow" in kinds and (not isinstance(tactic, NarrowTactic) or tactic.tile_m == (item_rows or TILE_MS[0]))
@@ -359,9 +363,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=("narrow", "wide"), default=("narrow", "wide"), help="of a search"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="of a search")
     parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
     options = parser.parse_args()
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]

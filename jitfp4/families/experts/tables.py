@@ -15,6 +15,7 @@ from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.stream import StreamTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.formats import BlockFormat
@@ -92,8 +93,9 @@ _WIDE: tuple[Row[Any], ...] = (
     Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2, 2)),
 )
-HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
-HOPPER_DOWN: Table[Any] = Table((*_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma")
+_STREAM = Row(StreamTactic(4, 4, 2, 2), {"item_rows": 0})
+HOPPER_UP: Table[Any] = Table((*_UP, _STREAM, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_DOWN: Table[Any] = Table((*_DOWN, _STREAM, Row(CombineTactic(128))), measured=None, needs="has_wgmma")
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:

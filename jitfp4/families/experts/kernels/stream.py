@@ -9,15 +9,16 @@ from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments, UpArguments
 from jitfp4.families.experts.problem import Problem, Product
+from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-STREAMED = 256  # assignments
+STREAMED = 512  # assignments
 _TILE_M = 8
-_SUMS, _SCALES = 2, 4  # units whose sums, whose scales are kept
+_SCALES = 4  # units whose scales are kept
 _BLOCK_ROWS = 16
 _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
 
@@ -30,14 +31,15 @@ class StreamTactic:
     warps: int
     stages: int
     ctas: int
+    sums: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec(KernelSpec):
     """A unit of work is up to eight rows of an expert, and 16 * ``warp_blocks`` rows of its weight.
 
-    Of a CTA, ``warps`` warps take chunks of 128 columns in turn; each has a ring of ``stages`` pieces. ``ctas`` CTAs
-    fit on an SM.
+    Of a CTA, ``warps`` warps take chunks of 128 columns in turn; each has a ring of ``stages`` pieces. The sums of
+    ``sums`` units are kept. ``ctas`` CTAs fit on an SM.
     """
 
     dtype: DType
@@ -46,6 +48,10 @@ class StreamSpec(KernelSpec):
     warps: int
     stages: int
     ctas: int
+    sums: int
+
+    most = STREAMED
+    most_experts = MOST_EXPERTS
 
     def __post_init__(self) -> None:
         for name, allowed in (("warp_blocks", (1, 2, 4)), ("warps", range(1, 31)), ("stages", range(2, 9))):
@@ -67,9 +73,9 @@ class StreamSpec(KernelSpec):
         stages = self.warps * self.stages
         ring = round_up(stages * self.rows * tile_bytes(self.format) // TILE_ROWS, 128)
         chunks = 2 * self.warps * _TILE_M * _ROW_BYTES
-        sums = 4 * _SUMS * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
-        items = STREAMED * (4 * 4 + 2 * _TILE_M) + STREAMED // 8
-        return round_up(ring + chunks + sums + items + 8 * (stages + 2 * _SUMS), 128)
+        sums = 4 * self.sums * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
+        items = STREAMED * (4 + 8 + 2 + 2) + 4 * MOST_EXPERTS + 16
+        return round_up(ring + chunks + sums + items + 8 * (stages + 2 * self.sums), 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +123,9 @@ def geometry(problem: Problem, tactic: StreamTactic, arch: Arch) -> Geometry:
     """Grid: as many CTAs as fit on the GPU, or as there may be units of work."""
     spec = specialise(problem, tactic)
     units = problem.items * ceil_div(problem.n, spec.rows)
-    return Geometry(grid=(min(resident(tactic, arch), units), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
+    return Geometry(
+        grid=(min(resident(tactic, arch), units), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes
+    )
 
 
 def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) -> dict[str, Any]:
@@ -187,22 +195,24 @@ _SIZES = (
 STREAM_TACTICS = tuple(
     StreamTactic(*cut)
     for cut in (
-        (4, 4, 2, 1),
         (4, 4, 2, 2),
         (4, 4, 3, 2),
+        (4, 4, 2, 2, 2),
         (4, 6, 2, 1),
         (4, 6, 3, 1),
         (4, 6, 2, 2),
         (4, 8, 2, 1),
         (4, 8, 3, 1),
         (4, 12, 2, 1),
+        (2, 4, 4, 3),
         (2, 6, 4, 1),
         (2, 6, 4, 2),
+        (2, 6, 4, 2, 2),
         (2, 8, 4, 1),
         (2, 8, 3, 2),
         (2, 12, 4, 1),
         (2, 16, 3, 1),
-        (1, 4, 4, 3),
+        (1, 4, 6, 3),
         (1, 6, 6, 2),
         (1, 8, 6, 2),
     )
