@@ -30,6 +30,10 @@ class RouteProblem(NamedTuple):
     slots: int
     experts: int
 
+    @property
+    def assignments(self) -> int:
+        return self.tokens * self.slots
+
 
 class GatherProblem(NamedTuple):
     """Rows of x [tokens, .] in the order of a list of ``items``, each of up to ``item_rows`` rows."""

@@ -50,7 +50,10 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
             _forced.reset(token)
 
 
-ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
+# The CTAs of a cluster: more than one where a thread would have several assignments
+ROUTE_TABLE = Table(
+    (Row(RouteTactic(1), {"assignments": 2048}), Row(RouteTactic(8)), Row(RouteTactic(1))), measured=None
+)
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
@@ -99,7 +102,8 @@ HOPPER_DOWN: Table[Any] = Table((*_DOWN, _STREAM, Row(CombineTactic(128))), meas
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
-    yield RouteProblem(tokens=64, slots=8, experts=128)
+    for tokens in (64, 2048):
+        yield RouteProblem(tokens, slots=8, experts=128)
 
 
 def up_problems(_arch: Arch) -> Iterator[Problem]:
