@@ -74,7 +74,7 @@ class StreamSpec(KernelSpec):
         ring = round_up(stages * self.rows * tile_bytes(self.format) // TILE_ROWS, 128)
         chunks = 2 * self.warps * _TILE_M * _ROW_BYTES
         sums = 4 * self.sums * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
-        items = STREAMED * (4 + 8 + 2 + 2) + 4 * MOST_EXPERTS + 16
+        items = STREAMED * (4 + 8 + 2 + 2 + 2) + 4 * MOST_EXPERTS + 16
         return round_up(ring + chunks + sums + items + 8 * (stages + 2 * self.sums), 128)
 
 
@@ -198,6 +198,8 @@ STREAM_TACTICS = tuple(
         (4, 4, 2, 2),
         (4, 4, 3, 2),
         (4, 4, 2, 2, 2),
+        (4, 3, 3, 3),
+        (4, 5, 2, 2),
         (4, 6, 2, 1),
         (4, 6, 3, 1),
         (4, 6, 2, 2),
@@ -208,6 +210,7 @@ STREAM_TACTICS = tuple(
         (2, 6, 4, 1),
         (2, 6, 4, 2),
         (2, 6, 4, 2, 2),
+        (2, 8, 3, 1),
         (2, 8, 4, 1),
         (2, 8, 3, 2),
         (2, 12, 4, 1),
