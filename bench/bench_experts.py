@@ -83,6 +83,7 @@ LAYERS = (
 TOKENS = (1, 8, 64, 256, 2048)
 ROUTINGS = ("uniform", "zipf", "8 experts")
 SEARCHED_TOKENS = (1, 8, 64)
+PEERS = Path(__file__).parent / "results/h200/experts_peers.csv"
 COPIES = 2
 REPLAYS = 7
 PEAK_TFLOPS = 770
@@ -200,19 +201,21 @@ class Read:
         self.kernel.launch(geometry, (part, self.out, part.numel() // 16), stream=stream, pdl=False)
 
 
-def recorded() -> dict[tuple[str, int], tuple[str, float]]:
-    """The best peer and its microseconds by layer and tokens."""
-    best: dict[tuple[str, int], tuple[str, float]] = {}
-    with (Path(__file__).parent / "results/h200/experts_peers.csv").open() as file:
+def recorded(path: Path) -> dict[tuple[str, str, int], tuple[str, float]]:
+    """The best peer and its microseconds by layer, routing and tokens."""
+    best: dict[tuple[str, str, int], tuple[str, float]] = {}
+    with path.open() as file:
         for row in csv.DictReader(file):
-            key, us = (row["layer"], int(row["tokens"])), float(row["products_us"])
+            key, us = (row["layer"], row["routing"], int(row["tokens"])), float(row["products_us"])
             if key not in best or us < best[key][1]:
                 best[key] = row["peer"], us
     return best
 
 
-def measure(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]) -> Iterator[dict[str, object]]:
-    peers, read = recorded(), Read(target_of(torch.empty(1, device="cuda")).arch)
+def measure(
+    layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str], path: Path
+) -> Iterator[dict[str, object]]:
+    peers, read = recorded(path), Read(target_of(torch.empty(1, device="cuda")).arch)
     for layer in layers:
         copies = make_copies(layer)
         for routing in routings:
@@ -220,7 +223,7 @@ def measure(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[s
                 case = make_case(layer, count, routing)
                 (us,), read_us = medians([layer_replay(case, copies)], REPLAYS), read.us(case, copies)
                 limit = max(read_us, layer.flops * count * layer.slots / PEAK_TFLOPS / 1e6)
-                peer, peer_us = peers[layer.name, count] if routing == "uniform" else ("not measured", None)
+                peer, peer_us = peers.get((layer.name, routing, count), ("not measured", None))
                 row = {
                     "layer": layer.name,
                     "routing": routing,
@@ -359,6 +362,7 @@ def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--peers", type=Path, default=PEERS, help="their microseconds")
     parser.add_argument("--part", choices=("cases", "search"), default="cases")
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
@@ -372,7 +376,7 @@ def main() -> None:
         found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds)
         write_results(options.out / "experts_search", list(found), stamp())
         return
-    rows = list(measure(layers, options.tokens or TOKENS, options.routings))
+    rows = list(measure(layers, options.tokens or TOKENS, options.routings, options.peers))
     write_results(options.out / "experts", rows, stamp())
     compared = [row for row in rows if row["of_peer"]]
     for few, which in ((True, "1 to 64 tokens"), (False, "more")):
