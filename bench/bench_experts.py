@@ -259,7 +259,7 @@ def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Pro
 
 def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
-    chosen = item_rows_of(tokens * layer.slots, layer.experts)
+    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch)
     sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:

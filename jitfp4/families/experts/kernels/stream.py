@@ -18,6 +18,7 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 STREAMED = 512  # assignments
 _TILE_M = 8
+_STAGES = 2
 _SCALES = 4  # units whose scales are kept
 _BLOCK_ROWS = 16
 _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
@@ -29,32 +30,27 @@ class StreamTactic:
 
     warp_blocks: int
     warps: int
-    stages: int
     ctas: int
-    sums: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec(KernelSpec):
     """A unit of work is up to eight rows of an expert, and 16 * ``warp_blocks`` rows of its weight.
 
-    Of a CTA, ``warps`` warps take chunks of 128 columns in turn; each has a ring of ``stages`` pieces. The sums of
-    ``sums`` units are kept. ``ctas`` CTAs fit on an SM.
+    Of a CTA, ``warps`` warps take chunks of 128 columns in turn; ``ctas`` CTAs fit on an SM.
     """
 
     dtype: DType
     format: BlockFormat
     warp_blocks: int
     warps: int
-    stages: int
     ctas: int
-    sums: int
 
     most = STREAMED
     most_experts = MOST_EXPERTS
 
     def __post_init__(self) -> None:
-        for name, allowed in (("warp_blocks", (1, 2, 4)), ("warps", range(1, 31)), ("stages", range(2, 9))):
+        for name, allowed in (("warp_blocks", (1, 2, 4)), ("warps", range(1, 31))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
 
@@ -70,12 +66,12 @@ class StreamSpec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: stages of weights and of activations, sums, scales, the list of items, barriers."""
-        stages = self.warps * self.stages
+        stages = self.warps * _STAGES
         ring = round_up(stages * self.rows * tile_bytes(self.format) // TILE_ROWS, 128)
-        chunks = 2 * self.warps * _TILE_M * _ROW_BYTES
-        sums = 4 * self.sums * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
+        chunks = stages * _TILE_M * _ROW_BYTES
+        sums = 4 * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
         items = STREAMED * (4 + 8 + 2 + 2 + 2) + 4 * MOST_EXPERTS + 16
-        return round_up(ring + chunks + sums + items + 8 * (stages + 2 * self.sums), 128)
+        return round_up(ring + chunks + sums + items + 8 * (stages + 2), 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,29 +191,22 @@ _SIZES = (
 STREAM_TACTICS = tuple(
     StreamTactic(*cut)
     for cut in (
-        (4, 4, 2, 2),
-        (4, 4, 3, 2),
-        (4, 4, 2, 2, 2),
-        (4, 3, 3, 3),
-        (4, 5, 2, 2),
-        (4, 6, 2, 1),
-        (4, 6, 3, 1),
-        (4, 6, 2, 2),
-        (4, 8, 2, 1),
-        (4, 8, 3, 1),
-        (4, 12, 2, 1),
-        (2, 4, 4, 3),
-        (2, 6, 4, 1),
-        (2, 6, 4, 2),
-        (2, 6, 4, 2, 2),
-        (2, 8, 3, 1),
-        (2, 8, 4, 1),
-        (2, 8, 3, 2),
-        (2, 12, 4, 1),
-        (2, 16, 3, 1),
-        (1, 4, 6, 3),
-        (1, 6, 6, 2),
-        (1, 8, 6, 2),
+        (4, 1, 2),
+        (4, 3, 3),
+        (4, 4, 2),
+        (4, 5, 2),
+        (4, 6, 1),
+        (4, 6, 2),
+        (4, 8, 1),
+        (4, 10, 1),
+        (4, 12, 1),
+        (2, 4, 3),
+        (2, 4, 4),
+        (2, 6, 3),
+        (2, 8, 2),
+        (2, 10, 2),
+        (2, 16, 1),
+        (2, 20, 1),
     )
 )
 
