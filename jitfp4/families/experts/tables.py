@@ -102,9 +102,7 @@ _WIDE: tuple[Row[Any], ...] = (
 )
 # experts_stream: the more warps, the better, where each has a chunk of every unit of work
 _STREAM: tuple[Row[Any], ...] = rows(
-    *((tactic, {}) for tactic in (StreamTactic(4, 12, 1), StreamTactic(4, 4, 2), StreamTactic(4, 1, 2))),
-    item_rows=0,
-    is_few=False,
+    (StreamTactic(4, 4, 2), {"k": 1024}), (StreamTactic(4, 12, 1), {}), item_rows=0, is_few=False
 )
 HOPPER_UP: Table[Any] = Table((*_STREAM, *_UP, *_WIDE), measured=None, needs="has_wgmma")
 HOPPER_DOWN: Table[Any] = Table((*_STREAM, *_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma")

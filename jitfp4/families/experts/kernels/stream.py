@@ -103,8 +103,6 @@ def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
         return "it takes no list"
     if problem.assignments > STREAMED:
         return f"a CTA finds its rows among up to {STREAMED} assignments"
-    if tactic.warps > ceil_div(problem.k, TILE_COLS):
-        return f"each warp needs a chunk of {TILE_COLS} columns"
     if spec.shared_bytes > arch.shared_of(tactic.ctas):
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
     return None
@@ -191,7 +189,6 @@ _SIZES = (
 STREAM_TACTICS = tuple(
     StreamTactic(*cut)
     for cut in (
-        (4, 1, 2),
         (4, 3, 3),
         (4, 4, 2),
         (4, 5, 2),
