@@ -11,9 +11,10 @@ weights are cold: between two reads of the same expert lie 330 MB and more, or t
 time is the median of 7 replays. Weights are random codes. ``touched`` is the mean number of experts with rows.
 
 ``read_us`` is the time of a kernel that only reads as many bytes, and ``limit_us`` the larger of that and of the
-operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19 and
-triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before, their two products and the
-activation (``products_us``) without the preparation of the routing and, except for triton_kernels, without the sum.
+operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``, or the file of ``--peers``: vLLM 0.33.0's Marlin,
+humming-kernels 0.1.19 and triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before,
+their two products and the activation (``products_us``) without the preparation of the routing and, except for
+triton_kernels, without the sum.
 """
 
 from __future__ import annotations
