@@ -11,9 +11,10 @@ weights are cold: between two reads of the same expert lie 330 MB and more, or t
 time is the median of 7 replays. Weights are random codes. ``touched`` is the mean number of experts with rows.
 
 ``read_us`` is the time of a kernel that only reads as many bytes, and ``limit_us`` the larger of that and of the
-operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``: vLLM 0.33.0's Marlin, humming-kernels 0.1.19 and
-triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before, their two products and the
-activation (``products_us``) without the preparation of the routing and, except for triton_kernels, without the sum.
+operations at 770 TFLOP/s. Peers are from ``experts_peers.csv``, or the file of ``--peers``: vLLM 0.33.0's Marlin,
+humming-kernels 0.1.19 and triton_kernels on an H200 on 2026-11-23, with uniform routings that are prepared before,
+their two products and the activation (``products_us``) without the preparation of the routing and, except for
+triton_kernels, without the sum.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.experts.kernels.combine import CombineTactic
-from jitfp4.families.experts.kernels.narrow import FOUND, TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.narrow import TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.stream import STREAMED, StreamTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
@@ -82,10 +84,12 @@ LAYERS = (
 TOKENS = (1, 8, 64, 256, 2048)
 ROUTINGS = ("uniform", "zipf", "8 experts")
 SEARCHED_TOKENS = (1, 8, 64)
+PEERS = Path(__file__).parent / "results/h200/experts_peers.csv"
 COPIES = 2
 REPLAYS = 7
 PEAK_TFLOPS = 770
 _KERNELS = EXPERTS_UP.kernels, (*EXPERTS_DOWN.kernels, *EXPERTS_RESULTS.kernels)
+_KINDS = ("narrow", "stream", "wide")
 _SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
@@ -198,19 +202,21 @@ class Read:
         self.kernel.launch(geometry, (part, self.out, part.numel() // 16), stream=stream, pdl=False)
 
 
-def recorded() -> dict[tuple[str, int], tuple[str, float]]:
-    """The best peer and its microseconds by layer and tokens."""
-    best: dict[tuple[str, int], tuple[str, float]] = {}
-    with (Path(__file__).parent / "results/h200/experts_peers.csv").open() as file:
+def recorded(path: Path) -> dict[tuple[str, str, int], tuple[str, float]]:
+    """The best peer and its microseconds by layer, routing and tokens."""
+    best: dict[tuple[str, str, int], tuple[str, float]] = {}
+    with path.open() as file:
         for row in csv.DictReader(file):
-            key, us = (row["layer"], int(row["tokens"])), float(row["products_us"])
+            key, us = (row["layer"], row["routing"], int(row["tokens"])), float(row["products_us"])
             if key not in best or us < best[key][1]:
                 best[key] = row["peer"], us
     return best
 
 
-def measure(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str]) -> Iterator[dict[str, object]]:
-    peers, read = recorded(), Read(target_of(torch.empty(1, device="cuda")).arch)
+def measure(
+    layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[str], path: Path
+) -> Iterator[dict[str, object]]:
+    peers, read = recorded(path), Read(target_of(torch.empty(1, device="cuda")).arch)
     for layer in layers:
         copies = make_copies(layer)
         for routing in routings:
@@ -218,7 +224,7 @@ def measure(layers: Sequence[Layer], tokens: Sequence[int], routings: Sequence[s
                 case = make_case(layer, count, routing)
                 (us,), read_us = medians([layer_replay(case, copies)], REPLAYS), read.us(case, copies)
                 limit = max(read_us, layer.flops * count * layer.slots / PEAK_TFLOPS / 1e6)
-                peer, peer_us = peers[layer.name, count] if routing == "uniform" else ("not measured", None)
+                peer, peer_us = peers.get((layer.name, routing, count), ("not measured", None))
                 row = {
                     "layer": layer.name,
                     "routing": routing,
@@ -254,8 +260,8 @@ def problems_of(layer: Layer, tokens: int, item_rows: int) -> tuple[Problem, Pro
 
 def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dict[int, tuple[list[Any], list[Any]]]:
     """By the rows of an item: tactics of both products."""
-    chosen = item_rows_of(tokens * layer.slots, layer.experts)
-    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= FOUND else set())
+    chosen = item_rows_of(tokens * layer.slots, layer.experts, arch)
+    sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= STREAMED else set())
     mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
     if arch.has_wgmma and has_list and "wide" in kinds:
         sizes |= {t.tile_m for t in WIDE_TACTICS if mean <= t.tile_m <= max(_FEWEST_ROWS, _MOST_ROOM * mean)}
@@ -276,6 +282,8 @@ def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
     """The sum behind a wide product is no choice."""
     if isinstance(tactic, WideTactic):
         return "wide" in kinds and tactic.tile_m == item_rows
+    if isinstance(tactic, StreamTactic):
+        return "stream" in kinds
     if isinstance(tactic, CombineTactic):
         return False
     return "narrow" in kinds and (not isinstance(tactic, NarrowTactic) or tactic.tile_m == (item_rows or TILE_MS[0]))
@@ -355,13 +363,12 @@ def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    parser.add_argument("--peers", type=Path, default=PEERS, help="their microseconds")
     parser.add_argument("--part", choices=("cases", "search"), default="cases")
     parser.add_argument("--layers", nargs="+", help="parts of their names")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=ROUTINGS)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=("narrow", "wide"), default=("narrow", "wide"), help="of a search"
-    )
+    parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="of a search")
     parser.add_argument("--seconds", type=float, default=240.0, help="the most that a search may take")
     options = parser.parse_args()
     layers = [layer for layer in LAYERS if not options.layers or any(part in layer.name for part in options.layers)]
@@ -370,7 +377,7 @@ def main() -> None:
         found = search(layers, options.tokens or SEARCHED_TOKENS, arch, options.kinds, options.seconds)
         write_results(options.out / "experts_search", list(found), stamp())
         return
-    rows = list(measure(layers, options.tokens or TOKENS, options.routings))
+    rows = list(measure(layers, options.tokens or TOKENS, options.routings, options.peers))
     write_results(options.out / "experts", rows, stamp())
     compared = [row for row in rows if row["of_peer"]]
     for few, which in ((True, "1 to 64 tokens"), (False, "more")):

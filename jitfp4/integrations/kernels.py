@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitfp4 import engine, tactics, warmup
+from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.families.attention.arguments import Arguments as AttentionArguments
 from jitfp4.families.attention.operation import ATTENTION
@@ -112,19 +113,25 @@ def _load_experts(
     slots: int,
     max_tokens: int,
 ) -> None:
-    problems = expert_products(matrix, dtype, block_format, experts, slots, max_tokens)
+    problems = expert_products(matrix, dtype, block_format, experts, slots, max_tokens, target.arch)
     if operation is EXPERTS_RESULTS:
         problems = (one for one in problems if isinstance(EXPERTS_DOWN.select(one, target.arch), CombineTactic))
     _load(operation, problems, target)
 
 
 def expert_products(
-    matrix: tuple[Product, int, int], dtype: DType, block_format: BlockFormat, experts: int, slots: int, max_tokens: int
+    matrix: tuple[Product, int, int],
+    dtype: DType,
+    block_format: BlockFormat,
+    experts: int,
+    slots: int,
+    max_tokens: int,
+    arch: Arch,
 ) -> Iterator[ExpertsProblem]:
     """Problems that select every kernel of a product by weights ``[n, k]`` for up to ``max_tokens`` tokens."""
     product, n, k = matrix
     for tokens in _tokens(max_tokens):
-        item_rows = item_rows_of(tokens * slots, experts)
+        item_rows = item_rows_of(tokens * slots, experts, arch)
         yield ExpertsProblem(product, dtype, block_format, tokens, slots, experts, n, k, item_rows)
 
 

@@ -98,13 +98,16 @@ def test_experts_of_every_number_of_tokens(arch: str, shape: tuple[int, int, int
     experts, slots, hidden, inter = shape
     matrices = ((EXPERTS_UP, (Product.GATED, 2 * inter, hidden)), (EXPERTS_DOWN, (Product.DOWN, hidden, inter)))
     for operation, (product, n, k) in matrices:
-        problems = expert_products((product, n, k), DType.BF16, NVFP4, experts, slots, 2500)
-        listed = warmup.needed(operation, problems, Arch.of(arch))
+        target = Arch.of(arch)
+        problems = expert_products((product, n, k), DType.BF16, NVFP4, experts, slots, 2500, target)
+        listed = warmup.needed(operation, problems, target)
         every = (
-            ExpertsProblem(product, DType.BF16, NVFP4, t, slots, experts, n, k, item_rows_of(t * slots, experts))
+            ExpertsProblem(
+                product, DType.BF16, NVFP4, t, slots, experts, n, k, item_rows_of(t * slots, experts, target)
+            )
             for t in range(1, 2501)
         )
-        assert set(warmup.needed(operation, every, Arch.of(arch))) <= set(listed)
+        assert set(warmup.needed(operation, every, target)) <= set(listed)
 
 
 def test_kernels_are_loaded_again_after_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:

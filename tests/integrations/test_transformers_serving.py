@@ -35,7 +35,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
         tasks.setdefault(operation.name, set()).update(warmup.needed(operation, problems, ARCH))
 
     def experts(own: Any, dtype: torch.dtype, slots: int, tokens: int) -> None:
-        rest = (HALVES[dtype], own.format, own.experts, slots, tokens)
+        rest = (HALVES[dtype], own.format, own.experts, slots, tokens, ARCH)
         for operation, matrix in (
             (EXPERTS_UP, (Product.GATED, own.rows13, own.hidden)),
             (EXPERTS_DOWN, (Product.DOWN, own.hidden, own.inter)),

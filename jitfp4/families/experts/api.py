@@ -7,7 +7,9 @@ from functools import partial
 
 import torch
 
-from jitfp4 import replay
+from jitfp4 import replay, sim
+from jitfp4.dispatch import is_watched
+from jitfp4.engine import target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
@@ -108,9 +110,18 @@ def fp4_experts(
         beta if swiglu_beta is None else swiglu_beta,
         limit if swiglu_limit is None else swiglu_limit,
         apply_router_weight_on_input,
-        item_rows_of(topk_ids.numel(), experts.experts) if isinstance(topk_ids, torch.Tensor) else 0,
+        _item_rows(topk_ids, experts),
         enable_pdl,
     )
+
+
+def _item_rows(ids: torch.Tensor, experts: Fp4Experts) -> int:
+    """Rows of an item of the list; 0 for no list."""
+    if not isinstance(ids, torch.Tensor):
+        return 0
+    is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
+    arch = target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
+    return item_rows_of(ids.numel(), experts.experts, arch)
 
 
 @public

@@ -9,6 +9,7 @@ from jitfp4.families.experts.kernels.combine import COMBINE
 from jitfp4.families.experts.kernels.few_down import FEW_DOWN
 from jitfp4.families.experts.kernels.narrow import NARROW_DOWN, NARROW_UP
 from jitfp4.families.experts.kernels.route import ROUTE
+from jitfp4.families.experts.kernels.stream import STREAM_DOWN, STREAM_UP
 from jitfp4.families.experts.kernels.wide import WIDE_UP
 from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
 from jitfp4.families.experts.tables import (
@@ -155,7 +156,7 @@ EXPERTS_ROUTE = Operation(
 EXPERTS_UP = Operation(
     UpArguments,
     name="experts_up",
-    kernels=(NARROW_UP, WIDE_UP),
+    kernels=(NARROW_UP, STREAM_UP, WIDE_UP),
     problem=_up_problem,
     problems=up_problems,
     tables=(UP_TABLE, HOPPER_UP),
@@ -169,7 +170,7 @@ EXPERTS_UP = Operation(
 EXPERTS_DOWN = Operation(
     DownArguments,
     name="experts_down",
-    kernels=(FEW_DOWN, NARROW_DOWN, COMBINE),
+    kernels=(FEW_DOWN, NARROW_DOWN, STREAM_DOWN, COMBINE),
     problem=_down_problem,
     problems=down_problems,
     tables=(DOWN_TABLE, HOPPER_DOWN),

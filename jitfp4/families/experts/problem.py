@@ -12,6 +12,7 @@ from jitfp4.layouts import ceil_div
 from jitfp4.weight import TILE_ROWS
 
 DTYPES = HALVES
+FEW = 16  # assignments up to which each CTA of any kernel finds its rows by itself, without a list
 COUNTER_ROWS = 16  # rows of the hidden state that at least share a counter of finished slots
 
 
@@ -29,6 +30,10 @@ class RouteProblem(NamedTuple):
     tokens: int
     slots: int
     experts: int
+
+    @property
+    def assignments(self) -> int:
+        return self.tokens * self.slots
 
 
 class GatherProblem(NamedTuple):
@@ -61,6 +66,10 @@ class Problem(NamedTuple):
     @property
     def assignments(self) -> int:
         return self.tokens * self.slots
+
+    @property
+    def is_few(self) -> bool:
+        return self.assignments <= FEW
 
     @property
     def items(self) -> int:

@@ -15,12 +15,13 @@ from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.few_down import FewTactic
 from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.stream import STREAMED, StreamTactic
 from jitfp4.families.experts.kernels.wide import WideTactic
-from jitfp4.families.experts.problem import DTYPES, Problem, Product, RouteProblem
+from jitfp4.families.experts.problem import DTYPES, FEW, Problem, Product, RouteProblem
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table, rows
 
-_FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
+_STREAMED_ROWS = 2  # the mean number of rows of an expert up to which weights go through a CTA as one stream
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
 _ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
@@ -28,13 +29,17 @@ _ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, m
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
 
-def item_rows_of(assignments: int, experts: int) -> int:
-    """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list."""
+def item_rows_of(assignments: int, experts: int, arch: Arch | None) -> int:
+    """Rows of an item of the list; 0 for no list. It depends on nothing else, so that both products have one list.
+
+    ``arch`` is None where it is not known: on a CPU, and while torch.compile traces.
+    """
     if (forced := _forced.get()) is not None:
         return forced
-    if assignments <= _FOUND:
-        return 0
     mean = assignments / experts
+    found = STREAMED if arch is not None and arch.has_wgmma and mean <= _STREAMED_ROWS else FEW
+    if assignments <= found:
+        return 0
     return next(item_rows for item_rows, most in _ITEM_ROWS if mean <= most)
 
 
@@ -49,7 +54,10 @@ def forced_item_rows(item_rows: int) -> Iterator[None]:
             _forced.reset(token)
 
 
-ROUTE_TABLE = Table((Row(RouteTactic()),), measured=None)
+# The CTAs of a cluster: more than one where a thread would have several assignments
+ROUTE_TABLE = Table(
+    (Row(RouteTactic(1), {"assignments": 2048}), Row(RouteTactic(8)), Row(RouteTactic(1))), measured=None
+)
 
 # experts_search_few, experts_search_many: as many bytes in flight as an SM needs, in many small CTAs
 _SMALL_CTAS = NarrowTactic(8, 4, 1, 4, 2, 4)
@@ -92,29 +100,36 @@ _WIDE: tuple[Row[Any], ...] = (
     Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
     Row(WideTactic(256, 64, 2, 2)),
 )
-HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
-HOPPER_DOWN: Table[Any] = Table((*_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma")
+# experts_stream, with more stages and sums than the kernel has now, which did not help: the more warps, the better,
+# where each has a chunk of every unit of work
+_STREAM = Row(StreamTactic(4, 12, 1), {"item_rows": 0, "is_few": False})
+_SHORT_STREAM = Row(StreamTactic(4, 4, 2), {"item_rows": 0, "is_few": False, "k": 1024})
+HOPPER_UP: Table[Any] = Table((_STREAM, *_UP, *_WIDE), measured=None, needs="has_wgmma")
+HOPPER_DOWN: Table[Any] = Table(
+    (_SHORT_STREAM, _STREAM, *_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma"
+)
 
 
 def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
-    yield RouteProblem(tokens=64, slots=8, experts=128)
+    for tokens in (64, 2048):
+        yield RouteProblem(tokens, slots=8, experts=128)
 
 
-def up_problems(_arch: Arch) -> Iterator[Problem]:
+def up_problems(arch: Arch) -> Iterator[Problem]:
     for n, k in ((1536, 2048), (4096, 7168), (5760, 2880)):
-        yield from _problems((Product.GATED, Product.PLAIN), n, k)
+        yield from _problems(arch, (Product.GATED, Product.PLAIN), n, k)
 
 
-def down_problems(_arch: Arch) -> Iterator[Problem]:
-    yield from _problems((Product.DOWN,), 2048, 768)
-    yield from _problems((Product.DOWN,), 2880, 2880)
+def down_problems(arch: Arch) -> Iterator[Problem]:
+    yield from _problems(arch, (Product.DOWN,), 2048, 768)
+    yield from _problems(arch, (Product.DOWN,), 2880, 2880)
 
 
-def _problems(products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
+def _problems(arch: Arch, products: tuple[Product, ...], n: int, k: int) -> Iterator[Problem]:
     """One, few and many rows of each expert, of a layer, of the same with one slot, and of a small one."""
     experts = 128
     for kind, dtype, block_format, tokens, (size, slots) in product(
         products, DTYPES.values(), BlockFormat, _TOKENS, ((n, 8), (n, 1), (n // 64, 8))
     ):
-        item_rows = item_rows_of(tokens * slots, experts)
+        item_rows = item_rows_of(tokens * slots, experts, arch)
         yield Problem(kind, dtype, block_format, tokens, slots, experts, size, k, item_rows)

@@ -1,4 +1,4 @@
-"""experts/route: one CTA sorts the assignments of tokens by expert, and cuts them into items."""
+"""experts/route: a cluster of CTAs sorts the assignments of tokens by expert, and cuts them into items."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 
 @dataclass(frozen=True, slots=True)
 class RouteTactic:
-    """There is one way."""
+    """The CTAs of the cluster, which divide the assignments."""
+
+    ctas: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSpec(KernelSpec):
-    """One CTA, with a thread for each expert."""
+    """A CTA has a thread for each expert."""
 
     threads = MOST_EXPERTS
 
@@ -41,8 +43,14 @@ def _bind(arguments: RouteArguments, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rejects(_problem: RouteProblem, _tactic: RouteTactic, _arch: Arch) -> str | None:
-    return None
+def _rejects(_problem: RouteProblem, tactic: RouteTactic, arch: Arch) -> str | None:
+    return "it needs clusters" if tactic.ctas > 1 and not arch.has_tma else None
+
+
+def _geometry(_problem: RouteProblem, tactic: RouteTactic, _arch: Arch) -> Geometry:
+    """Grid: the CTAs of one cluster."""
+    line = (tactic.ctas, 1, 1)
+    return Geometry(grid=line, block=(RouteSpec.threads, 1, 1), cluster=line)
 
 
 ROUTE = Kernel(
@@ -60,9 +68,9 @@ ROUTE = Kernel(
         I64("item_rows"),
         I64("items_end"),
     ),
-    tactics=(RouteTactic(),),
+    tactics=tuple(RouteTactic(ctas) for ctas in (1, 2, 4, 8)),
     rejects=_rejects,
     specialise=lambda _problem, _tactic: RouteSpec(),
-    geometry=lambda _problem, _tactic, _arch: Geometry(grid=(1, 1, 1), block=(RouteSpec.threads, 1, 1)),
+    geometry=_geometry,
     bind=_bind,
 )

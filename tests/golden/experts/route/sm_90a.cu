@@ -2,8 +2,9 @@
 // spec: {}
 //
 // Sorts the assignments of tokens to experts by expert, and cuts the rows of each expert into items of item_rows.
-// One CTA: it counts, adds up the counts of lower experts, writes the items, and puts each assignment behind those that
-// came before. Among the rows of an expert the order is that of arrival: no result depends on it.
+// The CTAs of one cluster divide the assignments and the items: each counts its assignments, adds up the counts of the
+// other CTAs and of lower experts, writes its items, and puts each assignment behind those that came before. Among the
+// rows of an expert the order is that of arrival: no result depends on it.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -158,6 +159,66 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster_load -------------------------------------------------
+namespace ptx {
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ int32 ld_cluster_4(const void* p, uint32 rank) {
+  int32 v;
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(cluster_address(p, rank)) : "memory");
+  return v;
+}
+}  // namespace ptx
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -294,6 +355,7 @@ struct Routing {
 constexpr int kThreads = 1024;  // one for each expert
 constexpr int kWarps   = kThreads / kWarp;
 constexpr int kBatch   = 8;  // loads of a thread that are under way together
+constexpr bool kHasClusters = true;
 
 // ---- kernel ----------------------------------------------------------------
 // The sum over the lanes up to this one.
@@ -306,15 +368,17 @@ __device__ __forceinline__ int32 sum_up_to(int32 v, int lane) {
   return v;
 }
 
-// Calls f(assignment, expert) for each assignment of a thread that is not skipped.
-template <typename F> __device__ __forceinline__ void each_taken(const Routing& routing, int64 assignments, F f) {
-  for (int64 i = threadIdx.x; i < assignments; i += kThreads * kBatch) {
+// Calls f(assignment, expert) for each assignment of a thread that is not skipped; `ctas` CTAs take turns.
+template <typename F>
+__device__ __forceinline__ void each_taken(const Routing& routing, int64 assignments, int cta, int ctas, F f) {
+  const int64 step = int64(ctas) * kThreads;
+  for (int64 i = cta * kThreads + threadIdx.x; i < assignments; i += step * kBatch) {
     int64 id[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) id[b] = routing.id(min(i + b * kThreads, assignments - 1));
+    for (int b = 0; b < kBatch; ++b) id[b] = routing.id(min(i + b * step, assignments - 1));
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int64 at     = i + b * kThreads;
+      const int64 at     = i + b * step;
       const int32 expert = at < assignments ? routing.expert(id[b]) : -1;
       if (expert >= 0) f(at, expert);
     }
@@ -333,9 +397,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
     int64 item_rows,
     int64 items_end
 ) {
-  __shared__ int32 counts[kThreads];  // rows of an expert, then where its next row goes
+  __shared__ int32 counts[kThreads];  // rows of an expert in this CTA
+  __shared__ int32 next[kThreads];    // where its next row goes
   __shared__ int2  sums[kWarps];      // rows and items of the experts of a warp
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
+  const int ctas = kHasClusters ? gridDim.x : 1, cta = blockIdx.x;
   const Routing routing = {ids, expert_map, id_bytes, ids_end, experts};
 
   counts[thread] = 0;
@@ -344,9 +410,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
     ptx::griddep_wait();
   }
   __syncthreads();
-  each_taken(routing, assignments, [&](int64, int32 expert) { atomicAdd(&counts[expert], 1); });
-  __syncthreads();
-  const int32 rows = counts[thread], parts = int32(ceil_div(rows, item_rows));
+  each_taken(routing, assignments, cta, ctas, [&](int64, int32 expert) { atomicAdd(&counts[expert], 1); });
+  int32 rows = 0, lower = 0;  // of all CTAs, of those before this one
+  if (kHasClusters && ctas > 1) {
+    ptx::cluster_sync();
+    for (int i = 0; i < ctas; ++i) {
+      const int32 count = ptx::ld_cluster_4(&counts[thread], i);
+      rows += count, lower += i < cta ? count : 0;
+    }
+  } else {
+    __syncthreads();
+    rows = counts[thread];
+  }
+  const int32 parts = int32(ceil_div(rows, item_rows));
   const int2  up_to = {sum_up_to(rows, lane), sum_up_to(parts, lane)};
   if (lane == kWarp - 1) sums[warp] = up_to;
   __syncthreads();
@@ -357,13 +433,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
   __syncthreads();
   const int2  ahead = warp == 0 ? make_int2(0, 0) : sums[warp - 1];
   const int32 first = ahead.x + up_to.x - rows, item = ahead.y + up_to.y - parts;
-  counts[thread] = first;
-  for (int32 i = 0; i < parts; ++i) {
+  next[thread] = first + lower;
+  for (int32 i = cta; i < parts; i += ctas) {
     const int32 start = i * int32(item_rows);
     items[item + i] = {thread, first + start, min(int32(item_rows), rows - start), 0};
   }
-  for (int64 i = sums[kWarps - 1].y + thread; i < items_end; i += kThreads) items[i] = {0, 0, 0, 0};
+  for (int64 i = sums[kWarps - 1].y + cta * kThreads + thread; i < items_end; i += ctas * kThreads) {
+    items[i] = {0, 0, 0, 0};
+  }
   __syncthreads();
-  each_taken(routing, assignments,
-             [&](int64 assignment, int32 expert) { order[atomicAdd(&counts[expert], 1)] = int32(assignment); });
+  each_taken(routing, assignments, cta, ctas,
+             [&](int64 assignment, int32 expert) { order[atomicAdd(&next[expert], 1)] = int32(assignment); });
+  if (kHasClusters && ctas > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }

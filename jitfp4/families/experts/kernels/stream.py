@@ -1,0 +1,258 @@
+"""experts/stream_up, experts/stream_down: products for few assignments, as one stream of weights through each CTA."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jitfp4.arch import Arch
+from jitfp4.errors import ArgumentError
+from jitfp4.families.experts.arguments import DownArguments, UpArguments
+from jitfp4.families.experts.problem import Problem, Product
+from jitfp4.families.experts.weights import MOST_EXPERTS
+from jitfp4.formats import BlockFormat, DType
+from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import ceil_div, round_up
+from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+
+STREAMED = 512  # assignments
+_TILE_M = 8
+_STAGES = 2
+_SCALES = 4  # units whose scales are kept
+_BLOCK_ROWS = 16
+_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTactic:
+    """The tunable fields of StreamSpec."""
+
+    warp_blocks: int
+    warps: int
+    ctas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec(KernelSpec):
+    """A unit of work is up to eight rows of an expert, and 16 * ``warp_blocks`` rows of its weight.
+
+    Of a CTA, ``warps`` warps take chunks of 128 columns in turn; ``ctas`` CTAs fit on an SM.
+    """
+
+    dtype: DType
+    format: BlockFormat
+    warp_blocks: int
+    warps: int
+    ctas: int
+
+    most = STREAMED
+    most_experts = MOST_EXPERTS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("warp_blocks", (1, 2, 4)), ("warps", range(1, 31))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight in a unit of work."""
+        return _BLOCK_ROWS * self.warp_blocks
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: stages of weights and of activations, sums, scales, the list of items, barriers."""
+        stages = self.warps * _STAGES
+        ring = round_up(stages * self.rows * tile_bytes(self.format) // TILE_ROWS, 128)
+        chunks = stages * _TILE_M * _ROW_BYTES
+        sums = 4 * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
+        items = STREAMED * (4 + 8 + 2 + 2 + 2) + 4 * MOST_EXPERTS + 16
+        return round_up(ring + chunks + sums + items + 8 * (stages + 2), 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSpec(StreamSpec):
+    """The product up."""
+
+    product: Product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownSpec(StreamSpec):
+    """The product down."""
+
+    product = Product.DOWN
+
+
+def specialise(problem: Problem, tactic: StreamTactic) -> UpSpec | DownSpec:
+    """The spec of a tactic for a problem."""
+    cut = {"dtype": problem.dtype, "format": problem.format, **asdict(tactic)}
+    return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)
+
+
+def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
+    """Why a tactic cannot run a problem on an architecture."""
+    spec = specialise(problem, tactic)
+    if not arch.has_tma:
+        return "it needs bulk copies"
+    if problem.item_rows:
+        return "it takes no list"
+    if problem.assignments > STREAMED:
+        return f"a CTA finds its rows among up to {STREAMED} assignments"
+    if spec.shared_bytes > arch.shared_of(tactic.ctas):
+        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    return None
+
+
+def resident(tactic: StreamTactic, arch: Arch) -> int:
+    """CTAs that are on the GPU at once."""
+    return tactic.ctas * arch.num_sms
+
+
+def geometry(problem: Problem, tactic: StreamTactic, arch: Arch) -> Geometry:
+    """Grid: as many CTAs as fit on the GPU, or as there may be units of work."""
+    spec = specialise(problem, tactic)
+    units = problem.items * ceil_div(problem.n, spec.rows)
+    return Geometry(
+        grid=(min(resident(tactic, arch), units), 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes
+    )
+
+
+def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) -> dict[str, Any]:
+    """What both kernels are told of the routing."""
+    problem: Problem = plan.problem
+    return {
+        "ids": arguments.ids,
+        "expert_map": arguments.expert_map,
+        "id_bytes": arguments.ids.element_size(),
+        "ids_end": experts if arguments.expert_map is None else arguments.expert_map.shape[0],
+        "experts": experts,
+        "tokens": problem.tokens,
+        "slots": problem.slots,
+        "n": problem.n,
+        "k": problem.k,
+    }
+
+
+def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
+    return {
+        "x": arguments.x,
+        "weight": arguments.w13,
+        "scale": arguments.scale13,
+        "bias": arguments.bias13,
+        "input_weights": arguments.input_weights,
+        "h": arguments.h,
+        "done": arguments.done,
+        "x_stride": arguments.x.stride(0),
+        "counters": arguments.done.shape[0],
+        "swiglu_alpha": arguments.swiglu_alpha,
+        "swiglu_beta": arguments.swiglu_beta,
+        "swiglu_limit": arguments.swiglu_limit,
+        **_shared(arguments, plan, arguments.w13.shape[0]),
+    }
+
+
+def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
+    return {
+        "x": arguments.h,
+        "weight": arguments.w2,
+        "scale": arguments.scale2,
+        "bias": arguments.bias2,
+        "weights": arguments.weights,
+        "y": arguments.y,
+        "done": arguments.done,
+        "out": arguments.out,
+        "x_stride": arguments.h.stride(0),
+        "out_stride": arguments.out.stride(0),
+        **_shared(arguments, plan, arguments.w2.shape[0]),
+    }
+
+
+_ROUTING = (
+    Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
+    Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
+)
+_SIZES = (
+    I64("id_bytes", "4 or 8"),
+    I64("ids_end", "ids are below it, or skipped"),
+    I64("experts"),
+    I64("tokens"),
+    I64("slots"),
+    I64("n", "rows of the weight"),
+    I64("k", "columns, a multiple of 32"),
+)
+
+STREAM_TACTICS = tuple(
+    StreamTactic(*cut)
+    for cut in (
+        (4, 3, 3),
+        (4, 4, 2),
+        (4, 5, 2),
+        (4, 6, 1),
+        (4, 6, 2),
+        (4, 8, 1),
+        (4, 10, 1),
+        (4, 12, 1),
+        (2, 4, 3),
+        (2, 4, 4),
+        (2, 6, 3),
+        (2, 8, 2),
+        (2, 10, 2),
+        (2, 16, 1),
+        (2, 20, 1),
+    )
+)
+
+STREAM_UP = Kernel(
+    name="experts/stream_up",
+    spec=UpSpec,
+    params=(
+        Ptr("x", "const In", "[tokens, k]"),
+        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
+        Ptr("bias", "const float", "as scale; null: none"),
+        Ptr("input_weights", "const float", "[tokens, slots], factors of x; null: none"),
+        *_ROUTING,
+        Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
+        Ptr("done", "int32", "[counters]"),
+        *_SIZES,
+        I64("x_stride", "elements, as all strides"),
+        I64("counters"),
+        F32("swiglu_alpha"),
+        F32("swiglu_beta"),
+        F32("swiglu_limit"),
+    ),
+    tactics=STREAM_TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind_up,
+)
+
+STREAM_DOWN = Kernel(
+    name="experts/stream_down",
+    spec=DownSpec,
+    params=(
+        Ptr("x", "const In", "h [tokens * slots, k]"),
+        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
+        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
+        Ptr("bias", "const float", "as scale; null: none"),
+        Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
+        *_ROUTING,
+        Ptr("y", "In", "[tokens * slots, n]"),
+        Ptr("done", "int32", "[tokens, tiles of kRows rows], zero"),
+        Ptr("out", "In", "[tokens, n]"),
+        *_SIZES,
+        I64("x_stride", "elements, as all strides"),
+        I64("out_stride"),
+    ),
+    tactics=STREAM_TACTICS,
+    rejects=rejects,
+    specialise=specialise,
+    geometry=geometry,
+    bind=_bind_down,
+)
