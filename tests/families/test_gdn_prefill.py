@@ -12,8 +12,8 @@ from jitfp4 import ArgumentError, chunk_gated_delta_rule, sim
 from jitfp4.families.gdn.kernels.prefill import TACTICS, PrefillTactic
 from jitfp4.families.gdn.prefill_arguments import (
     CHUNK,
+    LOWER_BYTES,
     PRODUCTS_BYTES,
-    STATE_PRODUCTS_BYTES,
     ProductsArguments,
     chunk_place,
     places,
@@ -238,10 +238,8 @@ def test_the_products_of_chunks() -> None:
             first, end = (min(max(at, 0), 68) for at in bounds[n : n + 2])
             for chunk in range(ceil_div(end - first, CHUNK)):
                 want, got = (one[chunk_place(first, n) + chunk] for one in made)
-                square, state = CHUNK * (CHUNK + 8) * 2, STATE_PRODUCTS_BYTES
-                matrices = slice(0, square), slice(state, state + square)
-                factors = slice(square, state), slice(state + square, None)
-                for view, part in (*((BF16, part) for part in matrices), *((F32, part) for part in factors)):
+                matrices, factors = slice(0, 2 * LOWER_BYTES), slice(2 * LOWER_BYTES, None)
+                for view, part in ((BF16, matrices), (F32, factors)):
                     x, y = (one[:, part].contiguous().view(view).float() for one in (want, got))
                     torch.testing.assert_close(y, x, rtol=2**-7 if view == BF16 else 1e-5, atol=1e-4)
 

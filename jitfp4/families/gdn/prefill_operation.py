@@ -14,13 +14,14 @@ from jitfp4.operation import Operation
 from jitfp4.reference import gdn_prefill as reference
 from jitfp4.selection import Row, Table
 
-_FEW = 33  # states whose CTAs of two pairs are no more than the SMs of an H200
+_FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
 
 
 def _rows() -> Iterator[Row[PrefillTactic]]:
-    for pairs, when in ((2, {"states": _FEW}), (4, {})):
-        for stages in (2, 1):  # one, where two do not fit
-            yield Row(PrefillTactic(pairs, stages), when)
+    for rows, when in ((32, {"states": _FEW}), (64, {})):
+        for stages in (3, 2, 1):  # fewer, where they do not fit
+            yield Row(PrefillTactic(rows, stages), when)
+    yield Row(PrefillTactic(32, 1))
 
 
 TABLE = Table(tuple(_rows()), measured=None)

@@ -17,7 +17,7 @@ from jitfp4.families.gdn.prefill_arguments import (
     ProductsArguments,
     places,
 )
-from jitfp4.families.gdn.problem import CHUNK_ROWS, HEAD_DIMS, VALUE_DIMS
+from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
 from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.formats import DType
 from jitfp4.kernel import Before, Kernel, Plan, Scratch
@@ -28,44 +28,41 @@ from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 class PrefillTactic:
     """Fields of PrefillSpec."""
 
-    pairs: int
+    rows: int
     stages: int
 
 
-TACTICS = tuple(PrefillTactic(pairs, stages) for pairs in (2, 4) for stages in (2, 1))
+TACTICS = tuple(PrefillTactic(rows, stages) for rows in (16, 32, 64) for stages in (3, 2, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec(KernelSpec):
-    """Each of ``pairs`` pairs of warps has 16 rows of a state; ``stages`` chunks are in shared memory."""
+    """A CTA has ``rows`` rows of a state; ``stages`` chunks are in shared memory."""
 
     dtype: DType
     head_dim: int
     value_dim: int
-    pairs: int
+    rows: int
     stages: int
+
+    threads = 2 * 128
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ArgumentError("head_dim", self.head_dim, f"one of {HEAD_DIMS}")
         if self.value_dim not in VALUE_DIMS[self.head_dim]:
             raise ArgumentError("value_dim", self.value_dim, f"one of {VALUE_DIMS[self.head_dim]}")
-        if self.pairs not in (2, 4):
-            raise ArgumentError("pairs", self.pairs, "2 or 4")
-        if self.stages not in (1, 2):
-            raise ArgumentError("stages", self.stages, "1 or 2")
-
-    @property
-    def threads(self) -> int:
-        """Two warps of each pair."""
-        return 2 * 32 * self.pairs
+        if self.rows not in (16, 32, 64):
+            raise ArgumentError("rows", self.rows, "16, 32 or 64")
+        if self.stages not in (1, 2, 3):
+            raise ArgumentError("stages", self.stages, "1 to 3")
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: a stage has products, keys, values, queries and left operands."""
-        rows = CHUNK * (2 * (self.head_dim + 8) + CHUNK_ROWS * self.pairs + 8) * 2
-        left = self.pairs * CHUNK_ROWS * (self.head_dim + CHUNK) * 2
-        return self.stages * (PRODUCTS_BYTES + rows + left)
+        """Shared memory of a CTA in bytes: stages of products, keys, queries and values; what warps give each other."""
+        stage = PRODUCTS_BYTES + CHUNK * (2 * (self.head_dim + 8) + self.rows + 8) * 2
+        given = self.rows * (2 * (self.head_dim + 8) + 3 * (CHUNK + 8)) * 2
+        return self.stages * stage + given
 
 
 def _specialise(problem: PrefillProblem, tactic: PrefillTactic) -> PrefillSpec:
@@ -88,7 +85,7 @@ def _rejects(problem: PrefillProblem, tactic: PrefillTactic, arch: Arch) -> str 
 
 def _geometry(problem: PrefillProblem, tactic: PrefillTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
-    ctas = problem.states * (problem.value_dim // (CHUNK_ROWS * tactic.pairs))
+    ctas = problem.states * (problem.value_dim // tactic.rows)
     return Geometry(grid=(ctas, 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
 
 
