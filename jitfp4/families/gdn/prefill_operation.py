@@ -8,6 +8,7 @@ from itertools import product
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.families.gdn.kernels.prefill import PREFILL, PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import PREFILL_WGMMA, WgmmaTactic
 from jitfp4.families.gdn.prefill_arguments import PrefillArguments, PrefillProblem
 from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
 from jitfp4.operation import Operation
@@ -17,11 +18,12 @@ from jitfp4.selection import Row, Table
 _FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
 
 
-def _rows() -> Iterator[Row[PrefillTactic]]:
-    for rows, when in ((32, {"states": _FEW}), (64, {})):
-        for stages in (3, 2, 1):  # fewer, where they do not fit
-            yield Row(PrefillTactic(rows, stages), when)
-    yield Row(PrefillTactic(32, 1))
+def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
+    yield Row(WgmmaTactic())
+    for rows, stages in ((32, 3), (32, 2), (32, 1)):  # fewer, where they do not fit
+        yield Row(PrefillTactic(rows, stages), {"states": _FEW})
+    for rows, stages in ((64, 3), (64, 2), (32, 2), (32, 1)):
+        yield Row(PrefillTactic(rows, stages))
 
 
 TABLE = Table(tuple(_rows()), measured=None)
@@ -65,7 +67,7 @@ def _reference(arguments: PrefillArguments) -> None:
 GATED_DELTA_RULE_PREFILL = Operation(
     PrefillArguments,
     name="gated_delta_rule_prefill",
-    kernels=(PREFILL,),
+    kernels=(PREFILL, PREFILL_WGMMA),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),
