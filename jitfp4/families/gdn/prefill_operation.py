@@ -22,7 +22,7 @@ def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
     yield Row(WgmmaTactic())
     for rows, stages in ((32, 3), (32, 2), (32, 1)):  # fewer, where they do not fit
         yield Row(PrefillTactic(rows, stages), {"states": _FEW})
-    for rows, stages in ((64, 3), (64, 2), (32, 2), (32, 1)):
+    for rows, stages in ((64, 3), (32, 2), (32, 1)):
         yield Row(PrefillTactic(rows, stages))
 
 

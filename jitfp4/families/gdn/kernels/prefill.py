@@ -22,7 +22,7 @@ class PrefillTactic:
     stages: int
 
 
-TACTICS = tuple(PrefillTactic(rows, stages) for rows, most in ((16, 1), (32, 1), (64, 2)) for stages in range(most, 4))
+TACTICS = tuple(PrefillTactic(rows, stages) for rows, most in ((16, 1), (32, 1), (64, 3)) for stages in range(most, 4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
