@@ -293,7 +293,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
-    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(32, 3)),
+    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(32, 2)),
     "gdn, prefill on warpgroups": lambda: _gdn_prefill(WgmmaPrefillTactic()),
     "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(16, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),

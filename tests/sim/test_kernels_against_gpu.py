@@ -65,7 +65,7 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "conv/causal": partial(good_cases, "causal_conv1d_fn", "causal_conv1d_update", bounds={torch.bfloat16: 2.0**-12}),
     "gdn/chunk": partial(quantize_calls.gdn_cases, CHUNK),
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),
-    "gdn/prefill": partial(gdn_prefill_cases, PrefillTactic(32, 3)),
+    "gdn/prefill": partial(gdn_prefill_cases, PrefillTactic(32, 2)),
     "gdn/prefill_products": partial(gdn_prefill_cases, PrefillTactic(32, 1)),
     "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic()),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),

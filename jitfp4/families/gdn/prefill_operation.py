@@ -20,9 +20,11 @@ _FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
 
 def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
     yield Row(WgmmaTactic())
-    for rows, stages in ((32, 3), (32, 2), (32, 1)):  # fewer, where they do not fit
+    for stages in (3, 2, 1):  # fewer, where they do not fit
+        yield Row(PrefillTactic(16, stages), {"states": _FEW // 2})
+    for rows, stages in ((32, 2), (32, 1)):
         yield Row(PrefillTactic(rows, stages), {"states": _FEW})
-    for rows, stages in ((64, 3), (32, 2), (32, 1)):
+    for rows, stages in ((64, 2), (32, 2), (32, 1)):
         yield Row(PrefillTactic(rows, stages))
 
 
@@ -44,8 +46,8 @@ def _problem(arguments: PrefillArguments) -> PrefillProblem:
 def problems(_arch: Arch) -> Iterator[PrefillProblem]:
     """Problems that reach each row of the table, in each dtype."""
     for dtype, head_dim in product(HALVES.values(), HEAD_DIMS):
-        for value_dim, states in product(VALUE_DIMS[head_dim], (32, 128)):
-            yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 16, heads=16)
+        for value_dim, states in product(VALUE_DIMS[head_dim], (8, 32, 128)):
+            yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 8, heads=8)
 
 
 def _reference(arguments: PrefillArguments) -> None:

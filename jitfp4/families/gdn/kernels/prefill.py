@@ -22,7 +22,7 @@ class PrefillTactic:
     stages: int
 
 
-TACTICS = tuple(PrefillTactic(rows, stages) for rows, most in ((16, 1), (32, 1), (64, 3)) for stages in range(most, 4))
+TACTICS = (*(PrefillTactic(rows, stages) for rows in (16, 32) for stages in (3, 2, 1)), PrefillTactic(64, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
