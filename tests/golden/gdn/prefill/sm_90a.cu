@@ -27,11 +27,11 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 }  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
-// sm_100a
+// sm_90a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = true;
-constexpr bool kHasLd256   = true && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
