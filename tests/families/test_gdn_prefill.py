@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,30 @@ from tests.support.sample import SIM_ARCHS
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Case = dict[str, Any]
+
+SIM = [pytest.mark.sim, pytest.mark.compile]
+WARPGROUPS = "sm_90a, warpgroups"
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("sm_90a", marks=SIM),
+        pytest.param(WARPGROUPS, marks=SIM),
+        pytest.param("sm_100a", marks=[*SIM, pytest.mark.one_in(4)]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As that of the family, and the kernel that the table has for more states than these tests have."""
+    if request.param == WARPGROUPS:
+        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(WgmmaTactic()):
+            yield "cpu"
+    elif request.param.startswith("sm_"):
+        with sim.device(request.param):
+            yield "cpu"
+    else:
+        yield request.param
 
 
 def case(
