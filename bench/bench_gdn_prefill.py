@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ import torch
 from bench.harness import geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import chunk_gated_delta_rule
-from jitfp4.families.gdn.kernels.prefill import TACTICS
+from jitfp4.arch import Arch
+from jitfp4.families.gdn.prefill_arguments import PrefillProblem
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
+from jitfp4.formats import DType
 
 HEAD_DIM = 128
 HEADS = ((16, 32), (2, 8))
@@ -135,10 +136,12 @@ def measure(sequences: int, length: int, heads: int, value_heads: int, tactics: 
         "speedup": peer_us and round(peer_us / us, 3),
     }
     yield row
-    for tactic in TACTICS if tactics else ():
+    problem = PrefillProblem(DType.BF16, HEAD_DIM, HEAD_DIM, sequences * length, sequences, value_heads)
+    arch = Arch.of_capability(*torch.cuda.get_device_capability())
+    for tactic in GATED_DELTA_RULE_PREFILL.candidates(problem, arch) if tactics else ():
         with GATED_DELTA_RULE_PREFILL.forced(tactic):
             us = us_of(ours(given))
-        yield row | {"tactic": "/".join(map(str, asdict(tactic).values())), "us": round(us, 1), "speedup": None}
+        yield row | {"tactic": str(tactic), "us": round(us, 1), "speedup": None}
 
 
 def main() -> None:

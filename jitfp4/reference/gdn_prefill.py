@@ -10,7 +10,7 @@ import torch
 from jitfp4.reference.gdn import NORM_EPS, delta_rule
 
 _CHUNK = 64
-_ROW = _CHUNK + 8
+_BLOCK = 16
 _VEC = 4
 
 Gates = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -113,16 +113,21 @@ def _pack(
     attend = keys_q * (scale * query_norm).unsqueeze(-1) * key_norm.unsqueeze(-2) * spans
     attend = torch.where(earlier <= later, attend, 0.0)
     parts = (
-        _square(solve, dtype),
+        _lower(solve, dtype),
+        _lower(attend, dtype),
         (since_first * key_norm).float(),
         (spans[:, -1] * key_norm).float(),
-        torch.nn.functional.pad(since_first[:, -1:], (0, 3)).float(),
-        _square(attend, dtype),
         (since_first * query_norm * scale).float(),
+        torch.nn.functional.pad(since_first[:, -1:], (0, 3)).float(),
     )
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
-def _square(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The rows of each head, padded, one behind the other."""
-    return torch.nn.functional.pad(matrix, (0, _ROW - _CHUNK)).to(dtype).flatten(1)
+def _lower(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The lower blocks of each head's matrix, where four rows of eight have their halves exchanged."""
+    tiles = matrix.to(dtype).unflatten(2, (-1, _BLOCK)).unflatten(1, (-1, _BLOCK)).transpose(2, 3)
+    tiles = torch.stack([tiles[:, i, j] for i in range(_CHUNK // _BLOCK) for j in range(i + 1)], 1).clone()
+    for row in range(_BLOCK):
+        if row // 4 % 2:
+            tiles[:, :, row] = tiles[:, :, row].roll(_BLOCK // 2, -1)
+    return tiles.flatten(1)

@@ -92,6 +92,7 @@ def _more() -> Calls:
         "nvfp4_quantize shuffled": lambda: {"a": _half(128, 64), "a_global_sf": 2.0, "do_shuffle": True},
         "fp4_quantize inversed": lambda: {**good["fp4_quantize"](), "is_global_scale_inversed": True},
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
+        "chunk_gated_delta_rule heads": _many_heads,
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
@@ -124,6 +125,19 @@ def _delta_rule(tokens: int) -> Arguments:
         "a": _half(2, tokens, 2),
         "dt_bias": torch.zeros(2),
         "b": _half(2, tokens, 2),
+    }
+
+
+def _many_heads() -> Arguments:
+    """More states than a table has for the kernel with few rows."""
+    return {
+        "q": _half(70, 1, 64),
+        "k": _half(70, 1, 64),
+        "v": _half(70, 16, 64),
+        "g": torch.ones(70, 16),
+        "beta": torch.ones(70, 16),
+        "cu_seqlens": torch.tensor([0, 70]),
+        "use_qk_l2norm_in_kernel": True,
     }
 
 

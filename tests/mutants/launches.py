@@ -19,6 +19,7 @@ from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.kernels.prefill import PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic as WgmmaPrefillTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
@@ -139,7 +140,11 @@ def _gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *,
         jitfp4.gated_delta_rule_mtp(**arguments)
 
 
-def _gdn_prefill(tactic: PrefillTactic) -> None:
+def _gdn_prefill(tactic: PrefillTactic | WgmmaPrefillTactic) -> None:
+    """On the architectures that have its instructions."""
+    device = sim.active_device()
+    if isinstance(tactic, WgmmaPrefillTactic) and device is not None and not device.arch.has_wgmma:
+        return
     with GATED_DELTA_RULE_PREFILL.forced(tactic):
         jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
 
@@ -288,8 +293,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
-    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(2, 2)),
-    "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(2, 1)),
+    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(32, 2)),
+    "gdn, prefill on warpgroups": lambda: _gdn_prefill(WgmmaPrefillTactic()),
+    "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(16, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),

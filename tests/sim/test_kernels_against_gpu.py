@@ -21,6 +21,9 @@ import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
 from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.kernel import Plan, kernels, lookup
@@ -49,6 +52,12 @@ def good_cases(*functions: str, bounds: dict[torch.dtype, float] | None = None) 
     yield from (partial(lambda name: Call(name, good_calls()[name](), bounds=bounds), name) for name in functions)
 
 
+def gdn_prefill_cases(tactic: PrefillTactic | WgmmaTactic) -> Iterator[Case]:
+    forced = GATED_DELTA_RULE_PREFILL, tactic
+    for case in good_cases("chunk_gated_delta_rule", bounds=PREFILL):
+        yield partial(lambda case: case()._replace(forced=forced), case)
+
+
 CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "attention/decode": engine_calls.decode_cases,
     "attention/prefill": engine_calls.prefill_cases,
@@ -56,8 +65,9 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "conv/causal": partial(good_cases, "causal_conv1d_fn", "causal_conv1d_update", bounds={torch.bfloat16: 2.0**-12}),
     "gdn/chunk": partial(quantize_calls.gdn_cases, CHUNK),
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),
-    "gdn/prefill": partial(good_cases, "chunk_gated_delta_rule", bounds=PREFILL),
-    "gdn/prefill_products": partial(good_cases, "chunk_gated_delta_rule", bounds=PREFILL),
+    "gdn/prefill": partial(gdn_prefill_cases, PrefillTactic(32, 2)),
+    "gdn/prefill_products": partial(gdn_prefill_cases, PrefillTactic(32, 1)),
+    "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic()),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),
     "gemm/blockscaled_k96": partial(engine_calls.blockscaled_cases, K96Tactic(64, 1, 2, 2), K96Tactic(64, 2, 2, 3)),
     "gemm/expand": engine_calls.fp4_wide_cases,

@@ -30,8 +30,8 @@ _SPILLED = {
     ("gate=true", "warps=16"): 2,
     ("cache=", "lanes=", "threads=64"): 2,
     # Convolutions: a register, stored once.
-    ("sm_120a", "width=4,vec=2,by_sequence=true,threads=64"): 2,
-    ("sm_121a", "width=4,vec=2,by_sequence=true,threads=64"): 2,
+    ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
+    ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled

@@ -139,6 +139,39 @@ USES: dict[str, tuple[str, str]] = {
         "__global__ void run(Item* to, const int4* items, Routing& routing, int32 (&rows)[8]) {\n"
         "  to[0] = listed_item<8>(items, 1, 2), to[1] = found_item(routing, 0, 9, rows, 0, threadIdx.x);\n}\n",
     ),
+    "gdn/prefill_item.cuh.j2": (
+        "sm_80",
+        "struct Operands {\n"
+        "  const void *cu_seqlens, *slots, *checkpoint_starts;\n  const uint8* products;\n  f16* out;\n"
+        "  int64 cu_seqlens_bytes, tokens, pool, checkpoint_every, checkpoint_count;\n"
+        "  int   slot_bytes, start_bytes, state_bytes;\n  uint32 heads;\n};\n"
+        "__global__ void run(const Operands& p, const f16* k, int64* to) {\n"
+        "  const PrefillItem<f16, 128, 256, 64> item(p);\n"
+        "  item.clear_outputs(p, threadIdx.x, 32);\n"
+        "  to[0] = item.slot(p) + item.chunks() + item.tokens_of(1) + item.checkpoint(p, 64);\n"
+        "  to[1] = item.part_of_state(p, 1, 2, 3) + *item.products(p) + (item.rows<128>(k, 128, 2) - k);\n}\n",
+    ),
+    "gdn/prefill_source.cuh.j2": (
+        "sm_80",
+        "__global__ void run(Source<bf16, 64, 128, 128>& source) {\n"
+        "  __shared__ bf16 rows[64][136];\n  source.copy(rows, 7);\n}\n",
+    ),
+    "gdn/prefill_states.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float (&h)[2][4][4], uint8* p) { load_state<128>(h, p, 4), store_state<128>(h, p, 2); }\n",
+    ),
+    "gdn/squares.cuh.j2": (
+        "sm_80",
+        "__global__ void run(float (&x)[2][4], bf16* to) {\n  __shared__ bf16 rows[16][24];\n"
+        "  multiply<bf16>(x[0], x[1], ptx::load_matrices(left_in(rows)), ptx::load_matrices(right_in(rows)));\n"
+        "  put<24>(to, x[0]);\n}\n",
+    ),
+    "gdn/wgmma.cuh.j2": (
+        "sm_90a",
+        "__global__ void run(float (&x)[8][4], float (&y)[16][4], uint4 a) {\n"
+        "  ptx::wgmma<bf16, false>(x, a, ptx::wgmma_matrix(0, 8192));\n"
+        "  ptx::wgmma<f16, true>(y, a, 0), ptx::wgmma_wait_for(x), ptx::wgmma_wait_for(y);\n}\n",
+    ),
     "gemm/group_sums.cuh.j2": (
         "sm_90a",
         "struct Sums { static constexpr int kGroups = 2, kGap = 64; };\n"

@@ -10,10 +10,8 @@ from jitfp4.formats import DType
 from jitfp4.operation import Written
 
 CHUNK = 64  # tokens that are taken at once
-_SQUARE = CHUNK * (CHUNK + 8) * 2
-STATE_PRODUCTS_BYTES = _SQUARE + 2 * CHUNK * 4 + 16  # StateProducts in templates/gdn/prefill_chunk.cuh.j2
-OUTPUT_PRODUCTS_BYTES = _SQUARE + CHUNK * 4  # OutputProducts
-PRODUCTS_BYTES = STATE_PRODUCTS_BYTES + OUTPUT_PRODUCTS_BYTES
+LOWER_BYTES = 10 * 16 * 16 * 2  # Lower in templates/gdn/prefill_chunk.cuh.j2
+PRODUCTS_BYTES = 2 * LOWER_BYTES + 3 * CHUNK * 4 + 16  # ChunkProducts
 
 
 class PrefillArguments(NamedTuple):

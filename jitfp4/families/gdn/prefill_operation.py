@@ -8,19 +8,25 @@ from itertools import product
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.families.gdn.kernels.prefill import PREFILL, PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import PREFILL_WGMMA, WgmmaTactic
 from jitfp4.families.gdn.prefill_arguments import PrefillArguments, PrefillProblem
 from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
 from jitfp4.operation import Operation
 from jitfp4.reference import gdn_prefill as reference
 from jitfp4.selection import Row, Table
 
-_FEW = 33  # states whose CTAs of two pairs are no more than the SMs of an H200
+_FEWEST = 8  # states whose CTAs of 16 rows are a half of the SMs of an H200: shorter chunks count most
+_FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
 
 
-def _rows() -> Iterator[Row[PrefillTactic]]:
-    for pairs, when in ((2, {"states": _FEW}), (4, {})):
-        for stages in (2, 1):  # one, where two do not fit
-            yield Row(PrefillTactic(pairs, stages), when)
+def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
+    for stages in (3, 2, 1):  # fewer, where they do not fit
+        yield Row(PrefillTactic(16, stages), {"states": _FEWEST})
+    yield Row(WgmmaTactic())
+    for rows, stages in ((32, 2), (32, 1)):
+        yield Row(PrefillTactic(rows, stages), {"states": _FEW})
+    for rows, stages in ((64, 2), (32, 2), (32, 1)):
+        yield Row(PrefillTactic(rows, stages))
 
 
 TABLE = Table(tuple(_rows()), measured=None)
@@ -41,8 +47,8 @@ def _problem(arguments: PrefillArguments) -> PrefillProblem:
 def problems(_arch: Arch) -> Iterator[PrefillProblem]:
     """Problems that reach each row of the table, in each dtype."""
     for dtype, head_dim in product(HALVES.values(), HEAD_DIMS):
-        for value_dim, states in product(VALUE_DIMS[head_dim], (32, 128)):
-            yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 16, heads=16)
+        for value_dim, states in product(VALUE_DIMS[head_dim], (8, 32, 128)):
+            yield PrefillProblem(dtype, head_dim, value_dim, 8192, states // 8, heads=8)
 
 
 def _reference(arguments: PrefillArguments) -> None:
@@ -64,7 +70,7 @@ def _reference(arguments: PrefillArguments) -> None:
 GATED_DELTA_RULE_PREFILL = Operation(
     PrefillArguments,
     name="gated_delta_rule_prefill",
-    kernels=(PREFILL,),
+    kernels=(PREFILL, PREFILL_WGMMA),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

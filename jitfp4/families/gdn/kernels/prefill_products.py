@@ -34,9 +34,9 @@ class ProductsSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: keys and queries or the products, the lower part, six numbers of a token."""
+        """Shared memory of a CTA in bytes: keys and queries or what is made of them, spans, six numbers of a token."""
         rows = 2 * CHUNK * (self.head_dim + 8) * 2
-        return max(rows, PRODUCTS_BYTES) + 4 * CHUNK * (CHUNK + 4 + 6)
+        return max(rows, PRODUCTS_BYTES + 4 * CHUNK * (CHUNK + 4)) + 4 * CHUNK * (16 + 4 + 6)
 
 
 def _rejects(problem: ProductsProblem, _tactic: ProductsTactic, arch: Arch) -> str | None:

@@ -476,18 +476,23 @@ constexpr int  kPast       = 2 - 1;
 constexpr int  kVec        = 2;
 constexpr bool kBySequence = true;
 constexpr int  kThreads    = 64;
-constexpr int  kAhead      = 4;  // tokens whose loads are under way together
+constexpr int  kAhead      = kBySequence ? 4 : 8;  // tokens whose loads are under way together
 
 // ---- kernel ----------------------------------------------------------------
 using Channels = float[kVec];
+using Packed   = uint32[(kVec + 1) / 2];
+
+__device__ __forceinline__ void unpack(Channels& v, const Packed& w) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) v[i] = i % 2 ? high<In>(w[i / 2]) : low<In>(w[i / 2]);
+}
 
 // `step` is the distance of neighbouring channels.
 __device__ __forceinline__ void load(Channels& v, const In* p, int64 step) {
   if (step == 1) {
-    uint32 w[(kVec + 1) / 2];
+    Packed w;
     ld_halves<kVec>(p, w);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) v[i] = i % 2 ? high<In>(w[i / 2]) : low<In>(w[i / 2]);
+    unpack(v, w);
   } else {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) v[i] = low<In>(ptx::ld<uint16>(p + i * step));
@@ -495,7 +500,7 @@ __device__ __forceinline__ void load(Channels& v, const In* p, int64 step) {
 }
 __device__ __forceinline__ void store(In* p, int64 step, const Channels& v) {
   if (step == 1) {
-    uint32 w[(kVec + 1) / 2];
+    Packed w;
 #pragma unroll
     for (int i = 0; i < kVec; i += 2) w[i / 2] = to_pair<In>(v[i], i + 1 < kVec ? v[i + 1] : 0.0f);
     if constexpr (kVec == 1) ptx::st(p, uint16(w[0]));
@@ -599,16 +604,28 @@ __device__ __forceinline__ void run(const Filter& filter, const Rows& rows, cons
 #pragma unroll
     for (int j = 0; j < kPast; ++j) load(past[j], rows.x + (from - kPast + j) * rows.x_stride, 1);
   }
-  for (int64 t = from; t < until; t += kAhead) {
-    Channels row[kAhead];
+  const auto load_rows = [&](Packed (&row)[kAhead], int64 t) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a)
-      if (t + a < until) load(row[a], rows.x + (t + a) * rows.x_stride, 1);
+      if (t + a < until) ld_halves<kVec>(rows.x + (t + a) * rows.x_stride, row[a]);
+  };
+  Packed next[kAhead];
+  load_rows(next, from);
+  for (int64 t = from; t < until; t += kAhead) {  // the next loads are under way beside the sums
+    Packed now[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+#pragma unroll
+      for (int i = 0; i < (kVec + 1) / 2; ++i) now[a][i] = next[a][i];
+    }
+    load_rows(next, t + kAhead);
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       if (t + a >= until) break;
-      filter.step(past, row[a]);
-      store(rows.out + (t + a) * rows.out_stride, 1, row[a]);
+      Channels row;
+      unpack(row, now[a]);
+      filter.step(past, row);
+      store(rows.out + (t + a) * rows.out_stride, 1, row);
     }
   }
 }

@@ -1,16 +1,38 @@
 // gdn_prefill, generated from templates/gdn/prefill.cu.j2
-// spec: {"dtype":"bf16","head_dim":128,"pairs":2,"stages":2,"value_dim":128}
+// spec: {"dtype":"bf16","head_dim":128,"rows":16,"stages":3,"value_dim":128}
 //
-// The delta rule for whole prompts, second kernel: the chunks of a sequence in their order. A pair of warps takes 16
-// rows (V index) of one head's state and a chunk of tokens at once. The first warp of a pair holds the rows in
-// registers, in float32, and has the only work that must be done chunk after chunk:
+// The delta rule for whole prompts, second kernel: the chunks of a sequence in their order. A CTA takes kTileV rows (V
+// index) of one head's state and a chunk of tokens at once, in two groups of four warps. The state warps do what must
+// be done chunk after chunk, with the state in registers, in float32; each has a quarter of its columns:
 //   u = (v - state_factor h k) solve^T
 //   h becomes decay h + (end_factor u) k^T
-// The second one starts the copies, and computes the outputs of the chunk before, from the h and u that the first
-// leaves:
+// The output warps start copies for the chunks to come, and compute, from what the others leave in shared memory,
 //   out = query_factor h q + u attend^T
-// Every product has h or u as its left operand, which stays as the tensor cores left it; right operands are k, q and
-// the products of the first kernel, in shared memory. Left operands are rounded to 16 bits; sums are float32.
+// Operands of products are rounded to 16 bits; sums are float32. A chunk, where | is __syncthreads() and the warps of a
+// column wait at a name (the output warps have nothing to wait for at the first):
+//   state   | h k, its rest   kRests  u   kUpdates  u k + h, h in 16 bits  |
+//   output  | copies, h q                 kUpdates  u attend^T             |
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -27,56 +49,6 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
-
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
-namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
-namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -207,76 +179,6 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
-// ---- partials/mma_half -----------------------------------------------------
-// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
-namespace ptx {
-// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
-// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
-// lane gets the pair at row g, columns 2 t and 2 t + 1.
-__device__ __forceinline__ uint4 load_matrices(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-// ---- partials/matrices -----------------------------------------------------
-// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
-namespace ptx {
-__device__ __forceinline__ uint32 transpose(uint32 a) {
-  uint32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
-__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -364,27 +266,36 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 
 // ---- gdn/prefill_chunk -----------------------------------------------------
 // Sequences of a prefill in chunks of kChunk tokens, and what the chunks' first kernel leaves to the second.
-constexpr int kChunk = 64;
-constexpr int kChunkRow = kChunk + 8;  // elements of a row in shared memory: 8 rows start at 8 different banks
+constexpr int kChunk  = 64;
+constexpr int kBlock  = 16;               // rows and columns of a block of a matrix
+constexpr int kBlocks = kChunk / kBlock;  // in a row of blocks
+
+// The lower part of a matrix [t][s] in blocks, row by row of blocks. The halves of each row of a block are exchanged in
+// four rows of eight, so that eight rows start at eight different groups of four banks.
+template <typename In> struct alignas(16) Lower {
+  In blocks[kBlocks * (kBlocks + 1) / 2][kBlock][kBlock];
+
+  // Column 0 or 8, by `half`, of a row of a block, in elements.
+  static __device__ __forceinline__ int place(int row, int half) { return row * kBlock + (half ^ row / 4 % 2) * 8; }
+  // Element s of row t; s <= t, or in the same block.
+  __device__ __forceinline__ In* at(int t, int s) {
+    return &blocks[block(t / kBlock, s / kBlock)][0][place(t % kBlock, s / 8 % 2) + s % 8];
+  }
+  // The one in row i and column j of the blocks.
+  static __device__ __forceinline__ int block(int i, int j) { return i * (i + 1) / 2 + j; }
+};
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
 //   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
 //   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
-template <typename In> struct alignas(16) StateProducts {
-  In    solve[kChunk][kChunkRow];  // [t][s]
-  float state_factor[kChunk];      // D_t / |k_t|
-  float end_factor[kChunk];        // E_tT / |k_t|, T the last token
-  float decay;                     // D_T
-};
-template <typename In> struct alignas(16) OutputProducts {
-  In    attend[kChunk][kChunkRow];  // [t][s]
-  float query_factor[kChunk];       // D_t scale / |q_t|
-};
 template <typename In> struct ChunkProducts {
-  StateProducts<In>  state;
-  OutputProducts<In> output;
+  Lower<In> solve, attend;
+  float state_factor[kChunk];  // D_t / |k_t|
+  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
+  float query_factor[kChunk];  // D_t scale / |q_t|
+  float decay[4];              // D_T, and nothing
 };
 
 // Tokens [first, end) of all tokens.
@@ -409,20 +320,300 @@ __device__ __forceinline__ Sequence sequence_at(const void* cu_seqlens, int64 by
 // sequence's: ceil(length / kChunk) <= the distance to the next sequence's place.
 __device__ __forceinline__ int64 place_of(int64 first, int64 n) { return first / kChunk + n; }
 
+// ---- gdn/prefill_item ------------------------------------------------------
+// The work of a CTA: kTileV rows (V index) of one head's state, over the chunks of a sequence. Operands: what a kernel
+// over chunks takes.
+template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillItem {
+  static constexpr int kTiles = kValueDim / kTileV;
+
+  int64    n;     // sequence
+  int      head;
+  int      tile;  // first row
+  Sequence sequence;
+
+  template <typename Operands>
+  __device__ __forceinline__ explicit PrefillItem(const Operands& p)
+      : n(blockIdx.x / kTiles / p.heads), head(int(blockIdx.x / kTiles % p.heads)),
+        tile(blockIdx.x % kTiles * kTileV), sequence(sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens)) {}
+
+  template <typename Operands> __device__ __forceinline__ int64 slot(const Operands& p) const {
+    return p.slot_bytes == 0 ? n : index_at(p.slots, p.slot_bytes, n);
+  }
+  __device__ __forceinline__ int chunks() const { return int(ceil_div(sequence.end - sequence.first, kChunk)); }
+  __device__ __forceinline__ int64 first_of(int chunk) const { return sequence.first + int64(chunk) * kChunk; }
+  __device__ __forceinline__ int tokens_of(int chunk) const {
+    return int(min(sequence.end - first_of(chunk), int64(kChunk)));
+  }
+  // The output of a token at the first row.
+  template <typename Operands> __device__ __forceinline__ In* output(const Operands& p, int64 token) const {
+    return p.out + (token * p.heads + head) * kValueDim + tile;
+  }
+  // By `count` threads.
+  template <typename Operands>
+  __device__ __forceinline__ void clear_outputs(const Operands& p, int thread, int count) const {
+    constexpr int kPieces = kTileV / 8;
+    for (int64 i = thread; i < (sequence.end - sequence.first) * kPieces; i += count) {
+      *reinterpret_cast<uint4*>(output(p, sequence.first + i / kPieces) + i % kPieces * 8) = {};
+    }
+  }
+  // The first token of q, k or v, where `ratio` heads share one of kDim elements.
+  template <int kDim> __device__ __forceinline__ const In* rows(const In* x, int64 stride, int ratio) const {
+    return x + sequence.first * stride + head / ratio * kDim;
+  }
+  template <typename Operands> __device__ __forceinline__ const uint8* products(const Operands& p) const {
+    return p.products + (place_of(sequence.first, n) * p.heads + head) * sizeof(ChunkProducts<In>);
+  }
+  // Bytes to the tile, from its column `column` on, in state i of those that are `stride` elements from each other.
+  template <typename Operands>
+  __device__ __forceinline__ int64 part_of_state(const Operands& p, int64 i, int64 stride, int column) const {
+    return (i * stride + (int64(head) * kValueDim + tile) * kHeadDim + column) * p.state_bytes;
+  }
+  // The checkpoint after `tokens` tokens of the sequence; -1 if none stands there.
+  template <typename Operands> __device__ __forceinline__ int64 checkpoint(const Operands& p, int64 tokens) const {
+    const bool within = sequence.first + tokens <= sequence.end;
+    if (p.checkpoint_every == 0 || tokens % p.checkpoint_every || !within) return -1;
+    const int64 at = index_at(p.checkpoint_starts, p.start_bytes, n) + tokens / p.checkpoint_every - 1;
+    return uint64(at) < uint64(p.checkpoint_count) ? at : -1;
+  }
+};
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gdn/prefill_source ----------------------------------------------------
+// Where one of kThreads threads copies from, when together they copy kCount elements of each of kRows rows, and then of
+// the next kRows rows: 16 bytes of every kStep-th row.
+template <typename In, int kRows, int kCount, int kThreads> class Source {
+ public:
+  // `from`: the first row; rows are `stride` elements apart.
+  __device__ __forceinline__ Source(const In* from, int64 stride, int thread)
+      : thread_(thread), row_(from + thread / kPieces * stride + thread % kPieces * 8), step_(kStep * stride) {}
+
+  // Starts the copies of the next rows, of which `rows` exist; the others are zero. to(row, column): the place of 16
+  // bytes in shared memory.
+  template <typename F> __device__ __forceinline__ void copy(int rows, F to) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, row_ += step_) {
+      const int row = i + thread_ / kPieces;
+      ptx::copy_async_or_zero(to(row, thread_ % kPieces * 8), row_, row < rows ? 16 : 0);
+    }
+  }
+  template <int kStride> __device__ __forceinline__ void copy(In (&to)[kRows][kStride], int rows) {
+    copy(rows, [&](int row, int column) { return ptx::shared_address(&to[row][column]); });
+  }
+
+ private:
+  static constexpr int kPieces = kCount / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRows % kStep == 0, "whole rows");
+
+  const int   thread_;
+  const In*   row_;
+  const int64 step_;
+};
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- gdn/prefill_states ----------------------------------------------------
+// Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
+// g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
+
+// Calls f(the offset of two neighbouring columns, the first of them); a row has kRow elements.
+template <int kRow, int kTiles, int kBlocks, typename T, typename F>
+__device__ __forceinline__ void each_pair(T (&h)[kTiles][kBlocks][4], F f) {
+  const int at = threadIdx.x % kWarp / 4 * kRow + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) f(at + i * 8 * kRow + 8 * n, &h[i / 2][n][i % 2 * 2]);
+  }
+}
+
+// `from` and `to`: the part's first element, of `bytes`: 4, float32, or 2, bf16.
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void load_state(float (&h)[kTiles][kBlocks][4], const uint8* from, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint2 v = ptx::ld<uint2>(from + at * 4);
+      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
+    });
+  } else {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint32 v = ptx::ld<uint32>(from + at * 2);
+      x[0] = low<bf16>(v), x[1] = high<bf16>(v);
+    });
+  }
+}
+
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void store_state(const float (&h)[kTiles][kBlocks][4], uint8* to, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, const float* x) { *reinterpret_cast<float2*>(to + at * 4) = {x[0], x[1]}; });
+  } else {
+    each_pair<kRow>(h, [&](int at, const float* x) {
+      *reinterpret_cast<uint32*>(to + at * 2) = to_pair<bf16>(x[0], x[1]);
+    });
+  }
+}
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gdn/squares -----------------------------------------------------------
+// Products of 16 x 16 matrices, of 16-bit floats in shared memory. With g = lane / 4 and c = lane % 4, a left operand's
+// registers are pairs in row g or g + 8 and columns 2 c or 2 c + 8; a right one's are the same of its rows, which are
+// columns of the product. Element i of block n of a product has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
+
+// The row whose address a lane gives to load an operand, and which half of it.
+__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
+__device__ __forceinline__ int left_half() { return threadIdx.x / 16 % 2; }
+__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
+__device__ __forceinline__ int right_half() { return threadIdx.x / 8 % 2; }
+
+// That address, where rows are kStride elements apart.
+template <typename In, int kStride> __device__ __forceinline__ uint32 left_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[left_row()][left_half() * 8]);
+}
+template <typename In, int kStride> __device__ __forceinline__ uint32 right_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[right_row()][right_half() * 8]);
+}
+
+// The same rows as a right operand.
+__device__ __forceinline__ uint4 as_right(uint4 left) { return {left.x, left.z, left.y, left.w}; }
+
+// x and y, neighbouring blocks, += left times a right operand.
+template <typename In>
+__device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], uint4 left, uint4 right) {
+  ptx::mma_half<In>(x, {left.x, left.y, left.z, left.w}, right.x, right.y);
+  ptx::mma_half<In>(y, {left.x, left.y, left.z, left.w}, right.z, right.w);
+}
+
+// Stores a block, rounded, where the rows are kStride elements apart.
+template <int kStride, typename In> __device__ __forceinline__ void put(In* to, const float (&x)[4]) {
+  to += threadIdx.x % kWarp / 4 * kStride + threadIdx.x % 4 * 2;
+  *reinterpret_cast<uint32*>(to)               = to_pair<In>(x[0], x[1]);
+  *reinterpret_cast<uint32*>(to + 8 * kStride) = to_pair<In>(x[2], x[3]);
+}
+
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr int kHeadDim  = 128;  // K
 constexpr int kValueDim = 128;  // V
-constexpr int kPairs    = 2;  // of warps
-constexpr int kStages   = 2;  // chunks in shared memory; with 1, the second warps wait for the first
+constexpr int kTileV    = 16;   // rows of a CTA
+constexpr int kStages   = 3;  // chunks in shared memory; with 1, copies wait for the end of a chunk
 
-constexpr int kHalf     = kPairs * kWarp;  // threads of the first warps, and of the second
-constexpr int kThreads  = 2 * kHalf;
-constexpr int kTileV    = 16 * kPairs;  // rows of a CTA
-constexpr int kTiles    = kValueDim / kTileV;
+constexpr int kWarps    = 4;  // of a group; each has a block of a chunk's tokens
+constexpr int kGroup    = kWarps * kWarp;
+constexpr int kThreads  = 2 * kGroup;
+constexpr int kRowTiles = kTileV / kBlock;
+constexpr int kColumns  = kHeadDim / kWarps;  // of the state, for a warp
 constexpr int kRow      = kHeadDim + 8;  // elements of a row of keys in shared memory
-constexpr int kValueRow = kTileV + 8;    // and of values
-constexpr int kBlocks   = kChunk / 16;   // of 16 tokens
+constexpr int kValueRow = kTileV + 8;    // of values
+constexpr int kTokenRow = kChunk + 8;    // and of a row for all tokens
+static_assert(kWarps == kBlocks, "a block of tokens for each warp");
 
 struct Operands {
   const In* q;
@@ -456,282 +647,259 @@ struct Operands {
 };
 
 // ---- shared memory ---------------------------------------------------------
-struct alignas(16) StateStage {
-  StateProducts<In> products;
-  In keys[kChunk][kRow], values[kChunk][kValueRow];  // zero beyond the last token
+struct alignas(16) Stage {
+  ChunkProducts<In> products;
+  In keys[kChunk][kRow], queries[kChunk][kRow], values[kChunk][kValueRow];  // zero beyond the last token
 };
-struct alignas(16) OutputStage {
-  OutputProducts<In> products;
-  In queries[kChunk][kRow];
-};
-// What the first warp of each pair leaves to the second: left operands, each lane's in its place.
-struct Left { uint4 state[kHeadDim / 16][kWarp], updates[kBlocks][kWarp]; };
 struct Shared {
-  StateStage  states[kStages];
-  OutputStage outputs[kStages];
-  Left        left[kStages][kPairs];
+  Stage stages[kStages];
+  In states[2][kTileV][kRow];     // h before a chunk, in turn
+  In rests[kTileV][kTokenRow];    // v - state_factor h k
+  In updates[kTileV][kTokenRow];  // u
+  In ends[kTileV][kTokenRow];     // end_factor u
 };
-static_assert(sizeof(Shared) == 142880, "the launch counts on it");
+static_assert(sizeof(Shared) == 162352, "the launch counts on it");
 
-// The pair of a warp, which is its place among the rows.
-__device__ __forceinline__ int pair_of() { return threadIdx.x / kWarp % kPairs; }
-
-// ---- the item of a CTA -----------------------------------------------------
-struct Item {
-  int64    n;     // sequence
-  int      head;
-  int      tile;  // first row
-  Sequence sequence;
-
-  __device__ __forceinline__ explicit Item(const Operands& p)
-      : n(blockIdx.x / kTiles / p.heads), head(int(blockIdx.x / kTiles % p.heads)),
-        tile(blockIdx.x % kTiles * kTileV), sequence(sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens)) {}
-
-  __device__ __forceinline__ int64 slot(const Operands& p) const {
-    return p.slot_bytes == 0 ? n : index_at(p.slots, p.slot_bytes, n);
-  }
-  __device__ __forceinline__ int64 chunks() const { return ceil_div(sequence.end - sequence.first, kChunk); }
-  // The output of a token at the warp's first row.
-  __device__ __forceinline__ In* output(const Operands& p, int64 token) const {
-    return p.out + (token * p.heads + head) * kValueDim + tile + pair_of() * 16;
-  }
+enum NamedBarrier {
+  kRests = 1,    // of the state warps
+  kUpdates = 2,  // likewise
+  kGiven = 3,    // the output warps wait for the updates
 };
 
-__device__ __forceinline__ int tokens_of(const Sequence& sequence, int64 first) {
-  return int(min(sequence.end - first, int64(kChunk)));
-}
+__device__ __forceinline__ int warp_of() { return threadIdx.x / kWarp % kWarps; }
 
-// Copies `kCount` elements of each token's row, which are `stride` elements apart; by the second warps.
-template <int kCount, int kStride>
-__device__ __forceinline__ void copy_rows(In (&to)[kChunk][kStride], const In* from, int64 stride, int tokens) {
-  constexpr int kPieces = kCount / 8, kStep = kHalf / kPieces;  // pieces of a row; rows at a time
-  static_assert(kHalf % kPieces == 0 && kChunk % kStep == 0, "whole rows");
-  const int thread = threadIdx.x - kHalf, first = thread / kPieces, column = thread % kPieces * 8;
-  const In* row = from + first * stride + column;
+using Item = PrefillItem<In, kHeadDim, kValueDim, kTileV>;
+
+// ---- copies, by the output warps -------------------------------------------
+// The chunks of an item, one after the other.
+class Copies {
+ public:
+  __device__ __forceinline__ Copies(const Operands& p, const Item& item)
+      : keys_(item.rows<kHeadDim>(p.k, p.k_stride, p.k_ratio), p.k_stride, thread()),
+        queries_(item.rows<kHeadDim>(p.q, p.q_stride, p.q_ratio), p.q_stride, thread()),
+        values_(item.rows<kValueDim>(p.v, p.v_stride, p.v_ratio) + item.tile, p.v_stride, thread()),
+        products_(item.products(p) + thread() * 16), step_(p.heads * kBytes),
+        left_(item.sequence.end - item.sequence.first) {}
+
+  // Starts the copies of the next chunk, as a group; an empty one behind the last chunk.
+  __device__ __forceinline__ void next(Stage& stage) {
+    if (left_ > 0) {
+      const int tokens = int(min(left_, int64(kChunk)));
+      keys_.copy(stage.keys, tokens);
+      values_.copy(stage.values, tokens);
+      const uint32 to = ptx::shared_address(&stage.products) + thread() * 16;
 #pragma unroll
-  for (int t = first; t < first + kChunk; t += kStep, row += kStep * stride) {
-    const bool is = t < tokens;
-    ptx::copy_async_or_zero(ptx::shared_address(&to[t][column]), is ? row : from, is ? 16 : 0);
+      for (int at = 0; at < kBytes; at += kGroup * 16) {
+        if (at + thread() * 16 < kBytes) ptx::copy_async(to + at, products_ + at);
+      }
+      products_ += step_;
+      queries_.copy(stage.queries, tokens);
+      left_ -= kChunk;
+    }
+    ptx::copy_async_commit();
   }
-}
 
-template <typename T> __device__ __forceinline__ void copy_whole(T& to, const uint8* from) {
+ private:
+  static constexpr int kBytes = sizeof(ChunkProducts<In>);
+  static __device__ __forceinline__ int thread() { return threadIdx.x - kGroup; }
+
+  Source<In, kChunk, kHeadDim, kGroup> keys_, queries_;
+  Source<In, kChunk, kTileV, kGroup>   values_;
+  const uint8*     products_;
+  const int64      step_;
+  int64            left_;  // tokens
+};
+
+// ---- products --------------------------------------------------------------
+// Blocks of the warp's tokens begin here, and the next ones follow.
+__device__ __forceinline__ uint32 block_in(const Lower<In>& matrix, int row, int half) {
+  return ptx::shared_address(matrix.blocks[Lower<In>::block(warp_of(), 0)]) + Lower<In>::place(row, half) * 2;
+}
+constexpr uint32 kBlockBytes = kBlock * kBlock * 2;
+
+using Square = float[2][4];
+using Tokens = Square[kRowTiles];                  // the warp's 16 tokens are columns
+using Rows   = float[kRowTiles][kColumns / 8][4];  // of the state; columns are its K index, from the warp's first on
+
+// Sums over `steps` <= kSteps steps of 16: `left`, at the first of kStride elements of each row, times right(step). Few
+// sums are divided in two, as each waits for the tensor cores.
+template <int kSteps, int kStride, typename Right>
+__device__ __forceinline__ void multiply_steps(Tokens& sums, uint32 left, int steps, Right right) {
+  constexpr int kParts = kRowTiles < 4 ? 2 : 1;
+  Tokens parts[kParts] = {};
 #pragma unroll
-  for (int at = 0; at < int(sizeof(T)); at += kHalf * 16) {
-    const int mine = at + (threadIdx.x - kHalf) * 16;
-    if (mine < int(sizeof(T))) ptx::copy_async(ptx::shared_address(&to) + mine, from + mine);
+  for (int k = 0; k < kSteps; ++k) {
+    if (k >= steps) continue;
+    const uint4 columns = right(k);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      Square& x = parts[k % kParts][i];
+      multiply<In>(x[0], x[1], ptx::load_matrices(left + i * kBlock * kStride * 2 + 32 * k), columns);
+    }
   }
-}
-
-__device__ __forceinline__ const uint8* products_of(const Operands& p, const Item& item, int64 chunk) {
-  const int64 place = place_of(item.sequence.first, item.n) + chunk;
-  return p.products + (place * p.heads + item.head) * sizeof(ChunkProducts<In>);
-}
-
-// Start the copies of a chunk.
-__device__ __forceinline__ void copy(const Operands& p, const Item& item, int64 chunk, StateStage& stage) {
-  const int64 first = item.sequence.first + chunk * kChunk;
-  const int   tokens = tokens_of(item.sequence, first);
-  copy_rows<kHeadDim>(stage.keys, p.k + first * p.k_stride + item.head / p.k_ratio * kHeadDim, p.k_stride, tokens);
-  copy_rows<kTileV>(stage.values, p.v + first * p.v_stride + item.head / p.v_ratio * kValueDim + item.tile, p.v_stride,
-                    tokens);
-  copy_whole(stage.products, products_of(p, item, chunk));
-}
-__device__ __forceinline__ void copy(const Operands& p, const Item& item, int64 chunk, OutputStage& stage) {
-  const int64 first = item.sequence.first + chunk * kChunk;
-  const In* queries = p.q + first * p.q_stride + item.head / p.q_ratio * kHeadDim;
-  copy_rows<kHeadDim>(stage.queries, queries, p.q_stride, tokens_of(item.sequence, first));
-  copy_whole(stage.products, products_of(p, item, chunk) + sizeof(StateProducts<In>));
-}
-
-// ---- a warp's rows ---------------------------------------------------------
-// With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
-using Rows   = float[kHeadDim / 8][4];  // of the state; columns are its K index
-using Tokens = float[kChunk / 8][4];    // columns are tokens
-
-// A left operand of 16 columns: two blocks.
-__device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4]) {
-  return {to_pair<In>(x[0], x[1]), to_pair<In>(x[2], x[3]), to_pair<In>(y[0], y[1]), to_pair<In>(y[2], y[3])};
-}
-
-// x and y, neighbouring blocks, += left times a right operand.
-__device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], uint4 left, uint4 right) {
-  ptx::mma_half<In>(x, {left.x, left.y, left.z, left.w}, right.x, right.y);
-  ptx::mma_half<In>(y, {left.x, left.y, left.z, left.w}, right.z, right.w);
-}
-
-// Multiplies the columns of each token by its factor.
-__device__ __forceinline__ void scale_tokens(Tokens& x, const float (&factors)[kChunk]) {
 #pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    const float2 f = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
-    x[n][0] *= f.x, x[n][1] *= f.y, x[n][2] *= f.x, x[n][3] *= f.y;
-  }
-}
-
-// x += left matrix^T, for the lower part of a matrix [t][s].
-__device__ __forceinline__ void multiply_lower(
-    Tokens& x, const uint4 (&left)[kBlocks], const In (&matrix)[kChunk][kChunkRow]) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32 at = ptx::shared_address(&matrix[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
+  for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-#pragma unroll
-    for (int j = k; j < kBlocks; ++j) {
-      multiply(x[2 * j], x[2 * j + 1], left[k], ptx::load_matrices(at + 16 * j * kChunkRow * 2 + 32 * k));
+    for (int j = 0; j < 8; ++j) {
+      sums[i][j / 4][j % 4] = kParts == 2 ? parts[0][i][j / 4][j % 4] + parts[kParts - 1][i][j / 4][j % 4]
+                                          : parts[0][i][j / 4][j % 4];
     }
   }
 }
 
-// x += left rows^T, for the rows of k or q; left(k): 16 columns of the left operand.
-template <typename F>
-__device__ __forceinline__ void multiply_rows(Tokens& x, const In (&rows)[kChunk][kRow], F left) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32 at = ptx::shared_address(&rows[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
+// The factors of the warp's tokens in a lane's columns.
+struct Factors {
+  float2 of[2];
+  __device__ __forceinline__ explicit Factors(const float (&factors)[kChunk]) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      of[n] = *reinterpret_cast<const float2*>(&factors[warp_of() * kBlock + 8 * n + threadIdx.x % 4 * 2]);
+    }
+  }
+  __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
+};
+
+// ---- the state warps -------------------------------------------------------
+__device__ __forceinline__ void put_state(const Rows& h, In (&to)[kTileV][kRow]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) put<kRow>(&to[i * kBlock][warp_of() * kColumns + 8 * n], h[i][n]);
+  }
+}
+
+// v - state_factor h k
+__device__ __forceinline__ void put_rests(const Stage& stage, const In (&state)[kTileV][kRow], Shared& shared) {
+  const int first = warp_of() * kBlock;
+  const uint32 keys = right_in(&stage.keys[first]);
+  Tokens x;
+  multiply_steps<kHeadDim / 16, kRow>(x, left_in(state), kHeadDim / 16, [&](int k) {
+    return ptx::load_matrices(keys + 32 * k);
+  });
+  const Factors factors(stage.products.state_factor);
+  const uint32 values = right_in(&stage.values[first]);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    const uint4  v        = ptx::load_matrices_transposed(values + 32 * i);
+    const uint32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32 word = words[2 * n + j / 2];
+        x[i][n][j] = (j % 2 ? high<In>(word) : low<In>(word)) - factors(n, j) * x[i][n][j];
+      }
+      put<kTokenRow>(&shared.rests[i * kBlock][first + 8 * n], x[i][n]);
+    }
+  }
+}
+
+// u = the rests solve^T
+__device__ __forceinline__ void put_updates(const Stage& stage, const uint4 (&solve)[kBlocks], Shared& shared) {
+  Tokens u;
+  multiply_steps<kBlocks, kTokenRow>(u, left_in(shared.rests), warp_of() + 1, [&](int k) { return solve[k]; });
+  const Factors factors(stage.products.end_factor);
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      put<kTokenRow>(&shared.updates[i * kBlock][warp_of() * kBlock + 8 * n], u[i][n]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) u[i][n][j] *= factors(n, j);
+      put<kTokenRow>(&shared.ends[i * kBlock][warp_of() * kBlock + 8 * n], u[i][n]);
+    }
+  }
+}
+
+// A chunk: from `before` and h, which are the same state.
+__device__ __forceinline__ void advance(Rows& h, const Stage& stage, const In (&before)[kTileV][kRow], Shared& shared) {
+  put_rests(stage, before, shared);
+  uint4 solve[kBlocks];
+  const uint32 blocks = block_in(stage.products.solve, right_row(), right_half());
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    if (k <= warp_of()) solve[k] = ptx::load_matrices(blocks + kBlockBytes * k);
+  }
+  ptx::barrier_sync(kRests, kGroup);
+  put_updates(stage, solve, shared);
+  uint4 keys[kBlocks][kColumns / 16];
+  const uint32 columns = ptx::shared_address(&stage.keys[left_row()][warp_of() * kColumns + left_half() * 8]);
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+    for (int m = 0; m < kColumns / 16; ++m) {
+      keys[k][m] = ptx::load_matrices_transposed(columns + kBlock * k * kRow * 2 + 32 * m);
+    }
+  }
+#pragma unroll
+  for (float& x : reinterpret_cast<float (&)[sizeof(Rows) / 4]>(h)) x *= stage.products.decay[0];
+  ptx::barrier_arrive(kGiven, kThreads);
+  ptx::barrier_sync(kUpdates, kGroup);
+  const uint32 left = left_in(shared.ends);
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const uint4 u = ptx::load_matrices(left + i * kBlock * kTokenRow * 2 + 32 * k);
+#pragma unroll
+      for (int m = 0; m < kColumns / 16; ++m) multiply<In>(h[i][2 * m], h[i][2 * m + 1], u, keys[k][m]);
+    }
+  }
+}
+
+// ---- the output warps ------------------------------------------------------
+// Stores the outputs of the warp's tokens, all rows of the state.
+__device__ __forceinline__ void store_outputs(
+    const Operands& p, const Item& item, int chunk, const Square (&x)[kRowTiles]) {
+  const int lane = threadIdx.x % kWarp, first = warp_of() * kBlock + lane / 4, tokens = item.tokens_of(chunk);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = first + 8 * half;
+    if (t >= tokens) continue;
+    uint32* to = reinterpret_cast<uint32*>(item.output(p, item.first_of(chunk) + t) + lane % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const float* const pair = &x[i / 2][i % 2][2 * half];
+      to[4 * i] = to_pair<In>(pair[0], pair[1]);
+    }
+  }
+}
+
+// A chunk's outputs: the warp's tokens are rows, the state's rows are columns.
+__device__ __forceinline__ void attend(
+    const Operands& p, const Item& item, int chunk, const Stage& stage, const In (&state)[kTileV][kRow],
+    const Shared& shared) {
+  const int first = warp_of() * kBlock, row = first + threadIdx.x % kWarp / 4;
+  const uint32 queries = left_in(&stage.queries[first]), right = right_in(state);
+  Square results[kRowTiles] = {};
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
-    const uint4 columns = left(k);
+    const uint4 left = ptx::load_matrices(queries + 32 * k);
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      multiply(x[2 * j], x[2 * j + 1], columns, ptx::load_matrices(at + 16 * j * kRow * 2 + 32 * k));
+    for (int i = 0; i < kRowTiles; ++i) {
+      multiply<In>(results[i][0], results[i][1], left, ptx::load_matrices(right + i * kBlock * kRow * 2 + 32 * k));
     }
   }
-}
-
-// left = v - x
-__device__ __forceinline__ void subtract(const StateStage& stage, const Tokens& x, uint4 (&left)[kBlocks]) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32 at = ptx::shared_address(&stage.values[lane % 8 + lane / 16 * 8][16 * pair_of() + lane / 8 % 2 * 8]);
+  const float upper = stage.products.query_factor[row], lower = stage.products.query_factor[row + 8];
 #pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    const uint4  v        = ptx::load_matrices_transposed(at + 16 * j * kValueRow * 2);
-    const uint32 words[4] = {v.x, v.y, v.z, v.w};
-    float rest[2][4];
+  for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      rest[i / 2][i % 2 * 2]     = low<In>(words[i]) - x[2 * j + i / 2][i % 2 * 2];
-      rest[i / 2][i % 2 * 2 + 1] = high<In>(words[i]) - x[2 * j + i / 2][i % 2 * 2 + 1];
-    }
-    left[j] = to_left(rest[0], rest[1]);
+    for (int j = 0; j < 8; ++j) results[i][j / 4][j % 4] *= j % 4 < 2 ? upper : lower;
   }
-}
-
-// The first warp's work on a chunk.
-__device__ __forceinline__ void advance(Rows& h, const StateStage& stage, Left& given) {
-  const int lane = threadIdx.x % kWarp;
-  uint4  left[kBlocks];
-  Tokens u = {};
-  {
-    Tokens of_keys = {};
-    multiply_rows(of_keys, stage.keys, [&](int k) {
-      const uint4 columns = to_left(h[2 * k], h[2 * k + 1]);
-      return given.state[k][lane] = columns;
-    });
-    scale_tokens(of_keys, stage.products.state_factor);
-    subtract(stage, of_keys, left);
-  }
-  multiply_lower(u, left, stage.products.solve);
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) given.updates[j][lane] = to_left(u[2 * j], u[2 * j + 1]);
-  scale_tokens(u, stage.products.end_factor);
-#pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) h[n][i] *= stage.products.decay;
-  }
-  const uint32 at = ptx::shared_address(&stage.keys[lane % 16][lane / 16 * 8]);
+  ptx::barrier_sync(kGiven, kThreads);
+  const uint32 blocks  = block_in(stage.products.attend, left_row(), left_half());
+  const uint32 updates = right_in(shared.updates);
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) {
-    const uint4 columns = to_left(u[2 * k], u[2 * k + 1]);
+    if (k > warp_of()) continue;
+    const uint4 left = ptx::load_matrices(blocks + kBlockBytes * k);
 #pragma unroll
-    for (int m = 0; m < kHeadDim / 16; ++m) {
-      multiply(h[2 * m], h[2 * m + 1], columns, ptx::load_matrices_transposed(at + 16 * k * kRow * 2 + 32 * m));
+    for (int i = 0; i < kRowTiles; ++i) {
+      const uint4 u = ptx::load_matrices(updates + i * kBlock * kTokenRow * 2 + 32 * k);
+      multiply<In>(results[i][0], results[i][1], left, u);
     }
   }
-}
-
-// Stores 16 rows of `tokens` tokens, two neighbouring rows at a time.
-__device__ __forceinline__ void store_outputs(const Operands& p, const Item& item, int64 first, const Tokens& x) {
-  const int lane = threadIdx.x % kWarp, tokens = tokens_of(item.sequence, first);
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    const uint32 upper = ptx::transpose(to_pair<In>(x[n][0], x[n][1]));
-    const uint32 lower = ptx::transpose(to_pair<In>(x[n][2], x[n][3]));
-    const int t = 8 * n + lane / 4;
-    if (t >= tokens) continue;
-    uint32* to = reinterpret_cast<uint32*>(item.output(p, first + t) + lane % 4 * 2);
-    to[0] = upper, to[4] = lower;
-  }
-}
-
-// The second warp's work on a chunk.
-__device__ __forceinline__ void attend(
-    const Operands& p, const Item& item, int64 chunk, const OutputStage& stage, const Left& given) {
-  const int lane = threadIdx.x % kWarp;
-  Tokens results = {};
-  multiply_rows(results, stage.queries, [&](int k) { return given.state[k][lane]; });
-  scale_tokens(results, stage.products.query_factor);
-  uint4 left[kBlocks];
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) left[j] = given.updates[j][lane];
-  multiply_lower(results, left, stage.products.attend);
-  store_outputs(p, item, item.sequence.first + chunk * kChunk, results);
-}
-
-// Calls f(the offset of two neighbouring columns in a head's state, block n, element i of the first) for a lane's part.
-template <typename F> __device__ __forceinline__ void each_pair(const Item& item, F f) {
-  const int lane = threadIdx.x % kWarp;
-  const int at   = (item.tile + pair_of() * 16 + lane / 4) * kHeadDim + lane % 4 * 2;
-#pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) f(at + half * 8 * kHeadDim + 8 * n, n, 2 * half);
-  }
-}
-
-// `states`: of state_bytes each, float32 or bf16; `first`: the offset of the head's state.
-__device__ __forceinline__ void load_state(
-    const Operands& p, const Item& item, const uint8* states, int64 first, Rows& h) {
-  const uint8* head = states + first * p.state_bytes;
-  if (p.state_bytes == 4) {
-    each_pair(item, [&](int at, int n, int i) {
-      const uint2 v = ptx::ld<uint2>(head + at * 4);
-      h[n][i] = __uint_as_float(v.x), h[n][i + 1] = __uint_as_float(v.y);
-    });
-  } else {
-    each_pair(item, [&](int at, int n, int i) {
-      const uint32 v = ptx::ld<uint32>(head + at * 2);
-      h[n][i] = low<bf16>(v), h[n][i + 1] = high<bf16>(v);
-    });
-  }
-}
-
-__device__ __forceinline__ void store_state(
-    const Operands& p, const Item& item, uint8* states, int64 first, const Rows& h) {
-  uint8* head = states + first * p.state_bytes;
-  if (p.state_bytes == 4) {
-    each_pair(item, [&](int at, int n, int i) { *reinterpret_cast<float2*>(head + at * 4) = {h[n][i], h[n][i + 1]}; });
-  } else {
-    each_pair(item, [&](int at, int n, int i) {
-      *reinterpret_cast<uint32*>(head + at * 2) = to_pair<bf16>(h[n][i], h[n][i + 1]);
-    });
-  }
-}
-
-// Stores the state after `tokens` tokens of a sequence, if that is where a checkpoint stands.
-__device__ __forceinline__ void store_checkpoint(const Operands& p, const Item& item, int64 tokens, const Rows& h) {
-  const bool within = item.sequence.first + tokens <= item.sequence.end;
-  if (p.checkpoint_every == 0 || tokens % p.checkpoint_every || !within) return;
-  const int64 start = index_at(p.checkpoint_starts, p.start_bytes, item.n);
-  const int64 at = start + tokens / p.checkpoint_every - 1;
-  if (uint64(at) >= uint64(p.checkpoint_count)) return;
-  store_state(p, item, p.checkpoints, (at * p.heads + item.head) * (kValueDim * kHeadDim), h);
-}
-
-__device__ __forceinline__ void clear_outputs(const Operands& p, const Item& item) {
-  for (int64 t = item.sequence.first + threadIdx.x % kWarp; t < item.sequence.end; t += kWarp) {
-    for (int i = 0; i < 2; ++i) *reinterpret_cast<uint4*>(item.output(p, t) + 8 * i) = {};
-  }
+  store_outputs(p, item, chunk, results);
 }
 
 // ---- kernel ----------------------------------------------------------------
@@ -767,47 +935,52 @@ extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill(
 
 ) {
   extern __shared__ __align__(16) uint8 dynamic[];
-  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, v, products, cu_seqlens, initial_state, final_state, slots, checkpoints, checkpoint_starts,
       out, cu_seqlens_bytes, tokens, uint32(heads), int(q_ratio), int(k_ratio), int(v_ratio), q_stride,
       k_stride, v_stride, int(state_bytes), pool, int(slot_bytes), initial_stride, final_stride,
       checkpoint_every, checkpoint_count, int(start_bytes)};
-  const bool second = threadIdx.x >= kHalf;
+  const bool outputs = threadIdx.x >= kGroup;
 
   if constexpr (kHasPdl) ptx::griddep_wait();
   const Item  item(p);
-  const int64 slot = item.slot(p), chunks = item.chunks();
+  const int64 slot = item.slot(p);
+  const int   chunks = item.chunks();
   if constexpr (kHasPdl) ptx::griddep_launch();
-  if (uint64(slot) >= uint64(p.pool)) {
-    if (!second) clear_outputs(p, item);
+  if (uint64(slot) >= uint64(p.pool)) return item.clear_outputs(p, threadIdx.x, kThreads);
+  constexpr int kAhead = kStages - 1, kFirst = kAhead ? kAhead : 1;  // chunks that are copied before their turn
+  if (outputs) {
+    Copies copies(p, item);
+#pragma unroll
+    for (int i = 0; i < kFirst; ++i) copies.next(shared.stages[i]);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      ptx::copy_async_wait_for<kFirst - 1>();
+      __syncthreads();  // the chunk and the state before it are there, and nobody uses the chunk before
+      if (kAhead > 0) copies.next(shared.stages[(chunk + kAhead) % kStages]);
+      attend(p, item, chunk, shared.stages[chunk % kStages], shared.states[chunk % 2], shared);
+      if (kAhead > 0) continue;
+      __syncthreads();
+      copies.next(shared.stages[0]);
+    }
     return;
   }
-  if (second && chunks > 0) copy(p, item, 0, s.states[0]);
-  const int64 head = int64(item.head) * (kValueDim * kHeadDim);
   Rows h = {};
-  if (!second && p.initial_state != nullptr) load_state(p, item, p.initial_state, slot * p.initial_stride + head, h);
-  // With two stages, the second warps are a chunk behind.
-  constexpr int kBehind = kStages - 1;
-#pragma unroll 1
-  for (int64 chunk = 0; chunk < chunks + kBehind; ++chunk) {
-    const int stage = chunk % kStages, before = (chunk + kBehind) % kStages;
-    ptx::copy_async_wait();
-    __syncthreads();  // the copies are there, and nobody uses what the next ones overwrite
-    if (second) {
-      if (kStages > 1 && chunk + 1 < chunks) copy(p, item, chunk + 1, s.states[before]);
-      if (chunk < chunks) copy(p, item, chunk, s.outputs[stage]);
-    } else if (chunk < chunks) {
-      advance(h, s.states[stage], s.left[stage][pair_of()]);
-      store_checkpoint(p, item, (chunk + 1) * kChunk, h);
-    }
-    if constexpr (kStages == 1) {
-      ptx::copy_async_wait();
-      __syncthreads();  // h and u are there
-      if (second && chunk + 1 < chunks) copy(p, item, chunk + 1, s.states[0]);
-    }
-    if (second && chunk >= kBehind) attend(p, item, chunk - kBehind, s.outputs[before], s.left[before][pair_of()]);
+  const int first = warp_of() * kColumns;
+  if (p.initial_state != nullptr) {
+    load_state<kHeadDim>(h, p.initial_state + item.part_of_state(p, slot, p.initial_stride, first), p.state_bytes);
   }
-  if (!second && p.final_state != nullptr) {
-    store_state(p, item, p.final_state, slot * p.final_stride + head, h);
+  put_state(h, shared.states[0]);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    __syncthreads();
+    advance(h, shared.stages[chunk % kStages], shared.states[chunk % 2], shared);
+    put_state(h, shared.states[(chunk + 1) % 2]);
+    if (const int64 at = item.checkpoint(p, int64(chunk + 1) * kChunk); at >= 0) {
+      const int64 stride = int64(p.heads) * (kValueDim * kHeadDim);
+      store_state<kHeadDim>(h, p.checkpoints + item.part_of_state(p, at, stride, first), p.state_bytes);
+    }
+    if (kAhead == 0) __syncthreads();
+  }
+  if (p.final_state != nullptr) {
+    store_state<kHeadDim>(h, p.final_state + item.part_of_state(p, slot, p.final_stride, first), p.state_bytes);
   }
 }

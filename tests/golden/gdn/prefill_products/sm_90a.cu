@@ -22,45 +22,15 @@ constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
 
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+// ---- partials/mma ----------------------------------------------------------
 namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
-namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+// d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
+// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
+// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 }  // namespace ptx
 
@@ -201,71 +171,6 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
 }
 }  // namespace ptx
 
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
-// ---- partials/mma ----------------------------------------------------------
-namespace ptx {
-// d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
-// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
-// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-}  // namespace ptx
-
-// ---- partials/mma_half -----------------------------------------------------
-// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
-namespace ptx {
-// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
-// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
-template <>
-__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
-// lane gets the pair at row g, columns 2 t and 2 t + 1.
-__device__ __forceinline__ uint4 load_matrices(uint32 row) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
-  return v;
-}
-}  // namespace ptx
-
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -353,27 +258,36 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
 
 // ---- gdn/prefill_chunk -----------------------------------------------------
 // Sequences of a prefill in chunks of kChunk tokens, and what the chunks' first kernel leaves to the second.
-constexpr int kChunk = 64;
-constexpr int kChunkRow = kChunk + 8;  // elements of a row in shared memory: 8 rows start at 8 different banks
+constexpr int kChunk  = 64;
+constexpr int kBlock  = 16;               // rows and columns of a block of a matrix
+constexpr int kBlocks = kChunk / kBlock;  // in a row of blocks
+
+// The lower part of a matrix [t][s] in blocks, row by row of blocks. The halves of each row of a block are exchanged in
+// four rows of eight, so that eight rows start at eight different groups of four banks.
+template <typename In> struct alignas(16) Lower {
+  In blocks[kBlocks * (kBlocks + 1) / 2][kBlock][kBlock];
+
+  // Column 0 or 8, by `half`, of a row of a block, in elements.
+  static __device__ __forceinline__ int place(int row, int half) { return row * kBlock + (half ^ row / 4 % 2) * 8; }
+  // Element s of row t; s <= t, or in the same block.
+  __device__ __forceinline__ In* at(int t, int s) {
+    return &blocks[block(t / kBlock, s / kBlock)][0][place(t % kBlock, s / 8 % 2) + s % 8];
+  }
+  // The one in row i and column j of the blocks.
+  static __device__ __forceinline__ int block(int i, int j) { return i * (i + 1) / 2 + j; }
+};
 
 // What the delta rule needs of a chunk besides q, k, v and the state h before it. With D_t the product of the decays
 // from the first token to t, E_ts that from the token after s to t, and |k_t| = 1 without normalisation:
 //   solve  = (1 + strictly lower part of beta_t E_ts k_s k_t)^-1 beta_s:  u = solve (v - state_factor h k)
 //   attend = lower part of scale E_ts k_s q_t:                            out = attend u + query_factor h q
 // where k and q in the brackets are not normalised, as their norms are parts of the factors.
-template <typename In> struct alignas(16) StateProducts {
-  In    solve[kChunk][kChunkRow];  // [t][s]
-  float state_factor[kChunk];      // D_t / |k_t|
-  float end_factor[kChunk];        // E_tT / |k_t|, T the last token
-  float decay;                     // D_T
-};
-template <typename In> struct alignas(16) OutputProducts {
-  In    attend[kChunk][kChunkRow];  // [t][s]
-  float query_factor[kChunk];       // D_t scale / |q_t|
-};
 template <typename In> struct ChunkProducts {
-  StateProducts<In>  state;
-  OutputProducts<In> output;
+  Lower<In> solve, attend;
+  float state_factor[kChunk];  // D_t / |k_t|
+  float end_factor[kChunk];    // E_tT / |k_t|, T the last token
+  float query_factor[kChunk];  // D_t scale / |q_t|
+  float decay[4];              // D_T, and nothing
 };
 
 // Tokens [first, end) of all tokens.
@@ -398,18 +312,170 @@ __device__ __forceinline__ Sequence sequence_at(const void* cu_seqlens, int64 by
 // sequence's: ceil(length / kChunk) <= the distance to the next sequence's place.
 __device__ __forceinline__ int64 place_of(int64 first, int64 n) { return first / kChunk + n; }
 
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gdn/prefill_source ----------------------------------------------------
+// Where one of kThreads threads copies from, when together they copy kCount elements of each of kRows rows, and then of
+// the next kRows rows: 16 bytes of every kStep-th row.
+template <typename In, int kRows, int kCount, int kThreads> class Source {
+ public:
+  // `from`: the first row; rows are `stride` elements apart.
+  __device__ __forceinline__ Source(const In* from, int64 stride, int thread)
+      : thread_(thread), row_(from + thread / kPieces * stride + thread % kPieces * 8), step_(kStep * stride) {}
+
+  // Starts the copies of the next rows, of which `rows` exist; the others are zero. to(row, column): the place of 16
+  // bytes in shared memory.
+  template <typename F> __device__ __forceinline__ void copy(int rows, F to) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kStep, row_ += step_) {
+      const int row = i + thread_ / kPieces;
+      ptx::copy_async_or_zero(to(row, thread_ % kPieces * 8), row_, row < rows ? 16 : 0);
+    }
+  }
+  template <int kStride> __device__ __forceinline__ void copy(In (&to)[kRows][kStride], int rows) {
+    copy(rows, [&](int row, int column) { return ptx::shared_address(&to[row][column]); });
+  }
+
+ private:
+  static constexpr int kPieces = kCount / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRows % kStep == 0, "whole rows");
+
+  const int   thread_;
+  const In*   row_;
+  const int64 step_;
+};
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- gdn/squares -----------------------------------------------------------
+// Products of 16 x 16 matrices, of 16-bit floats in shared memory. With g = lane / 4 and c = lane % 4, a left operand's
+// registers are pairs in row g or g + 8 and columns 2 c or 2 c + 8; a right one's are the same of its rows, which are
+// columns of the product. Element i of block n of a product has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
+
+// The row whose address a lane gives to load an operand, and which half of it.
+__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
+__device__ __forceinline__ int left_half() { return threadIdx.x / 16 % 2; }
+__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
+__device__ __forceinline__ int right_half() { return threadIdx.x / 8 % 2; }
+
+// That address, where rows are kStride elements apart.
+template <typename In, int kStride> __device__ __forceinline__ uint32 left_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[left_row()][left_half() * 8]);
+}
+template <typename In, int kStride> __device__ __forceinline__ uint32 right_in(const In (*rows)[kStride]) {
+  return ptx::shared_address(&rows[right_row()][right_half() * 8]);
+}
+
+// The same rows as a right operand.
+__device__ __forceinline__ uint4 as_right(uint4 left) { return {left.x, left.z, left.y, left.w}; }
+
+// x and y, neighbouring blocks, += left times a right operand.
+template <typename In>
+__device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], uint4 left, uint4 right) {
+  ptx::mma_half<In>(x, {left.x, left.y, left.z, left.w}, right.x, right.y);
+  ptx::mma_half<In>(y, {left.x, left.y, left.z, left.w}, right.z, right.w);
+}
+
+// Stores a block, rounded, where the rows are kStride elements apart.
+template <int kStride, typename In> __device__ __forceinline__ void put(In* to, const float (&x)[4]) {
+  to += threadIdx.x % kWarp / 4 * kStride + threadIdx.x % 4 * 2;
+  *reinterpret_cast<uint32*>(to)               = to_pair<In>(x[0], x[1]);
+  *reinterpret_cast<uint32*>(to + 8 * kStride) = to_pair<In>(x[2], x[3]);
+}
+
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr int kHeadDim = 128;  // K
 constexpr int kThreads = 128;
 
 constexpr int   kRow     = kHeadDim + 8;  // elements of a row of keys in shared memory
-constexpr int   kPieces  = kHeadDim / 8;  // of 16 bytes in a row
-constexpr int   kBlock   = 16;              // tokens of a warp, which it multiplies by all before them
-constexpr int   kTiles   = kChunk / kBlock;
 constexpr int   kLowerRow = kChunk + 4;
-constexpr float kNormEps = 1e-6f;
-static_assert(kThreads == kTiles * kWarp && kThreads == 2 * kChunk, "work is divided so");
+constexpr int   kSpanRow  = kBlock + 4;
+constexpr float kNormEps  = 1e-6f;
+static_assert(kThreads == kBlocks * kWarp && kThreads == 2 * kChunk, "a block of tokens for each warp");
 
 struct Operands {
   const In* q;
@@ -432,15 +498,19 @@ struct Operands {
 
 // ---- shared memory ---------------------------------------------------------
 struct Rows { In keys[kChunk][kRow], queries[kChunk][kRow]; };
-struct alignas(16) Shared {
-  union { Rows rows; ChunkProducts<In> products; };  // products overwrite the rows
-  // [t][s]: first E_ts, then beta_t E_ts k_s k_t, then the inverse of 1 + that; where s > t: 0, then room for products.
+struct alignas(16) Made {
+  ChunkProducts<In> products;
+  // [t][s]: first beta_t E_ts k_s k_t, then the inverse of 1 + that; in blocks above the diagonal, room for products.
   float lower[kChunk][kLowerRow];
+};
+struct alignas(16) Shared {
+  union { Rows rows; Made made; };  // what is made overwrites the rows
+  float spans[kBlocks][kBlock][kSpanRow];  // [t / kBlock][t % kBlock][s % kBlock]: E_ts in a block; 0 where s > t
   float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
   float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
-  float since_first[kChunk], until_end[kChunk];  // D_t; E_tT
+  float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
 };
-static_assert(sizeof(Shared) == 53760, "the launch counts on it");
+static_assert(sizeof(Shared) == 41472, "the launch counts on it");
 
 // ---- work of the CTA -------------------------------------------------------
 struct Chunk {
@@ -467,18 +537,11 @@ struct Chunk {
 };
 
 __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int head, Shared& s) {
+  using Rows = Source<In, kChunk, kHeadDim, kThreads>;
   const In* keys    = p.k + chunk.first * p.k_stride + head / p.k_ratio * kHeadDim;
   const In* queries = p.q + chunk.first * p.q_stride + head / p.q_ratio * kHeadDim;
-#pragma unroll
-  for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-    const int t = i / kPieces, column = i % kPieces * 8;
-    const uint32 bytes = t < chunk.tokens ? 16 : 0;
-    const int64  row   = bytes ? t : 0;
-    const uint32 key   = ptx::shared_address(&s.rows.keys[t][column]);
-    const uint32 query = ptx::shared_address(&s.rows.queries[t][column]);
-    ptx::copy_async_or_zero(key, keys + row * p.k_stride + column, bytes);
-    ptx::copy_async_or_zero(query, queries + row * p.q_stride + column, bytes);
-  }
+  Rows(keys, p.k_stride, threadIdx.x).copy(s.rows.keys, chunk.tokens);
+  Rows(queries, p.q_stride, threadIdx.x).copy(s.rows.queries, chunk.tokens);
   if (threadIdx.x < kChunk) {
     const int   t  = threadIdx.x;
     const bool  is = t < chunk.tokens;
@@ -489,18 +552,32 @@ __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int 
   ptx::copy_async_wait();
 }
 
-// Thread s multiplies the decays of the tokens after s.
+// Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
 __device__ __forceinline__ void put_spans(Shared& s) {
   if (threadIdx.x >= kChunk) return;
-  const int from = threadIdx.x;
+  const int from = threadIdx.x % kBlock, block = threadIdx.x / kBlock;
   float span = 0.0f;
-#pragma unroll 8
-  for (int t = 0; t < kChunk; ++t) {
-    span = t < from ? 0.0f : t == from ? 1.0f : span * s.decay[t];
-    s.lower[t][from] = span;
-    if (from == 0) s.since_first[t] = span * s.decay[0];
+#pragma unroll
+  for (int t = 0; t < kBlock; t += 4) {
+    const float4 d = *reinterpret_cast<const float4*>(&s.decay[block * kBlock + t]);
+    const float decays[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      span *= decays[i];
+      span = t + i < from ? 0.0f : t + i == from ? 1.0f : span;
+      s.spans[block][t + i][from] = span;
+    }
   }
-  s.until_end[from] = span;
+  s.until_end[threadIdx.x] = span;
+  __syncwarp();
+  s.since_first[threadIdx.x] = s.spans[block][from][0] * s.decay[block * kBlock];
+}
+// The decay of blocks [first, end).
+__device__ __forceinline__ float decay_of_blocks(const Shared& s, int first, int end) {
+  float x = 1.0f;
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) x *= first <= i && i < end ? s.since_first[i * kBlock + kBlock - 1] : 1.0f;
+  return x;
 }
 
 // [n][i]: tokens t = 16 warp + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
@@ -511,30 +588,22 @@ __device__ __forceinline__ int later_of(int i) {
 }
 __device__ __forceinline__ int earlier_of(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
 
-// x, y += left right, where right is two blocks of eight columns.
-__device__ __forceinline__ void multiply(float (&x)[4], float (&y)[4], uint4 left, uint4 right) {
-  ptx::mma_half<In>(x, {left.x, left.y, left.z, left.w}, right.x, right.y);
-  ptx::mma_half<In>(y, {left.x, left.y, left.z, left.w}, right.z, right.w);
-}
-
 // The products of the warp's tokens with the keys of all tokens up to them, and of its queries with each other.
 __device__ __forceinline__ void multiply_rows(
     const Shared& s, Products& of_keys, Products& of_queries, float (&queries_alone)[2][4]) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32 own   = (kBlock * warp + lane % 16) * kRow * 2 + lane / 16 * 16;
-  const uint32 other = (lane % 8 + lane / 16 * 8) * kRow * 2 + lane / 8 % 2 * 16;
-  const uint32 keys = ptx::shared_address(s.rows.keys), queries = ptx::shared_address(s.rows.queries);
+  const int warp = threadIdx.x / kWarp;
+  const uint32 own_keys = left_in(&s.rows.keys[kBlock * warp]), own_queries = left_in(&s.rows.queries[kBlock * warp]);
+  const uint32 keys = right_in(s.rows.keys);
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
-    const uint4 x = ptx::load_matrices(keys + own + 32 * k), y = ptx::load_matrices(queries + own + 32 * k);
-    const uint4 z = ptx::load_matrices(queries + other + kBlock * warp * kRow * 2 + 32 * k);
-    multiply(queries_alone[0], queries_alone[1], y, z);
+    const uint4 x = ptx::load_matrices(own_keys + 32 * k), y = ptx::load_matrices(own_queries + 32 * k);
+    multiply<In>(queries_alone[0], queries_alone[1], y, as_right(y));
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
       if (j > warp) continue;
-      const uint4 b = ptx::load_matrices(keys + other + kBlock * j * kRow * 2 + 32 * k);
-      multiply(of_keys[2 * j], of_keys[2 * j + 1], x, b);
-      multiply(of_queries[2 * j], of_queries[2 * j + 1], y, b);
+      const uint4 b = j == warp ? as_right(x) : ptx::load_matrices(keys + kBlock * j * kRow * 2 + 32 * k);
+      multiply<In>(of_keys[2 * j], of_keys[2 * j + 1], x, b);
+      multiply<In>(of_queries[2 * j], of_queries[2 * j + 1], y, b);
     }
   }
 }
@@ -544,6 +613,7 @@ __device__ __forceinline__ void put_norms(
     const Operands& p, Shared& s, const Products& of_keys, const float (&queries_alone)[2][4]) {
 #pragma unroll
   for (int n = 0; n < kChunk / 8; ++n) {
+    if (n / 2 != threadIdx.x / kWarp) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int t = later_of(i);
@@ -554,28 +624,40 @@ __device__ __forceinline__ void put_norms(
   }
 }
 
-// Multiplies all products by their factors: those of keys go to `lower`, those of queries stay.
-__device__ __forceinline__ void apply_factors(
-    const Operands& p, Shared& s, const Products& of_keys, Products& of_queries) {
+// Multiplies the products by their factors and stores them: those of keys in `lower`, those of queries as `attend`.
+__device__ __forceinline__ void put_products(
+    const Operands& p, Shared& s, const Products& of_keys, const Products& of_queries) {
+  const int warp = threadIdx.x / kWarp;
+  float since[2], key[2], query[2];
 #pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int   t = later_of(i), from = earlier_of(n, i);
-      const float factor = s.lower[t][from] * s.key_norm[from];
-      s.lower[t][from] = from < t ? of_keys[n][i] * (s.beta[t] * s.key_norm[t]) * factor : 0.0f;
-      of_queries[n][i] = from <= t ? of_queries[n][i] * (p.scale * s.query_norm[t]) * factor : 0.0f;
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int t = later_of(2 * half);
+    since[half] = s.since_first[t], key[half] = s.beta[t] * s.key_norm[t], query[half] = p.scale * s.query_norm[t];
   }
-}
-
-__device__ __forceinline__ void put_attend(Shared& s, const Products& of_queries) {
 #pragma unroll
   for (int n = 0; n < kChunk / 8; ++n) {
+    if (n / 2 > warp) continue;
+    const bool  own    = n / 2 == warp;
+    const int   from   = earlier_of(n, 0);
+    const float blocks = own ? 1.0f : decay_of_blocks(s, n / 2 + 1, warp);
+    float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[from]);
+    if (!own) {
+      const float2 until = *reinterpret_cast<const float2*>(&s.until_end[from]);
+      norm.x *= blocks * until.x, norm.y *= blocks * until.y;
+    }
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32 pair = to_pair<In>(of_queries[n][i], of_queries[n][i + 1]);
-      *reinterpret_cast<uint32*>(&s.products.output.attend[later_of(i)][earlier_of(n, 0)]) = pair;
+    for (int half = 0; half < 2; ++half) {
+      const int t = later_of(2 * half);
+      float2 span = {since[half], since[half]};
+      if (own) span = *reinterpret_cast<const float2*>(&s.spans[warp][t % kBlock][from % kBlock]);  // 0 where s > t
+      span.x *= norm.x, span.y *= norm.y;
+      const float* const x = &of_keys[n][2 * half];
+      const float* const y = &of_queries[n][2 * half];
+      *reinterpret_cast<float2*>(&s.made.lower[t][from]) = {
+          from < t ? x[0] * key[half] * span.x : 0.0f, from + 1 < t ? x[1] * key[half] * span.y : 0.0f};
+      *reinterpret_cast<uint32*>(s.made.products.attend.at(t, from)) = to_pair<In>(
+          from <= t ? y[0] * query[half] * span.x : 0.0f,
+          from < t ? y[1] * query[half] * span.y : 0.0f);
     }
   }
 }
@@ -590,7 +672,7 @@ __device__ __forceinline__ void invert_block(Shared& s) {
     float sums[2] = {t == column ? 1.0f : 0.0f, 0.0f};
 #pragma unroll
     for (int from = 0; from < t; from += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(&s.lower[first + t][first + from]);
+      const float4 a = *reinterpret_cast<const float4*>(&s.made.lower[first + t][first + from]);
       const float factors[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -602,7 +684,7 @@ __device__ __forceinline__ void invert_block(Shared& s) {
   __syncwarp();
   if (threadIdx.x % kWarp < kBlock) {
 #pragma unroll
-    for (int t = 0; t < kBlock; ++t) s.lower[first + t][first + column] = x[t];
+    for (int t = 0; t < kBlock; ++t) s.made.lower[first + t][first + column] = x[t];
   }
 }
 
@@ -613,29 +695,37 @@ struct Split {
       : high(__float_as_uint(x) & 0xFFFFE000u), low(__float_as_uint(x - __uint_as_float(high))) {}
 };
 
-// A 16 x 8 block of a product of two matrices, whose first of kInner columns and rows are given, over [begin, end) of
+// Blocks of 16 x 8 of a product of two matrices, whose first of kInner columns and rows are given, over [begin, end) of
 // these.
-template <int kInner>
+template <int kInner, int kCount>
 __device__ __forceinline__ void multiply_exactly(
-    float (&d)[4], const float* left, const float* right, int begin, int end) {
+    float (&d)[kCount][4], const float* left, const float* right, int begin, int end) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-  d[0] = d[1] = d[2] = d[3] = 0.0f;
+#pragma unroll
+  for (float& x : reinterpret_cast<float (&)[4 * kCount]>(d)) x = 0.0f;
 #pragma unroll
   for (int k = 0; k < kInner; k += 8) {
     if (k < begin || k >= end) continue;
     const float* a = left + g * kLowerRow + k + c;
-    const float* b = right + (k + c) * kLowerRow + g;
-    const Split a0(a[0]), a1(a[8 * kLowerRow]), a2(a[4]), a3(a[8 * kLowerRow + 4]), b0(b[0]), b1(b[4 * kLowerRow]);
-    ptx::mma_tf32(d, {a0.low, a1.low, a2.low, a3.low}, b0.high, b1.high);
-    ptx::mma_tf32(d, {a0.high, a1.high, a2.high, a3.high}, b0.low, b1.low);
-    ptx::mma_tf32(d, {a0.high, a1.high, a2.high, a3.high}, b0.high, b1.high);
+    const Split a0(a[0]), a1(a[8 * kLowerRow]), a2(a[4]), a3(a[8 * kLowerRow + 4]);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const float* b = right + (k + c) * kLowerRow + 8 * n + g;
+      const Split b0(b[0]), b1(b[4 * kLowerRow]);
+      ptx::mma_tf32(d[n], {a0.low, a1.low, a2.low, a3.low}, b0.high, b1.high);
+      ptx::mma_tf32(d[n], {a0.high, a1.high, a2.high, a3.high}, b0.low, b1.low);
+      ptx::mma_tf32(d[n], {a0.high, a1.high, a2.high, a3.high}, b0.high, b1.high);
+    }
   }
 }
 
-__device__ __forceinline__ void put_block(float* at, const float (&d)[4], float sign) {
+template <int kCount> __device__ __forceinline__ void put_blocks(float* at, const float (&d)[kCount][4], float sign) {
   float* to = at + threadIdx.x % kWarp / 4 * kLowerRow + threadIdx.x % 4 * 2;
-  *reinterpret_cast<float2*>(to) = {sign * d[0], sign * d[1]};
-  *reinterpret_cast<float2*>(to + 8 * kLowerRow) = {sign * d[2], sign * d[3]};
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    *reinterpret_cast<float2*>(to + 8 * n) = {sign * d[n][0], sign * d[n][1]};
+    *reinterpret_cast<float2*>(to + 8 * n + 8 * kLowerRow) = {sign * d[n][2], sign * d[n][3]};
+  }
 }
 
 // Joins two inverted blocks of kSize tokens, from `first` on: below them stands -second (lower first). A warp takes 16
@@ -645,17 +735,12 @@ template <int kSize, int kColumns>
 __device__ __forceinline__ void join(Shared& s, int first, int row, int column) {
   const int second = first + kSize, begin = column / kBlock * kBlock, end = row + kBlock;
   float d[kColumns / 8][4];
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n) {
-    multiply_exactly<kSize>(d[n], &s.lower[second + row][first], &s.lower[first][first + column + 8 * n], begin, kSize);
-    put_block(&s.lower[first + row][second + column + 8 * n], d[n], 1.0f);
-  }
+  float (&lower)[kChunk][kLowerRow] = s.made.lower;
+  multiply_exactly<kSize>(d, &lower[second + row][first], &lower[first][first + column], begin, kSize);
+  put_blocks(&lower[first + row][second + column], d, 1.0f);
   __syncthreads();
-#pragma unroll
-  for (int n = 0; n < kColumns / 8; ++n) {
-    multiply_exactly<kSize>(d[n], &s.lower[second + row][second], &s.lower[first][second + column + 8 * n], 0, end);
-    put_block(&s.lower[second + row][first + column + 8 * n], d[n], -1.0f);
-  }
+  multiply_exactly<kSize>(d, &lower[second + row][second], &lower[first][second + column], 0, end);
+  put_blocks(&lower[second + row][first + column], d, -1.0f);
   __syncthreads();
 }
 
@@ -664,31 +749,29 @@ __device__ __forceinline__ void put_solve(Shared& s) {
   const int t = threadIdx.x / 2, first = threadIdx.x % 2 * (kChunk / 2);
 #pragma unroll
   for (int from = first; from < first + kChunk / 2; from += 8) {
-    uint32 pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = from + 2 * i;
-      pairs[i] = to_pair<In>(at <= t ? s.lower[t][at] * s.beta[at] : 0.0f,
-                             at < t ? s.lower[t][at + 1] * s.beta[at + 1] : 0.0f);
-    }
-    *reinterpret_cast<uint4*>(&s.products.state.solve[t][from]) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    if (from / kBlock > t / kBlock) continue;
+    const float4* x    = reinterpret_cast<const float4*>(&s.made.lower[t][from]);  // 0 where s > t
+    const float4* beta = reinterpret_cast<const float4*>(&s.beta[from]);
+    *reinterpret_cast<uint4*>(s.made.products.solve.at(t, from)) = {
+        to_pair<In>(x[0].x * beta[0].x, x[0].y * beta[0].y), to_pair<In>(x[0].z * beta[0].z, x[0].w * beta[0].w),
+        to_pair<In>(x[1].x * beta[1].x, x[1].y * beta[1].y), to_pair<In>(x[1].z * beta[1].z, x[1].w * beta[1].w)};
   }
 }
 
 __device__ __forceinline__ void put_factors(const Operands& p, Shared& s) {
   const int t = threadIdx.x;
   if (t >= kChunk) return;
-  StateProducts<In>& state = s.products.state;
-  OutputProducts<In>& output = s.products.output;
-  state.state_factor[t]  = s.since_first[t] * s.key_norm[t];
-  state.end_factor[t]    = s.until_end[t] * s.key_norm[t];
-  output.query_factor[t] = s.since_first[t] * s.query_norm[t] * p.scale;
-  for (In* row : {state.solve[t], output.attend[t]}) *reinterpret_cast<uint4*>(&row[kChunk]) = {};
-  if (t == kChunk - 1) *reinterpret_cast<float4*>(&state.decay) = {s.since_first[t], 0.0f, 0.0f, 0.0f};
+  ChunkProducts<In>& products = s.made.products;
+  const float since_first = s.since_first[t] * decay_of_blocks(s, 0, t / kBlock);
+  const float until_end   = s.until_end[t] * decay_of_blocks(s, t / kBlock + 1, kBlocks);
+  products.state_factor[t] = since_first * s.key_norm[t];
+  products.end_factor[t]   = until_end * s.key_norm[t];
+  products.query_factor[t] = since_first * s.query_norm[t] * p.scale;
+  if (t == kChunk - 1) *reinterpret_cast<float4*>(products.decay) = {since_first, 0.0f, 0.0f, 0.0f};
 }
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill_products(
+extern "C" __global__ void __launch_bounds__(kThreads, 5) gdn_prefill_products(
     const In* __restrict__ q,             // [tokens, heads / q_ratio, K]
     const In* __restrict__ k,             // [tokens, heads / k_ratio, K]
     const float* __restrict__ g,          // [tokens, heads], decays; null: 1
@@ -728,8 +811,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill_products(
   multiply_rows(s, of_keys, of_queries, queries_alone);
   put_norms(p, s, of_keys, queries_alone);
   __syncthreads();  // spans and norms are there, and nobody reads the rows any more
-  apply_factors(p, s, of_keys, of_queries);
-  put_attend(s, of_queries);
+  put_products(p, s, of_keys, of_queries);
   put_factors(p, s);
   __syncwarp();
   invert_block(s);  // of the warp's own rows
@@ -739,7 +821,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) gdn_prefill_products(
   join<2 * kBlock, kBlock>(s, 0, warp / 2 * kBlock, warp % 2 * kBlock);
   put_solve(s);
   __syncthreads();
-  uint4*       to   = reinterpret_cast<uint4*>(p.products + (place * p.heads + head) * sizeof(s.products));
-  const uint4* from = reinterpret_cast<const uint4*>(&s.products);
-  for (int i = threadIdx.x; i < int(sizeof(s.products) / 16); i += kThreads) to[i] = from[i];
+  const ChunkProducts<In>& made = s.made.products;
+  uint4*       to   = reinterpret_cast<uint4*>(p.products + (place * p.heads + head) * sizeof(made));
+  const uint4* from = reinterpret_cast<const uint4*>(&made);
+  for (int i = threadIdx.x; i < int(sizeof(made) / 16); i += kThreads) to[i] = from[i];
 }
