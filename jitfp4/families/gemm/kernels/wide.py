@@ -17,7 +17,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-TILE_MS = (32, 64, 128, 256)
+TILE_MS = (16, 32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
@@ -39,6 +39,7 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+    mode: int = 0
 
 
 # rows of x, groups, depth, splits
@@ -85,6 +86,7 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    mode: int
 
     packed = False  # the weight is prepared
     gated = False
@@ -92,7 +94,7 @@ class WideSpec(KernelSpec):
     def __post_init__(self) -> None:
         for name, allowed in zip(
             ("tile_m", "depth", "cluster", "groups", "split"),
-            (TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            (TILE_MS, (1, 2, 4), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
@@ -133,13 +135,13 @@ class WideSpec(KernelSpec):
     @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as fit in shared memory."""
-        counts = range(2, _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
+        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
         return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
     def weight_slots(self) -> int:
         """Steps of the weight in flight."""
-        return _weight_slots(self.slots)
+        return self._weight_slots(self.slots)
 
     @property
     def shared_bytes(self) -> int:
@@ -160,6 +162,9 @@ class WideSpec(KernelSpec):
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
         return self.words_bytes + ctas * self._sums if self.divided else 0
 
+    def _weight_slots(self, slots: int) -> int:
+        return slots // 2 + max(1, self.depth // 2)
+
     @property
     def _slot(self) -> int:
         return self.tile_m * _HALF_ROW_BYTES
@@ -169,7 +174,7 @@ class WideSpec(KernelSpec):
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
@@ -179,10 +184,6 @@ class PreparedWideSpec(WideSpec):
     """A WideSpec whose weight is prepared; ``gated``: its rows are gates and ups."""
 
     gated: bool
-
-
-def _weight_slots(slots: int) -> int:
-    return slots // 2 + 1
 
 
 def specialise(problem: Problem, tactic: WideTactic) -> PreparedWideSpec:
@@ -202,8 +203,8 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
         return f"its products are instructions of {names_with('has_wgmma')}"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
-    if tactic.split > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
+    if tactic.split * max(1, tactic.depth // 2) > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, two with a depth of 4"
     return None
 
 
