@@ -91,7 +91,8 @@ def search(chain: Chain, arch: Arch) -> Iterator[dict[str, object]]:
     for product in PRODUCTS:
         problem = chain.problem(product)
         table = MM_BF16_FP4.select(problem, arch)
-        graphs = {tactic: chain.graph({product: tactic}) for tactic in tactics_of(problem, arch)}
+        tactics = dict.fromkeys([table, *tactics_of(problem, arch)])
+        graphs = {tactic: chain.graph({product: tactic}) for tactic in tactics}
         times = {tactic: chain.us([graph], FIRST)[0] for tactic, graph in graphs.items()}
         near = sorted(times, key=times.__getitem__)[:MOST]
         near = list(dict.fromkeys([table, *(one for one in near if times[one] <= NEARLY * times[near[0]])]))
