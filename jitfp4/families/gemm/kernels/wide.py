@@ -17,7 +17,7 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-TILE_MS = (16, 32, 64, 128, 256)
+TILE_MS = (32, 64, 128, 256)
 _LEAST_PART = 8  # rows of x
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 24
@@ -39,7 +39,6 @@ class WideTactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
-    mode: int = 0
 
 
 # rows of x, groups, depth, splits
@@ -86,7 +85,6 @@ class WideSpec(KernelSpec):
     cluster: int
     divided: bool
     band: int
-    mode: int
 
     packed = False  # the weight is prepared
     gated = False
@@ -99,8 +97,8 @@ class WideSpec(KernelSpec):
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
-        if self.sharers > 1 and (self.cluster > 1 or self.divided):
-            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
+        if (self.sharers > 1 and self.divided) or (self.split > 1 and self.cluster > 1):
+            raise ArgumentError("split", self.split, "1 with a cluster; with divided, a depth of 1 too")
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)
@@ -135,7 +133,7 @@ class WideSpec(KernelSpec):
     @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as fit in shared memory."""
-        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
+        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has its own
         return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
@@ -204,7 +202,7 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
     if tactic.split * max(1, tactic.depth // 2) > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, two with a depth of 4"
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, and two with a depth of 4"
     return None
 
 
