@@ -26,6 +26,7 @@ _BARRIERS = 16  # bytes of a slot
 _MAX_TEAMS = 4
 _MAX_ROWS = 512  # of x, over all warpgroups
 _MAX_CLUSTER = 8
+_SHORT = 64  # rows of x
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,15 @@ class WideSpec(KernelSpec):
         return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
+    def whole(self) -> bool:
+        """Whether x is copied in whole steps, where short products leave little time for barriers."""
+        return self.depth == 1 and self.tile_m <= _SHORT and not self.packed
+
+    @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as fit in shared memory."""
-        counts = range(max(2, self.depth), _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has its own
+        own = 2 if self.whole else self.depth  # each warpgroup of a group has its own
+        counts = range(max(2, own), _MOST_SLOTS + 1, own)
         return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
