@@ -46,8 +46,10 @@ class WideTactic:
 _CUTS = (
     (32, 1, 2, (1, 2)),
     (32, 2, 2, (1, 2)),
+    (32, 1, 4, (1, 2)),
     (32, 4, 1, (1,)),
     (64, 1, 2, (1, 2, 3, 4)),
+    (64, 1, 4, (1, 2)),
     (64, 2, 1, (2, 4)),
     (64, 2, 2, (1, 2, 3, 4)),
     (64, 3, 1, (1, 2, 3, 4)),
@@ -64,7 +66,8 @@ _divided = (
     for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
-TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
+_shared = (WideTactic(tile_m, groups, depth, cluster=2) for tile_m in (32, 64) for groups, depth in ((1, 4), (2, 2)))
+TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided, *_shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
