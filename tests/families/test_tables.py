@@ -157,12 +157,15 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 
 
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both."""
+    """Of bench.bench_gemm, search and few, and of bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights."""
     found: dict[GemmProblem, Measured] = {}
     for kind, needs in ((NarrowTactic, None), (WideTactic, "has_wgmma")):
         for (n, k, m), lines in cases(lines_of(MM_BF16_FP4, needs), 3):
             measured = {gemm_tactic(kind, line): float(line["us"]) for line in lines}
             found.setdefault(gemm_problem(n, k, m), {}).update(measured)
+    with (RESULTS / "h200/gemm_search_few.csv").open(newline="") as file:
+        for (n, k, m), lines in cases(list(csv.DictReader(file)), 3):
+            found[gemm_problem(n, k, m)] = {gemm_tactic(NarrowTactic, line): float(line["us"]) for line in lines}
     yield from found.items()
 
 
@@ -270,7 +273,8 @@ def test_what_is_selected_is_nearly_the_best_that_was_measured(
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
     for table in operation.tables:
-        assert table.measured is None or (RESULTS / table.measured).is_file()
+        for measured in {table.measured, *(row.measured for row in table.rows)} - {None}:
+            assert (RESULTS / measured).is_file()
 
 
 # ---- problems and tactics --------------------------------------------------------------------------------------------

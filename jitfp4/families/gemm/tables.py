@@ -15,15 +15,16 @@ from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
 
 _MOST_NARROW = 16  # rows of x
+_IN_A_STEP = "h200/step_search.csv"
 
 TABLE = Table(
     (
+        Row(NarrowTactic(8, 1, 1, 16, 2, 2), {"m": 8, "tiles_per_sm": 0.25}),
+        # the fastest between the other kernels of a step
+        Row(NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"m": 8, "tiles_per_sm": 0.5, "k": 4096}, _IN_A_STEP),
+        Row(NarrowTactic(8, 2, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5}, _IN_A_STEP),
+        Row(NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"m": 8, "tiles_per_sm": 0.75}, _IN_A_STEP),
         *rows(
-            (NarrowTactic(8, 1, 1, 16, 2, 2), {"tiles_per_sm": 0.25}),
-            # step_search: the fastest between the other kernels of a step, which leave an SM to one CTA
-            (NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"tiles_per_sm": 0.5, "k": 4096}),
-            (NarrowTactic(8, 2, 1, 16, 2, 1), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"tiles_per_sm": 0.75}),
             (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.9}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
             (NarrowTactic(8, 5, 1, 12, 2, 1), {"tiles_per_sm": 1.25}),
@@ -63,7 +64,7 @@ TABLE = Table(
 
 # The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Rows of gemm/narrow were read from h200/gemm_search.csv.
+# Other rows of gemm/narrow were read from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
