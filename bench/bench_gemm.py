@@ -4,9 +4,8 @@ Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a 
 ``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once, and
 writes ``gemm_search.csv``; the tables follow from it, from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``, and
 from ``step_search.csv`` of ``bench.search_step``. Each tactic has one replay, and those that are nearly the fastest
-have five more, in turn. ``--part few`` measures again, for one and eight rows of x, the best of the first file and what
-the tables have from the last, and writes ``gemm_search_few.csv``. ``--part tuner`` writes ``tuner.csv``: what
-``jitfp4.tune`` finds for some of these products, and in how many seconds, and what the tables say,
+have five more, in turn. ``--part tuner`` writes ``tuner.csv``: what ``jitfp4.tune`` finds for some of these products,
+and in how many seconds, and what the tables say,
 beside a search of all tactics. ``--part choose`` needs no GPU: from the files of both searches it prints, for each row
 of the tables, the tactics that lose least.
 
@@ -45,7 +44,6 @@ from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.gemm.problem import Problem
-from jitfp4.families.gemm.tables import HOPPER
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import SfLayout
@@ -68,8 +66,6 @@ LAYERS = (
 )
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SEARCHED_ROWS = (1, 8, 16, 24, 32, 64)
-FEW_ROWS = (1, 8)
-FEW, NEARLY_BEST = 8, 1.12  # tactics of a case, and what they may take of the best
 TUNED_LAYERS = ((4096, 4096), (28672, 4096))
 TUNED_ROWS = (1, 8, 16, 64, 256, 2048)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0, float("inf"))  # tiles of 64 rows for each SM: buckets of the tables
@@ -98,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(512) read(const uint4* p, unsigned 
 }
 """
 
-SEARCHED = Path(__file__).parent / "results/h200"
 KINDS = {"gemm_search": NarrowTactic, "gemm_wide_search": WideTactic}
 
 Call = Callable[[], object]
@@ -243,26 +238,6 @@ def search(
                 yield {"n": n, "k": k, "m": case.m, **asdict(tactic), "us": round(us, 2)}
 
 
-def few(folder: Path, arch: Arch) -> Iterator[dict[str, object]]:
-    """For few rows of x, the best tactics of ``gemm_search.csv``, and those of rows that follow from whole steps."""
-    named = [row.tactic for row in HOPPER.rows if row.measured]
-    old: dict[tuple[int, int, int], list[tuple[float, Any]]] = {}
-    with (folder / "gemm_search.csv").open() as file:
-        for row in csv.DictReader(file):
-            case = int(row["n"]), int(row["k"]), int(row["m"])
-            old.setdefault(case, []).append((float(row["us"]), tactic_of(NarrowTactic, row)))
-    for n, k in LAYERS:
-        weights = make_weights(n, k)
-        for m in FEW_ROWS:
-            problem = Problem(DType.BF16, DType.BF16, NVFP4, m, n, k)
-            best = sorted(old[n, k, m], key=lambda one: one[0])[:FEW]
-            near = [tactic for us, tactic in best if us <= NEARLY_BEST * best[0][0]]
-            tactics = dict.fromkeys([*named, MM_BF16_FP4.select(problem, arch), *near])
-            a = torch.randn(m, k, device="cuda").bfloat16()
-            for tactic, us in times_of(a, weights, list(tactics)):
-                yield {"n": n, "k": k, "m": m, **asdict(tactic), "us": round(us, 2)}
-
-
 def is_searched(problem: Problem, tactic: Any) -> bool:
     """Whether a tactic is searched: it reads the weight once for few rows, and its clusters run at the same time."""
     if isinstance(tactic, WideTactic):
@@ -349,7 +324,7 @@ def tactic_of(kind: type[Any], row: Mapping[str, str]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
-    parser.add_argument("--part", choices=("cases", "search", "few", "tuner", "choose"), default="cases")
+    parser.add_argument("--part", choices=("cases", "search", "tuner", "choose"), default="cases")
     parser.add_argument("--seconds", type=float, default=60.0, help="the most that a search may take")
     options = parser.parse_args()
     if options.part == "choose":
@@ -359,9 +334,6 @@ def main() -> None:
     if options.part == "search":
         found = search(NARROW, SEARCHED_ROWS, arch, options.seconds)
         write_results(options.out / "gemm_search", list(found), stamp())
-        return
-    if options.part == "few":
-        write_results(options.out / "gemm_search_few", list(few(SEARCHED, arch)), stamp())
         return
     if options.part == "tuner":
         write_results(options.out / "tuner", list(tuned(arch)), stamp())

@@ -35,8 +35,7 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(64, 2, 2, 4), 64, 136, 672, NVFP4, F16, F16),
     (WideTactic(64, 1, 4), 33, 72, 416, NVFP4, BF16, BF16),  # steps and warpgroups that do not come out even
     (WideTactic(64, 1, 4, 2), 64, 72, 672, MXFP4, F16, F16),
-    (WideTactic(64, 1, 4, cluster=2), 130, 200, 416, NVFP4, BF16, F16),
-    (WideTactic(32, 2, 2, cluster=2), 20, 136, 160, MXFP4, BF16, BF16),
+    (WideTactic(32, 1, 4), 20, 72, 416, MXFP4, BF16, F16),
     (WideTactic(64, 3), 40, 72, 160, MXFP4, BF16, BF16),
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
@@ -67,7 +66,6 @@ RACED = (
     WideTactic(64, 2, divided=True),
     WideTactic(64, 2, cluster=2),
     WideTactic(64, 1, 4, 2),
-    WideTactic(64, 1, 4, cluster=2),
     WideTactic(32, 1, 2, 2),
     WideTactic(256, 2, divided=True),
 )
@@ -142,8 +140,7 @@ def test_why_a_tactic_is_rejected() -> None:
         ("cluster", WideTactic(64, 2, cluster=4)),
         ("split", WideTactic(64, 2, split=9)),
         ("split", WideTactic(64, 2, split=2, divided=True)),
-        ("split", WideTactic(64, 1, depth=2, split=2, cluster=2)),
-        ("split", WideTactic(64, 2, depth=2, divided=True)),
+        ("split", WideTactic(64, 1, depth=2, cluster=2)),
         ("groups", WideTactic(64, 1)),
         ("groups", WideTactic(64, 3, depth=2)),
         ("groups", WideTactic(256, 4)),
@@ -162,8 +159,6 @@ def test_grids() -> None:
     assert geometry(one, WideTactic(128, 2), SM_90A).grid == (132, 1, 1)  # of 192 tiles
     split = geometry(one, WideTactic(128, 1, 2, 2), SM_90A)
     assert (split.grid, split.cluster) == ((2 * 384, 1, 1), (2, 1, 1))  # not persistent
-    shared = geometry(problem(64, 8200, 8192), WideTactic(64, 1, 4, cluster=2), SM_90A)
-    assert (shared.grid, shared.cluster) == ((2 * 65, 1, 1), (2, 1, 1))
     assert geometry(problem(64, 64, 256), WideTactic(64, 2, divided=True), SM_90A).grid == (2, 1, 1)  # of two steps
 
 

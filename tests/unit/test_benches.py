@@ -38,7 +38,6 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_gdn_prefill": ({"CELLS": ((1, 128),), "ERROR_TOKENS": 64}, {"gdn_prefill", "gdn_prefill_errors"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
-    "bench_gemm --part few": ({"LAYERS": ((8192, 8192),)}, {"gemm_search_few"}),
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),
     "bench_gemm_wide": ({"PAUSE_S": 0}, {"gemm_wide"}),
     "bench_gemm_wide --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_wide_search"}),

@@ -21,7 +21,6 @@ TABLE = Table(
     (
         Row(NarrowTactic(8, 1, 1, 16, 2, 2), {"m": 8, "tiles_per_sm": 0.25}),
         # the fastest between the other kernels of a step
-        Row(NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"m": 8, "tiles_per_sm": 0.5, "k": 4096}, _IN_A_STEP),
         Row(NarrowTactic(8, 2, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5}, _IN_A_STEP),
         Row(NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"m": 8, "tiles_per_sm": 0.75}, _IN_A_STEP),
         *rows(
@@ -71,20 +70,22 @@ HOPPER: Table[Any] = Table(
         *rows(
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 1, 4), {"tiles_per_sm": 0.9}),
+            (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
             (WideTactic(32, 4), {}),
             m=32,
         ),
         *rows(
             (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
-            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (WideTactic(64, 1, 4, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(64, 1, 4), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 1, 4), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
-            (WideTactic(64, 4), {"tiles_per_sm": 4.0}),
-            (WideTactic(64, 4, divided=True), {}),
+            (WideTactic(64, 4), {}),
             m=64,
         ),
         *rows(

@@ -66,8 +66,7 @@ _divided = (
     for tile_m, groups in ((32, 4), (64, 3), (64, 4), (128, 2), (128, 3), (256, 2))
     for cluster, band in (((1, 4), (2, 8)) if tile_m == 256 else ((1, 4),))
 )
-_shared = (WideTactic(tile_m, groups, depth, cluster=2) for tile_m in (32, 64) for groups, depth in ((1, 4), (2, 2)))
-TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided, *_shared)
+TACTICS: tuple[WideTactic, ...] = (*_whole, *_divided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +100,8 @@ class WideSpec(KernelSpec):
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {tuple(allowed)}")
-        if (self.sharers > 1 and self.divided) or (self.split > 1 and self.cluster > 1):
-            raise ArgumentError("split", self.split, "1 with a cluster; with divided, a depth of 1 too")
+        if self.sharers > 1 and (self.cluster > 1 or self.divided):
+            raise ArgumentError("split", self.split, "1, with a depth of 1, where cluster or divided are used")
         if not 2 <= self.teams <= _MAX_TEAMS or self.teams * self.tile_m > _MAX_ROWS:
             enough = f"groups * depth from 2 to {_MAX_TEAMS}, times tile_m at most {_MAX_ROWS}: registers"
             raise ArgumentError("groups", self.groups, enough)

@@ -1,5 +1,5 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","gated":false,"groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
+// spec: {"band":4,"cluster":1,"depth":4,"divided":false,"dtype":"bf16","format":"nvfp4","gated":false,"groups":1,"out_dtype":"bf16","split":1,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
@@ -9,13 +9,13 @@
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4,
-// so many warpgroups have the same rows, and take the half steps in turn.
+// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4, so
+// many warpgroups have the same rows, and take the half steps in turn.
 //
 // Clusters have one of two uses.
-// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. With a
-//   kDepth of 1 such clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by
-//   their steps, and every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
+// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
+//   clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, and
+//   every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
 //   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
 //   before they wait themselves, because a cluster takes the tiles of its share in descending order.
 // - kSplit CTAs share one tile: each has a part of its columns. They, and warpgroups with the same rows, add up their
@@ -1060,16 +1060,16 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
 constexpr int kTileM       = 32;
-constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kDepth       = 1;  // warpgroups of a group
+constexpr int kGroups      = 1;  // of 64 rows of the weight
+constexpr int kDepth       = 4;  // warpgroups of a group
 constexpr int kCluster     = 1;
 constexpr int kSplit       = 1;
-constexpr bool kDivided    = true;
-constexpr int kSlots       = 14;
-constexpr int kWeightSlots = 8;
+constexpr bool kDivided    = false;
+constexpr int kSlots       = 24;
+constexpr int kWeightSlots = 14;
 constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
-constexpr bool kWhole      = true;  // x comes in whole steps
+constexpr bool kWhole      = false;  // x comes in whole steps
 constexpr int kStepM       = kTileM;  // no other products
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
@@ -1080,7 +1080,7 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 2;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 using Weight = PreparedWeight<In, Out, kFormat>;
@@ -1109,10 +1109,9 @@ struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swiz
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 222208, "the launch counts on it");
+static_assert(sizeof(Shared) == 163840, "the launch counts on it");
 static_assert(kSlots % kDepth == 0 && kSlots % kCopied == 0, "a half of a step has slots of its own");
-static_assert(kSplit == 1 || kCluster == 1, "a cluster has one use");
-static_assert(kSharers == 1 || (!kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
+static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
@@ -1259,7 +1258,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole> consumer{shared, group, half, {warp, lane}, {}, {}};
+    using Products = Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole>;
+    Products consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);

@@ -9,13 +9,13 @@
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4,
-// so many warpgroups have the same rows, and take the half steps in turn.
+// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4, so
+// many warpgroups have the same rows, and take the half steps in turn.
 //
 // Clusters have one of two uses.
-// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. With a
-//   kDepth of 1 such clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by
-//   their steps, and every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
+// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
+//   clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, and
+//   every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
 //   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
 //   before they wait themselves, because a cluster takes the tiles of its share in descending order.
 // - kSplit CTAs share one tile: each has a part of its columns. They, and warpgroups with the same rows, add up their
@@ -1212,8 +1212,7 @@ struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swiz
 };
 static_assert(sizeof(Shared) == 165888, "the launch counts on it");
 static_assert(kSlots % kDepth == 0 && kSlots % kCopied == 0, "a half of a step has slots of its own");
-static_assert(kSplit == 1 || kCluster == 1, "a cluster has one use");
-static_assert(kSharers == 1 || (!kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
+static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
 
 enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
@@ -1357,7 +1356,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole> consumer{shared, group, half, {warp, lane}, {}, {}};
+    using Products = Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole>;
+    Products consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
