@@ -2,9 +2,10 @@
 
 Run on a GPU: ``python -m bench.bench_gemm [--out DIR]`` writes ``gemm.csv``, a line for each layer and number of rows.
 ``--part search`` measures every tactic of the kernel for few rows that can run a case and reads the weight once, and
-writes ``gemm_search.csv``; the tables follow from it and from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``.
-Each tactic has one replay, and those that are nearly the fastest have five more, in turn. ``--part tuner`` writes
-``tuner.csv``: what ``jitfp4.tune`` finds for some of these products, and in how many seconds, and what the tables say,
+writes ``gemm_search.csv``; the tables follow from it, from ``gemm_wide_search.csv`` of ``bench.bench_gemm_wide``, and
+from ``step_search.csv`` of ``bench.search_step``. Each tactic has one replay, and those that are nearly the fastest
+have five more, in turn. ``--part tuner`` writes ``tuner.csv``: what ``jitfp4.tune`` finds for some of these products,
+and in how many seconds, and what the tables say,
 beside a search of all tactics. ``--part choose`` needs no GPU: from the files of both searches it prints, for each row
 of the tables, the tactics that lose least.
 

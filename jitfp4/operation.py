@@ -146,7 +146,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
         table, row, tactic = self._row(problem, arch)
-        measured = table.elsewhere.get(type(tactic), table.measured)
+        measured = row.measured or table.elsewhere.get(type(tactic), table.measured)
         source = f"read from bench/results/{measured}" if measured else "a model, not measured"
         return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {len(table.rows)}, {source}")
 

@@ -19,11 +19,13 @@ class Row(Generic[TacticT]):
     a problem that the row does not fit.
 
     Each entry of ``when`` names an attribute of the problem, or a method of it that takes the architecture. A number is
-    an inclusive upper bound; any other value must equal the attribute.
+    an inclusive upper bound; any other value must equal the attribute. ``measured`` names the file that the row follows
+    from, where it is not the table's.
     """
 
     tactic: TacticT
     when: Mapping[str, Any] = field(default_factory=dict)
+    measured: str | None = None
 
     def of(self, problem: Any, arch: Arch) -> Any:
         """The row's tactic; None for a problem that it does not fit."""

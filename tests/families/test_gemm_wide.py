@@ -33,6 +33,10 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (WideTactic(64, 1, 2), 40, 72, 416, NVFP4, BF16, BF16),
     (WideTactic(64, 4, split=2), 60, 264, 416, MXFP4, BF16, BF16),
     (WideTactic(64, 2, 2, 4), 64, 136, 672, NVFP4, F16, F16),
+    (WideTactic(64, 1, 4), 33, 72, 416, NVFP4, BF16, BF16),  # steps and warpgroups that do not come out even
+    (WideTactic(64, 1, 4, 2), 64, 72, 672, MXFP4, F16, F16),
+    (WideTactic(32, 1, 4), 20, 72, 416, MXFP4, BF16, F16),
+    (WideTactic(64, 3), 40, 72, 160, MXFP4, BF16, BF16),
     (WideTactic(128, 1, 2, 3), 130, 72, 416, NVFP4, F16, BF16),
     (WideTactic(64, 2, cluster=2, divided=True), 130, 520, 416, NVFP4, BF16, F16),
     (WideTactic(256, 2), 200, 136, 160, MXFP4, F16, F16),
@@ -61,6 +65,7 @@ RACED = (
     WideTactic(64, 1, 2, 2),
     WideTactic(64, 2, divided=True),
     WideTactic(64, 2, cluster=2),
+    WideTactic(64, 1, 4, 2),
     WideTactic(32, 1, 2, 2),
     WideTactic(256, 2, divided=True),
 )
@@ -123,6 +128,8 @@ def test_why_a_tactic_is_rejected() -> None:
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), WideTactic(64, 1, 2), Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(64, 64, 1024), WideTactic(128, 1, 2), SM_90A))
     assert "step" in str(rejects(problem(64, 64, 128), WideTactic(64, 1, 2, 2), SM_90A))
+    assert "two" in str(rejects(problem(64, 64, 384), WideTactic(64, 1, 4, 2), SM_90A))
+    assert rejects(problem(64, 64, 512), WideTactic(64, 1, 4, 2), SM_90A) is None
 
 
 @pytest.mark.parametrize(

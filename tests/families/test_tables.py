@@ -157,13 +157,36 @@ def kv_tactic(kind: type[Any], line: Line, *more: object) -> Any:
 
 
 def gemm_cases() -> Iterator[tuple[GemmProblem, Measured]]:
-    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both."""
+    """Of bench.bench_gemm and bench.bench_gemm_wide, search: bf16 activations, NVFP4 weights; 24 to 64 rows by both.
+
+    Those whose rows follow from a step are left out.
+    """
     found: dict[GemmProblem, Measured] = {}
     for kind, needs in ((NarrowTactic, None), (WideTactic, "has_wgmma")):
         for (n, k, m), lines in cases(lines_of(MM_BF16_FP4, needs), 3):
             measured = {gemm_tactic(kind, line): float(line["us"]) for line in lines}
             found.setdefault(gemm_problem(n, k, m), {}).update(measured)
-    yield from found.items()
+    for problem, measured in found.items():
+        _, row, _ = MM_BF16_FP4._row(problem, H200)
+        if row.measured is None:
+            yield problem, measured
+
+
+def step_cases() -> Iterator[tuple[GemmProblem, Measured]]:
+    """Of bench.search_step: the products of a layer of an 8B model, each between the other kernels of the step."""
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+    kinds = {kind.__name__: kind for kind in (NarrowTactic, WideTactic)}
+    with (RESULTS / "h200/step_search.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["product"] in shapes]
+    for (_, batch, product), group in cases(lines, 3):
+        n, k = shapes[product]
+        problem = GemmProblem(DType.BF16, DType.BF16, NVFP4, int(batch), n, k, gated=product == "gate_up")
+        measured = {}
+        for line in group:
+            name, _, fields = line["tactic"].rstrip(")").partition("(")
+            named = dict(field.split("=") for field in fields.split(", "))
+            measured[gemm_tactic(kinds[name], named)] = float(line["us"])
+        yield problem, measured
 
 
 def gemm_tactic(kind: type[Any], line: Line) -> Any:
@@ -239,7 +262,8 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
-        (MM_BF16_FP4, gemm_cases, 120, 1.07),
+        (MM_BF16_FP4, gemm_cases, 112, 1.07),
+        (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
         (ATTENTION, decode_cases, 54, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
         (ATTENTION, prefill_cases, 39, 1.13),
@@ -248,7 +272,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
+    ids=["gdn", "gemm", "gemm in a step", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
@@ -270,7 +294,8 @@ def test_what_is_selected_is_nearly_the_best_that_was_measured(
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_the_measurements_are_there(operation: Operation[Any, Any]) -> None:
     for table in operation.tables:
-        assert table.measured is None or (RESULTS / table.measured).is_file()
+        for measured in {table.measured, *(row.measured for row in table.rows)} - {None}:
+            assert (RESULTS / measured).is_file()
 
 
 # ---- problems and tactics --------------------------------------------------------------------------------------------

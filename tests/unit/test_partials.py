@@ -98,7 +98,8 @@ struct Shared {
   uint8   x[4][32 * 128], weight[3][2][4608];
   Barrier full[4], empty[4], weight_full[3], weight_empty[3];
 };
-template struct Consumer<Shared, Weight, 32, 32, 1, 1>;
+template struct Consumer<Shared, Weight, 32, 32, 1, 1, false>;
+template struct Consumer<Shared, Weight, 32, 32, 1, 1, true>;
 """
 USES: dict[str, tuple[str, str]] = {
     "attention/codes.cuh.j2": (

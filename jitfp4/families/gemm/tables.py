@@ -15,14 +15,15 @@ from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
 
 _MOST_NARROW = 16  # rows of x
+_IN_A_STEP = "h200/step_search.csv"
 
 TABLE = Table(
     (
+        Row(NarrowTactic(8, 1, 1, 16, 2, 2), {"m": 8, "tiles_per_sm": 0.25}),
+        # the fastest between the other kernels of a step
+        Row(NarrowTactic(8, 2, 1, 16, 2, 1), {"m": 8, "tiles_per_sm": 0.5}, _IN_A_STEP),
+        Row(NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4), {"m": 8, "tiles_per_sm": 0.75}, _IN_A_STEP),
         *rows(
-            (NarrowTactic(8, 1, 1, 16, 2, 2), {"tiles_per_sm": 0.25}),
-            (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
-            (NarrowTactic(8, 2, 1, 16, 3, 1), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(8, 3, 1, 16, 2, 1), {"tiles_per_sm": 0.75}),
             (NarrowTactic(8, 2, 1, 12, 2, 2), {"tiles_per_sm": 0.9}),
             (NarrowTactic(8, 4, 1, 16, 2, 1), {"tiles_per_sm": 1.0}),
             (NarrowTactic(8, 5, 1, 12, 2, 1), {"tiles_per_sm": 1.25}),
@@ -62,27 +63,29 @@ TABLE = Table(
 
 # The rows of TABLE for up to 16 rows of x; of those with equal conditions, the first.
 _narrow = {repr(row.when): row for row in reversed(TABLE.rows) if row.tactic.tile_m <= _MOST_NARROW}
-# Rows of gemm/narrow were read from h200/gemm_search.csv.
+# Other rows of gemm/narrow were read from h200/gemm_search.csv.
 HOPPER: Table[Any] = Table(
     (
         *reversed(_narrow.values()),
         *rows(
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=3), {"tiles_per_sm": 0.25}),
             (NarrowTactic(32, 4, 1, 8, 2, 1, split=2), {"tiles_per_sm": 0.5}),
-            (NarrowTactic(32, 4, 1, 8, 2, 1), {"tiles_per_sm": 1.0}),
+            (WideTactic(32, 1, 4), {"tiles_per_sm": 0.9}),
+            (WideTactic(32, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(32, 4, divided=True), {"tiles_per_sm": 2.5}),
             (WideTactic(32, 4), {}),
             m=32,
         ),
         *rows(
             (WideTactic(64, 1, 2, 3), {"tiles_per_sm": 0.25}),
-            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5}),
-            (WideTactic(64, 1, 2), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 1, 2, 2), {"tiles_per_sm": 0.5, "k": 4096}),
+            (WideTactic(64, 1, 4, 2), {"tiles_per_sm": 0.5}),
+            (WideTactic(64, 1, 4), {"tiles_per_sm": 0.9}),
+            (WideTactic(64, 1, 4), {"tiles_per_sm": 1.0, "k": 8192}),
             (WideTactic(64, 2, 2, 2), {"tiles_per_sm": 1.0}),
             (WideTactic(64, 3, split=2), {"tiles_per_sm": 1.3}),
             (WideTactic(64, 4, divided=True), {"tiles_per_sm": 2.5}),
-            (WideTactic(64, 4), {"tiles_per_sm": 4.0}),
-            (WideTactic(64, 4, divided=True), {}),
+            (WideTactic(64, 4), {}),
             m=64,
         ),
         *rows(

@@ -53,6 +53,7 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (3, 1, 16, 2, 1),
         (3, 1, 10, 2, 2),
         (2, 2, 12, 2, 1),
+        (2, 1, 16, 2, 1),
         (2, 1, 16, 3, 1),
         (2, 1, 12, 2, 2),
         (2, 1, 8, 4, 2),
@@ -125,6 +126,7 @@ _SMALL = (NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1) for tile_m i
 TACTICS = (
     *(NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS),
     *_SMALL,
+    NarrowTactic(8, 3, 1, 12, 2, 1, x_stages=4),
     *(NarrowTactic(8, *cut, split, room=1, x_stages=8) for cut in _ONE_ROW for split in _SPLITS[:2]),
 )
 

@@ -26,6 +26,7 @@ _BARRIERS = 16  # bytes of a slot
 _MAX_TEAMS = 4
 _MAX_ROWS = 512  # of x, over all warpgroups
 _MAX_CLUSTER = 8
+_SHORT = 64  # rows of x
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class WideTactic:
 _CUTS = (
     (32, 1, 2, (1, 2)),
     (32, 2, 2, (1, 2)),
+    (32, 1, 4, (1, 2)),
     (32, 4, 1, (1,)),
     (64, 1, 2, (1, 2, 3, 4)),
+    (64, 1, 4, (1, 2)),
     (64, 2, 1, (2, 4)),
     (64, 2, 2, (1, 2, 3, 4)),
     (64, 3, 1, (1, 2, 3, 4)),
@@ -92,7 +95,7 @@ class WideSpec(KernelSpec):
     def __post_init__(self) -> None:
         for name, allowed in zip(
             ("tile_m", "depth", "cluster", "groups", "split"),
-            (TILE_MS, (1, 2), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
+            (TILE_MS, (1, 2, 4), (1, 2), range(1, _MAX_TEAMS + 1), range(1, _MAX_CLUSTER + 1)),
             strict=True,
         ):
             if getattr(self, name) not in allowed:
@@ -131,15 +134,21 @@ class WideSpec(KernelSpec):
         return min(max(2, 1 << self.sharers.bit_length() - 1), _MAX_CLUSTER, self.tile_m // _LEAST_PART)
 
     @property
+    def whole(self) -> bool:
+        """Whether x is copied in whole steps, where short products leave little time for barriers."""
+        return self.depth == 1 and self.tile_m <= _SHORT and not self.packed
+
+    @property
     def slots(self) -> int:
         """Half steps of x in flight: as many as fit in shared memory."""
-        counts = range(2, _MOST_SLOTS + 1, self.depth)  # each warpgroup of a group has separate slots
+        own = 2 if self.whole else self.depth  # each warpgroup of a group has its own
+        counts = range(max(2, own), _MOST_SLOTS + 1, own)
         return max(slots for slots in counts if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
     def weight_slots(self) -> int:
         """Steps of the weight in flight."""
-        return _weight_slots(self.slots)
+        return self._weight_slots(self.slots)
 
     @property
     def shared_bytes(self) -> int:
@@ -160,6 +169,9 @@ class WideSpec(KernelSpec):
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
         return self.words_bytes + ctas * self._sums if self.divided else 0
 
+    def _weight_slots(self, slots: int) -> int:
+        return slots // 2 + max(1, self.depth // 2)
+
     @property
     def _slot(self) -> int:
         return self.tile_m * _HALF_ROW_BYTES
@@ -169,7 +181,7 @@ class WideSpec(KernelSpec):
         return 4 * self.teams * TILE_ROWS * self.tile_m
 
     def _bytes(self, slots: int) -> int:
-        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
+        weights = self._weight_slots(slots) * (self.groups * self.tile_bytes + _BARRIERS)
         out = self.teams * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
@@ -179,10 +191,6 @@ class PreparedWideSpec(WideSpec):
     """A WideSpec whose weight is prepared; ``gated``: its rows are gates and ups."""
 
     gated: bool
-
-
-def _weight_slots(slots: int) -> int:
-    return slots // 2 + 1
 
 
 def specialise(problem: Problem, tactic: WideTactic) -> PreparedWideSpec:
@@ -202,8 +210,8 @@ def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> st
         return f"its products are instructions of {names_with('has_wgmma')}"
     if 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
-    if tactic.split > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
+    if tactic.split * max(1, tactic.depth // 2) > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns, and two with a depth of 4"
     return None
 
 

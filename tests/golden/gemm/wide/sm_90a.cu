@@ -1,5 +1,5 @@
 // gemm_wide, generated from templates/gemm/wide.cu.j2
-// spec: {"band":4,"cluster":1,"depth":1,"divided":true,"dtype":"bf16","format":"nvfp4","gated":false,"groups":4,"out_dtype":"bf16","split":1,"tile_m":32}
+// spec: {"band":4,"cluster":1,"depth":4,"divided":false,"dtype":"bf16","format":"nvfp4","gated":false,"groups":1,"out_dtype":"bf16","split":1,"tile_m":32}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
@@ -9,8 +9,8 @@
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2, two
-// warpgroups have the same rows, and each takes one half of every step.
+// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2 or 4, so
+// many warpgroups have the same rows, and take the half steps in turn.
 //
 // Clusters have one of two uses.
 // - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
@@ -698,13 +698,15 @@ struct Place {
 // ---- gemm/wide_mainloop ----------------------------------------------------
 // Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
 // Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
-template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kCluster> struct Consumer {
+// With kWhole, two slots of x are filled and freed together, by the barriers of the first.
+template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kCluster, bool kWhole>
+struct Consumer {
   static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier);
   static constexpr int kWeightSlots = sizeof(Shared::weight_full) / sizeof(Barrier);
   using Sums = float[kTileM / 2];
 
   Shared& shared;
-  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
+  uint32  group, half;  // the half step that it takes of each kDepth
   Place   place;
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
@@ -712,16 +714,18 @@ template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kC
 
   // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
   template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
-    const uint32 slot = weight_ring.slot;
-    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
-    Weight::decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
+    const uint32 slot = weight_slot();
+    if (kDepth > 1 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
+    const uint32 of_step = kDepth == 1 ? kNext : kDepth == 2 ? half : half % 2;
+    Weight::decode(a, ptx::shared_address(shared.weight[slot][group]), of_step, place);
   }
+  __device__ __forceinline__ uint32 weight_slot() const { return weight_ring.slot + (kDepth == 4 ? half / 2 : 0); }
   // To be called after the fragments were used: only then are the loads complete for sure.
   __device__ __forceinline__ void release_weight() {
     __syncwarp();
-    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
-    weight_ring.advance();
-    place.columns -= kTileCols;
+    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_slot()]);
+#pragma unroll
+    for (int i = 0; i < kDepth; i += 2) weight_ring.advance(), place.columns -= kTileCols;
   }
   // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
   // of a product, so that the compiler knows which registers are in flight.
@@ -745,16 +749,41 @@ template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kC
   // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
   template <int kBack> __device__ __forceinline__ void release_x() {
     constexpr int kDistance = kBack * kDepth;
-    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
+    release_x((ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half);
+  }
+  __device__ __forceinline__ void release_x(uint32 slot) {
+    Barrier* b = &shared.empty[slot];
     if constexpr (kCluster == 1) {
       if (place.lane == 0) ptx::mbarrier_arrive(b);
     } else {
       if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
     }
   }
-  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
-  // other is filled.
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
+  // Both halves of each step. Two sets of fragments: while the tensor cores read one, the other is filled.
+  __device__ __forceinline__ void accumulate_steps(Sums& sums, uint32 steps) {
+    Fragments a, b;
+    decode_next<0>(a);
+    for (uint32 done = 0, last = 0;;) {
+      const uint32 slot = ring.slot;
+      ptx::mbarrier_wait(&shared.full[slot], ring.parity);
+      const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[slot]));
+      start_product(sums, a, x, done > 0);
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release_x(last);
+      last = slot;
+      if ((ring.slot += 2) == kSlots) ring.slot = 0, ring.parity ^= 1;
+      decode_next<1>(b);
+      start_product(sums, b, x + sizeof(Shared::x[0]) / 16, true);
+      release_weight();
+      ptx::wgmma_wait<1>();  // a is free
+      if (++done == steps) break;
+      decode_next<0>(a);
+    }
+    ptx::wgmma_wait<0>();
+    release_x(ring.slot == 0 ? kSlots - 2 : ring.slot - 2);
+  }
+  // The same for single half steps.
+  __device__ __forceinline__ void accumulate_halves(Sums& sums, uint32 products) {
     Fragments a, b;
     if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
       Ring<kSlots> second = ring;
@@ -764,7 +793,7 @@ template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kC
     decode_next<0>(a);
     for (uint32 done = 0;;) {
       multiply(sums, a, done > 0);
-      if constexpr (kDepth == 2) release_weight();
+      if constexpr (kDepth > 1) release_weight();
       ptx::wgmma_wait<1>();  // b is free
       if (done > 0) release_x<2>();
       if (++done == products) break;
@@ -779,6 +808,14 @@ template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kC
     ptx::wgmma_wait<0>();
     release_x<1>();
     if (kDepth == 1 && products % 2 == 1) release_weight();
+  }
+  // `products` half steps of the warpgroup
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
+    if constexpr (kWhole) {
+      accumulate_steps(sums, products / 2);
+    } else {
+      accumulate_halves(sums, products);
+    }
 #pragma unroll
     for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
   }
@@ -1023,15 +1060,16 @@ using In  = bf16;
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
 constexpr int kTileM       = 32;
-constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kDepth       = 1;  // warpgroups of a group
+constexpr int kGroups      = 1;  // of 64 rows of the weight
+constexpr int kDepth       = 4;  // warpgroups of a group
 constexpr int kCluster     = 1;
 constexpr int kSplit       = 1;
-constexpr bool kDivided    = true;
-constexpr int kSlots       = 15;
-constexpr int kWeightSlots = 8;
+constexpr bool kDivided    = false;
+constexpr int kSlots       = 24;
+constexpr int kWeightSlots = 14;
 constexpr bool kGated      = false;  // rows of the weight are gates and ups
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
+constexpr bool kWhole      = false;  // x comes in whole steps
 constexpr int kStepM       = kTileM;  // no other products
 
 constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
@@ -1042,7 +1080,7 @@ constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 2;       // of the rows of x, after the sharers have added up
+constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
 constexpr int kPartM   = kTileM / kParts;
 
 using Weight = PreparedWeight<In, Out, kFormat>;
@@ -1052,6 +1090,7 @@ using Results = WideResults<Out, kTileM, kParts, kGroups, kDepth, kSplit, kGated
 constexpr int kTileN     = kGroups * kTileRows;
 constexpr int kHalf      = kTileCols / 2;
 constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
+constexpr int kCopied    = kWhole ? 2 : 1;  // half steps of x, at once
 constexpr int kTileBytes = Weight::kTileBytes;
 constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
 
@@ -1070,8 +1109,8 @@ struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swiz
   uint8   weight[kWeightSlots][kGroups][kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
-static_assert(sizeof(Shared) == 226304, "the launch counts on it");
-static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
+static_assert(sizeof(Shared) == 163840, "the launch counts on it");
+static_assert(kSlots % kDepth == 0 && kSlots % kCopied == 0, "a half of a step has slots of its own");
 static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
               "room for sums");
 
@@ -1131,13 +1170,16 @@ __device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, con
   Ring<kSlots> ring;
   for (Work work; schedule.take(work);) {
     const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
-    for (uint32 half = 2 * work.begin; half < 2 * work.end; ++half, ring.advance()) {
+    for (uint32 half = 2 * work.begin; half < 2 * work.end;) {
       Barrier* full = &shared.full[ring.slot];
-      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
-      if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
-      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
+      ptx::mbarrier_arrive_expect_tx(full, kCopied * sizeof(shared.x[0]));
+#pragma unroll
+      for (int i = 0; i < kCopied; ++i, ++half, ring.advance()) {
+        uint8* to = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
+        if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
+        if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
+      }
     }
   }
 }
@@ -1191,7 +1233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
   if (produces && warp == 1 && ptx::elect_one()) {
     for (int s = 0; s < kWeightSlots; ++s) {
       ptx::mbarrier_init(&shared.weight_full[s], 1);
-      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kTeams);
+      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kGroups * min(kDepth, 2));
     }
     ptx::fence_mbarrier_init();
   }
@@ -1216,16 +1258,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide(
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster> consumer{shared, group, half, {warp, lane}, {}, {}};
+    using Products = Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster, kWhole>;
+    Products consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
       const uint32 col = at.y + group * kTileRows;  // of out
       const int64  row = col + warp * 16 + lane / 4;
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
-      consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
+      const uint32 skipped = work.begin + (kDepth == 4 ? half / 2 : 0), steps = work.end - work.begin;
+      consumer.place.row = col, consumer.place.columns = int32(k) - int32(skipped) * kTileCols;
       Results::Sums sums;
-      consumer.accumulate(sums, (work.end - work.begin) * (2 / kDepth));
+      consumer.accumulate(sums, kDepth == 4 ? (2 * steps + 3 - half) / 4 : steps * (2 / kDepth));
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
         if (!kGated && added.rows != nullptr) {
