@@ -79,7 +79,7 @@ struct Smem {
 };
 __global__ void run(Epilogue<Config>& e, Smem& smem, TileScheduler<Config>& tiles, TensorMap& map, f16* out) {
   init_epilogue<Config>(smem);
-  e.run(smem, tiles, 8, 8, map, out, 8);
+  e.run(smem, tiles, 8, nullptr, map, out, 8);
 }
 """
 BLOCKS = """
@@ -217,6 +217,17 @@ USES: dict[str, tuple[str, str]] = {
         "  right_scales_share<1, 64>(map, place).load(to, 0, 0, b);\n}\n",
     ),
     "gemm/tmem_epilogue.cuh.j2": ("sm_100a", BLOCKSCALED + EPILOGUE),
+    "gemm/masked_tiles.cuh.j2": (
+        "sm_100a",
+        BLOCKSCALED.replace("  static constexpr Format kFormat = Format::kNvfp4;\n", "")
+        + "template struct MaskedScheduler<Config>;\n",
+    ),
+    "gemm/slice_mainloop.cuh.j2": (
+        "sm_100a",
+        BLOCKSCALED.replace("kTmaStore = false", "kTmaStore = false, kPrefetch = true")
+        + "template struct SliceMainloop<Config>;\n"
+        "__global__ void run(BlockscaledOperands<Config>& p) { blockscaled_gemm<Config, SliceMainloop<Config>>(p); }\n",
+    ),
     "gemm/blockscaled_shell.cuh.j2": ("sm_100a", BLOCKSCALED + "template struct Epilogue<Config>;\n"),
     "gemm/codes.cuh.j2": (
         "sm_80",
