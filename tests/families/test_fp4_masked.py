@@ -3,60 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from jitfp4 import (
-    SfLayout,
-    grouped_gemm_nt_masked,
-    scaled_fp4_grouped_quantize,
-    sim,
-)
+from jitfp4 import ArgumentError, SfLayout, grouped_gemm_nt_masked, scaled_fp4_grouped_quantize, sim
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.kernels.blockscaled_masked import KERNEL, MOST_ENTRIES, MaskedTactic
+from jitfp4.families.gemm.kernels.portable_masked import KERNEL as PORTABLE_KERNEL
+from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.problem import MaskedProblem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.reference.gemm import error_bound, matmul
 from tests.support.compare import poisoned
-from tests.support.gemm import Fp4Matrix, make_matrix
+from tests.support.gemm import Fp4Batch, make_batch, masked_keywords
 
 BF16, F16 = torch.bfloat16, torch.float16
 SIM = [pytest.mark.sim, pytest.mark.compile]
 SWIZZLED = SfLayout.layout_128x4
 SM_100A = Arch.of("sm_100a")
-NAMES = {BF16: "bfloat16", F16: "float16"}
 
 
-def keywords(block_format: BlockFormat, dtype: torch.dtype = BF16) -> dict[str, Any]:
-    sf_dtype = "float8_e4m3fn" if block_format is NVFP4 else "float8_e8m0fnu"
-    sizes = {"sf_vec_size": block_format.block, "c_dtype": NAMES[dtype]}
-    return {"ab_dtype": "float4_e2m1fn", "sf_dtype": sf_dtype, **sizes}
-
-
-class Batch(NamedTuple):
-    """Codes [rows, k / 2, l] and scales [32, 4, rm, 4, rk, l], as FlashInfer orders them, and the values of each."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    values: list[torch.Tensor]
-
-
-def batch(matrices: list[Fp4Matrix]) -> Batch:
-    swizzled = torch.stack([one.scales for one in matrices])
-    scales = swizzled.view(len(matrices), swizzled.shape[1] // 128, swizzled.shape[2] // 4, 32, 4, 4)
-    codes = torch.stack([one.codes for one in matrices])
-    return Batch(codes.permute(1, 2, 0), scales.permute(3, 4, 1, 5, 2, 0), [one.values for one in matrices])
-
-
-def operand(entries: int, rows: int, k: int, block_format: BlockFormat, seed: int) -> Batch:
-    """The padding of scales is NaN."""
-    return batch([make_matrix(rows, k, block_format, SWIZZLED, seed + entry) for entry in range(entries)])
-
-
-def spoil(of: Batch, filled: list[int]) -> None:
+def spoil(of: Fp4Batch, filled: list[int]) -> None:
     """Scales that are NaN in the rows that are not filled."""
     scales = of.scales.view(torch.uint8)
     for entry, rows in enumerate(filled):
@@ -78,14 +48,14 @@ def assert_products(
     Rows of out are ``past`` columns further apart than they are long; if they are, there is no alpha.
     """
     entries, count = len(filled), [min(max(rows, 0), m) for rows in filled]
-    a, b = operand(entries, m, k, block_format, 1), operand(entries, n, k, block_format, 101)
+    a, b = make_batch(entries, m, k, block_format, 1), make_batch(entries, n, k, block_format, 101)
     spoil(a, count)
     alpha = None if past else 2.0**-13 * torch.arange(1.0, 1.0 + entries)
     whole = poisoned((entries, m, n + past), dtype, "cpu")
     want, out = whole.clone(), whole[:, :, :n].permute(1, 2, 0)
     masked_m = torch.tensor(filled, dtype=torch.int32)
     got = grouped_gemm_nt_masked(
-        (a.codes, a.scales), (b.codes, b.scales), out, masked_m, **keywords(block_format, dtype), alpha=alpha
+        (a.codes, a.scales), (b.codes, b.scales), out, masked_m, **masked_keywords(block_format, dtype), alpha=alpha
     )
     assert got is out
     for entry, rows in enumerate(count):
@@ -143,6 +113,34 @@ def test_products(
         assert_products(filled, m, n, k, block_format, dtype)
 
 
+PORTABLE = (  # and the architecture, and what fits a tensor core
+    ("sm_80", PortableMaskedTactic(16, 32, 16, 32, 2, 3), [5, 0, 3, -1], 5, 72, 160, NVFP4, BF16),
+    ("sm_90a", PortableMaskedTactic(16, 128, 16, 32, 2, 3, split=2), [17, 0, 40], 40, 136, 288, MXFP4, F16),
+    ("sm_120a", PortableMaskedTactic(64, 128, 64, 32, 1, 4, scaled_mma=True), [66, 999], 130, 136, 96, NVFP4, BF16),
+    ("sm_100a", PortableMaskedTactic(16, 128, 16, 32, 2, 3, split=2), [0, 1, 16], 16, 136, 480, MXFP4, BF16),
+)
+
+
+@pytest.mark.parametrize(
+    ("arch", "tactic", "filled", "m", "n", "k", "block_format", "dtype"),
+    [pytest.param(*case, marks=SIM, id=case[0]) for case in PORTABLE],
+)
+def test_portable_products(
+    arch: str,
+    tactic: PortableMaskedTactic,
+    filled: list[int],
+    m: int,
+    n: int,
+    k: int,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+) -> None:
+    on = Arch.of(arch)
+    chain = sim.Chain(after_unknown=True) if on.has_pdl else None
+    with sim.device(on, races=True, chain=chain), MM_FP4_MASKED.forced(tactic):
+        assert_products(filled, m, n, k, block_format, dtype)
+
+
 @pytest.mark.parametrize("arch", [pytest.param("sm_103a", marks=SIM)])
 def test_the_order_in_which_warps_run_changes_nothing(arch: str) -> None:
     tactic, sms, *rest = CASES[3]
@@ -173,7 +171,7 @@ def test_behind_the_quantizer(m: int, arch: str) -> None:
         a = scaled_fp4_grouped_quantize(x, masked_m, scale)
         b = scaled_fp4_grouped_quantize(weights, full, scale)
         out = torch.full((3, m, 64), 7.0, dtype=BF16).permute(1, 2, 0)
-        grouped_gemm_nt_masked(a, b, out, masked_m, **keywords(NVFP4), alpha=(1 / scale**2).view(1, 1, 3))
+        grouped_gemm_nt_masked(a, b, out, masked_m, **masked_keywords(NVFP4), alpha=(1 / scale**2).view(1, 1, 3))
     for entry, rows in enumerate(masked_m.tolist()):
         want = x[entry].double() @ weights[entry].double().T
         error = (out[:rows, :, entry] - want[:rows]).norm() / want[:rows].norm() if rows else 0.0
@@ -182,13 +180,13 @@ def test_behind_the_quantizer(m: int, arch: str) -> None:
 
 
 def test_the_transpose_and_other_spellings() -> None:
-    a, b = operand(2, 5, 64, NVFP4, 1), operand(2, 16, 64, NVFP4, 101)
+    a, b = make_batch(2, 5, 64, NVFP4, 1), make_batch(2, 16, 64, NVFP4, 101)
     masked_m, want = torch.tensor([5, 2], dtype=torch.int32), torch.zeros(2, 5, 16, dtype=BF16)
     given = (a.codes, a.scales), (b.codes, b.scales)
-    grouped_gemm_nt_masked(*given, want.permute(1, 2, 0), masked_m, **keywords(NVFP4))
+    grouped_gemm_nt_masked(*given, want.permute(1, 2, 0), masked_m, **masked_keywords(NVFP4))
     flat = [(x.codes, x.scales.permute(5, 2, 4, 0, 1, 3).reshape(2, -1, 4)) for x in (a, b)]
     out = torch.zeros_like(want)
-    grouped_gemm_nt_masked(*flat, out.permute(2, 1, 0), masked_m, **keywords(NVFP4), is_swap_ab=True)
+    grouped_gemm_nt_masked(*flat, out.permute(2, 1, 0), masked_m, **masked_keywords(NVFP4), is_swap_ab=True)
     assert torch.equal(out, want) and out[0].any()
 
 
@@ -207,14 +205,66 @@ def problem(m: int, n: int, k: int, entries: int = 2, block_format: BlockFormat 
         (MaskedTactic(64, 1, 2), "sm_100a", problem(64, 64, 64, MOST_ENTRIES + 1), "entries"),
         (MaskedTactic(256, 1, 5), "sm_100a", problem(256, 256, 256), "shared memory"),
         (MaskedTactic(32, 1, 2, swap_ab=True), "sm_100a", problem(33, 128, 256), "only one"),
+        (PortableMaskedTactic(64, 128, 64, 32, 1, 4), "sm_80", problem(32, 128, 256), "half of its tile"),
+        (PortableMaskedTactic(16, 32, 16, 32, 2, 3), "sm_80", problem(16, 32, 64, 70_000), "65535 entries"),
     ],
     ids=str,
 )
-def test_why_a_tactic_is_rejected(tactic: MaskedTactic, arch: str, one: MaskedProblem, reason: str) -> None:
-    assert reason in str(KERNEL.rejects(one, tactic, Arch.of(arch)))
+def test_why_a_tactic_is_rejected(
+    tactic: MaskedTactic | PortableMaskedTactic, arch: str, one: MaskedProblem, reason: str
+) -> None:
+    kernel = KERNEL if isinstance(tactic, MaskedTactic) else PORTABLE_KERNEL
+    assert reason in str(kernel.rejects(one, tactic, Arch.of(arch)))
+
+
+def test_who_takes_what() -> None:
+    """tcgen05 where it can; the portable products take k that are no multiple of 64, and more entries."""
+    for m, tile_n in ((1, 8), (9, 16), (40, 64), (65, 128), (4096, 128)):
+        assert MM_FP4_MASKED.select(problem(m, 4096, 64), SM_100A).tile_n == tile_n
+    for one in (problem(64, 256, 96), problem(8, 256, 64, MOST_ENTRIES + 1)):
+        assert isinstance(MM_FP4_MASKED.select(one, SM_100A), PortableMaskedTactic)
 
 
 def test_grids() -> None:
     """As many clusters as the GPU runs at once, or as tiles if every row were filled."""
     assert KERNEL.geometry(problem(100, 256, 4096, 8), MaskedTactic(128, 1, 5), SM_100A).grid == (16, 1, 1)
     assert KERNEL.geometry(problem(1000, 4096, 4096, 8), MaskedTactic(128, 1, 5), SM_100A).grid == (148, 1, 1)
+    split = PortableMaskedTactic(16, 128, 16, 32, 2, 3, split=2)
+    assert PORTABLE_KERNEL.geometry(problem(40, 256, 512, 8), split, SM_100A).grid == (6, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("ab_dtype", {"ab_dtype": "float8_e4m3fn"}),
+        ("sf_dtype, sf_vec_size", {"sf_dtype": "float8_e8m0fnu"}),
+        ("c_dtype", {"c_dtype": "float32"}),
+        ("out", {"c_dtype": "float16"}),
+        ("out", {"out": torch.zeros(5, 16, 2, dtype=BF16)}),  # entries innermost
+        ("out", {"is_swap_ab": True}),
+        ("masked_m", {"masked_m": torch.zeros(3, dtype=torch.int32)}),
+        ("alpha", {"alpha": torch.ones(1)}),
+        ("alpha_dtype", {"alpha_dtype": "float16"}),
+        ("dst_signals", {"dst_signals": torch.zeros(2, dtype=torch.int32)}),
+        ("is_combine_fusion", {"is_combine_fusion": True}),
+        ("mma_tiler_mn", {"mma_tiler_mn": (128,)}),
+        ("lhs", {"lhs": torch.zeros(5, 32, 2, dtype=torch.uint8)}),
+    ],
+    ids=str,
+)
+def test_what_is_refused(name: str, changed: dict[str, Any]) -> None:
+    a, b = make_batch(2, 5, 64, NVFP4, 1), make_batch(2, 16, 64, NVFP4, 101)
+    given = {"lhs": (a.codes, a.scales), "rhs": (b.codes, b.scales), "masked_m": torch.zeros(2, dtype=torch.int32)}
+    given |= {"out": torch.zeros(2, 5, 16, dtype=BF16).permute(1, 2, 0), **masked_keywords(NVFP4)}
+    with pytest.raises(ArgumentError) as caught:
+        grouped_gemm_nt_masked(**(given | changed))
+    assert caught.value.name == name
+    grouped_gemm_nt_masked(**given, sm_count=3, mma_tiler_mn=(256, 128), cluster_shape_mn=(2, 1))
+
+
+def test_an_output_in_memory_of_an_operand() -> None:
+    a, b = make_batch(1, 16, 64, NVFP4, 1), make_batch(1, 16, 64, NVFP4, 101)
+    out, masked_m = b.codes.reshape(-1).view(BF16).view(1, 16, 16).permute(1, 2, 0), torch.ones(1, dtype=torch.int32)
+    given = (a.codes, a.scales), (b.codes, b.scales)
+    with pytest.raises(ArgumentError, match="out: got memory of rhs"):
+        grouped_gemm_nt_masked(*given, out, masked_m, **masked_keywords(NVFP4))

@@ -14,13 +14,12 @@ from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import checked, public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, check_strided
-from jitfp4.weight import ROWS
+from jitfp4.weight import COLS, ROWS
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 
 _BLOCKS = {("float8_e4m3fn", NVFP4.block): NVFP4.block, ("float8_e8m0fnu", MXFP4.block): MXFP4.block}
 _OUT_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-_COLS = 64  # that an instruction multiplies
 _SF_ORDER = (5, 2, 4, 0, 1, 3)  # of scales [32, 4, rm, 4, rk, l], as they lie in memory
 
 
@@ -48,35 +47,38 @@ def grouped_gemm_nt_masked(
     is_swap_ab: bool = False,
     alpha: torch.Tensor | None = None,
     alpha_dtype: str | None = None,
-    mma_tiler_mn: tuple[int, int] = (128, 128),
-    cluster_shape_mn: tuple[int, int] = (1, 1),
+    mma_tiler_mn: tuple[int, int] | None = None,
+    cluster_shape_mn: tuple[int, int] | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
     """Multiply a batch of FP4 matrices with block scales, of each the filled rows: ``out[e] = lhs[e] @ rhs[e].T``.
 
     The product of mixture-of-experts layers whose tokens are sorted into a matrix for each expert, as
-    scaled_fp4_grouped_quantize() and silu_and_mul_scaled_nvfp4_experts_quantize() quantize them. On sm_100a and
-    sm_103a, and on CPU tensors.
+    scaled_fp4_grouped_quantize() and silu_and_mul_scaled_nvfp4_experts_quantize() quantize them.
 
     Args:
         lhs: codes and block scales of activations. Codes [m, k / 2, l], uint8 or float4_e2m1fn_x2, element 2j in the
             low nibble of byte j, a view of [l, m, k / 2] whose rows are at equal distances, a multiple of 16 bytes;
-            k a multiple of 64. Scales [32, 4, ceil(m / 128), 4, ceil(k / sf_vec_size / 4), l], a view of the 128x4
-            layout of each matrix, or the same memory as it lies: contiguous, l first. E4M3 for blocks of 16, UE8M0 for
-            32, or the same bytes as uint8. All 16-byte aligned.
+            k a multiple of 32. Scales [32, 4, ceil(m / 128), 4, ceil(k / sf_vec_size / 4), l], a view of the 128x4
+            layout of each matrix, or in another shape as they lie there, dense, l first. E4M3 for blocks of 16, UE8M0
+            for 32, or the same bytes as uint8. All 16-byte aligned.
         rhs: codes [n, k / 2, l] and block scales of the weights likewise; n a multiple of 8.
         out: [m, n, l] of c_dtype to fill in place, a view of [l, m, n] whose rows are at equal distances, a multiple of
-            16 bytes; 16-byte aligned, sharing no memory with another argument. With is_swap_ab its transpose [n, m, l].
+            16 bytes; 16-byte aligned, sharing no memory with another argument.
         masked_m: int32 [l], the number of filled rows of each matrix; values outside 0 to m are clamped. Read on the
             device.
         ab_dtype: "float4_e2m1fn".
-        sf_dtype, sf_vec_size: "float8_e4m3fn" with 16, NVFP4, or "float8_e8m0fnu" with 32, MXFP4.
+        sf_dtype: "float8_e4m3fn", of NVFP4, or "float8_e8m0fnu", of MXFP4.
         c_dtype: "bfloat16" or "float16".
-        topk_weights, idx_src_info, rank_src_info, out_ptrs, num_ranks, dst_signals, barrier_flag_local,
-            barrier_flag_multicast, is_combine_fusion: their defaults; the product does not combine rows of other ranks.
+        sf_vec_size: 16 for NVFP4, 32 for MXFP4.
+        topk_weights, idx_src_info, rank_src_info, out_ptrs, num_ranks, dst_signals: the defaults. Rows of other ranks
+            are not combined, and nobody is told of an entry that is complete.
+        sm_count: accepted, without effect.
+        barrier_flag_local, barrier_flag_multicast, is_combine_fusion: the defaults, likewise.
+        is_swap_ab: whether out is given as its transpose [n, m, l].
         alpha: float32 with l elements, contiguous: a factor of each product, for NVFP4 the *decode* factor. None is 1.
         alpha_dtype: "float32", or None.
-        sm_count, mma_tiler_mn, cluster_shape_mn: accepted, without effect: jitfp4 chooses its own.
+        mma_tiler_mn, cluster_shape_mn: accepted, without effect: jitfp4 chooses its own.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
     Returns:
         ``out``. Rows from masked_m[e] on are not written.
@@ -84,7 +86,6 @@ def grouped_gemm_nt_masked(
         As mm_fp4() for each matrix. What rows from masked_m[e] on of lhs and of its scales hold has no effect.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
-        UnsupportedArchError: on other architectures.
     """
     foreign = {
         "topk_weights": topk_weights,
@@ -103,7 +104,7 @@ def grouped_gemm_nt_masked(
     if ab_dtype != "float4_e2m1fn":
         raise ArgumentError("ab_dtype", repr(ab_dtype), "'float4_e2m1fn'")
     if (sf_dtype, sf_vec_size) not in _BLOCKS:
-        raise ArgumentError("sf_dtype", f"{sf_dtype!r} with sf_vec_size {sf_vec_size}", " or ".join(map(str, _BLOCKS)))
+        raise ArgumentError("sf_dtype, sf_vec_size", (sf_dtype, sf_vec_size), " or ".join(map(str, _BLOCKS)))
     if c_dtype not in _OUT_DTYPES:
         raise ArgumentError("c_dtype", repr(c_dtype), " or ".join(map(repr, _OUT_DTYPES)))
     if alpha_dtype not in (None, "float32"):
@@ -120,8 +121,9 @@ def grouped_gemm_nt_masked(
 
 
 def _check_pair(name: str, value: object) -> None:
-    if not (isinstance(value, tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
-        raise ArgumentError(name, repr(value)[:80], "two positive numbers")
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+    if value is not None and not is_pair:
+        raise ArgumentError(name, repr(value)[:80], "two positive numbers, or None")
 
 
 def _operand(name: str, operand: object) -> Operand:
@@ -156,10 +158,11 @@ def _multiply(
             raise ArgumentError(name, f"shape {tuple(codes.shape)}", "[rows, k / 2, l]")
     check_same_device("rhs", rhs, lhs)
     (m, half, entries), n = lhs.shape, rhs.shape[0]
-    if half == 0 or 2 * half % _COLS:
-        raise ArgumentError("lhs", f"k = {2 * half}", f"a positive multiple of {_COLS}")
+    if half == 0 or 2 * half % COLS:
+        raise ArgumentError("lhs", f"k = {2 * half}", f"a positive multiple of {COLS}")
     if differ(rhs.shape[1:], (half, entries)):
-        raise ArgumentError("rhs", f"shape {tuple(rhs.shape)}", f"[n, {half}, {entries}], as lhs")
+        shapes = f"shapes {tuple(lhs.shape)} and {tuple(rhs.shape)}"
+        raise ArgumentError("lhs, rhs", shapes, "[m, k / 2, l] and [n, k / 2, l]")
     if differ((n % ROWS,), (0,)):
         raise ArgumentError("rhs", f"n = {n}", f"a multiple of {ROWS}")
     check_dtype("masked_m", masked_m, (torch.int32,))
@@ -170,7 +173,7 @@ def _multiply(
     if alpha is not None:
         check_dtype("alpha", alpha, (torch.float32,))
         check_same_device("alpha", alpha, lhs)
-        if alpha.numel() != entries:
+        if differ((alpha.numel(),), (entries,)):
             raise ArgumentError("alpha", f"{alpha.numel()} elements", f"{entries}")
         check_contiguous("alpha", alpha)
     check_same_device("out", out, lhs)
@@ -180,8 +183,8 @@ def _multiply(
         raise ArgumentError("out", f"shape {tuple(out.shape)}", f"{shape}")
     MM_FP4_MASKED(
         MaskedArguments(
-            a=_rows("lhs", lhs.view(torch.uint8), _COLS // 2),
-            b=_rows("rhs", rhs.view(torch.uint8), _COLS // 2),
+            a=_rows("lhs", lhs.view(torch.uint8), COLS // 2),
+            b=_rows("rhs", rhs.view(torch.uint8), COLS // 2),
             a_descale=_scales("lhs", lhs_sf, (m, 2 * half // block, entries), block, lhs),
             b_descale=_scales("rhs", rhs_sf, (n, 2 * half // block, entries), block, lhs),
             alpha=None if alpha is None else alpha.view(entries),
@@ -212,7 +215,7 @@ def _scales(
         if differ(scales.shape, tiles):
             raise ArgumentError(name, f"scales of shape {tuple(scales.shape)}", f"{tiles}")
         scales = scales.permute(_SF_ORDER)
-    elif scales.numel() != rows * cols * sizes[2]:
+    elif differ((scales.numel(),), (rows * cols * sizes[2],)):
         raise ArgumentError(name, f"scales of shape {tuple(scales.shape)}", f"{sizes[2]} * {rows} * {cols} elements")
     if not scales.is_contiguous():
         raise ArgumentError(name, f"scales of strides {scales.stride()}", "a dense buffer, l outermost")

@@ -77,6 +77,10 @@ class MaskedProblem(NamedTuple):
         """One product, with all rows."""
         return Fp4Problem(self.format, SfLayout.layout_128x4, self.out_dtype, self.m, self.n, self.k)
 
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Those of all entries, if all rows were filled."""
+        return self.entries * self.entry.tiles_per_sm(arch)
+
 
 class ExpandProblem(NamedTuple):
     """x [m, k] in fp16 or bf16 from FP4 with block scales."""

@@ -236,6 +236,11 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
+// ---- gemm/masked_rows ------------------------------------------------------
+// How many of the m rows of an entry of a batch are filled.
+__device__ __forceinline__ int64 masked_rows(const int32* masked_m, int64 entry, int64 m) {
+  return min(max(int64(int32(ptx::ld<uint32>(masked_m + entry))), int64(0)), m);
+}
 // ---- partials/cluster_address ----------------------------------------------
 namespace ptx {
 // The address that `p` has in the CTA `rank` of the cluster.
@@ -391,9 +396,7 @@ template <class Config> struct MaskedScheduler {
   ClusterPlace<Config> place = {};
 
   // Of a.
-  __device__ __forceinline__ int64 rows(uint32 entry) const {
-    return min(max(int64(int32(ptx::ld<uint32>(masked_m + entry))), int64(0)), m);
-  }
+  __device__ __forceinline__ int64 rows(uint32 entry) const { return masked_rows(masked_m, entry, m); }
   __device__ __forceinline__ int64 first_row(uint32 entry) const { return entry * m; }
   __device__ __forceinline__ uint32 count() const { return ends[entries - 1]; }
 
