@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import ArgumentError, SfLayout, grouped_gemm_nt_masked, scaled_fp4_grouped_quantize, sim
+from jitfp4 import (
+    ArgumentError,
+    SfLayout,
+    grouped_gemm_nt_masked,
+    scaled_fp4_grouped_quantize,
+    silu_and_mul_scaled_nvfp4_experts_quantize,
+    sim,
+)
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.kernels.blockscaled_masked import KERNEL, MOST_ENTRIES, MaskedTactic
 from jitfp4.families.gemm.kernels.portable_masked import KERNEL as PORTABLE_KERNEL
@@ -177,6 +184,32 @@ def test_behind_the_quantizer(m: int, arch: str) -> None:
         error = (out[:rows, :, entry] - want[:rows]).norm() / want[:rows].norm() if rows else 0.0
         assert error < 0.2
         assert (out[rows:, :, entry] == 7).all()
+
+
+@pytest.mark.parametrize("arch", [pytest.param(arch, marks=SIM) for arch in ("sm_90a", "sm_100a")])
+def test_a_layer_as_engines_compose_it(arch: str) -> None:
+    """Quantize, gates and ups, SwiGLU and quantize, down: each launch waits for the one before."""
+    entries, m, hidden, inter = 3, 20, 128, 64
+    masked_m, generator = torch.tensor([20, 0, 9], dtype=torch.int32), torch.Generator().manual_seed(1)
+    x, w13, w2 = (
+        torch.randn(entries, *size, generator=generator).bfloat16()
+        for size in ((m, hidden), (2 * inter, hidden), (hidden, inter))
+    )
+    scale, scale2 = torch.full((entries,), 2.0), torch.tensor([0.5, 1.0, 2.0])
+    chain = sim.Chain()
+    with sim.device(arch, races=True, chain=chain):
+        up, down = (scaled_fp4_grouped_quantize(w, torch.full_like(masked_m, w.shape[1]), scale) for w in (w13, w2))
+        h = torch.empty(entries, m, 2 * inter, dtype=BF16)
+        y = torch.empty(entries, m, hidden, dtype=BF16)
+        words = masked_keywords(NVFP4)
+        a = scaled_fp4_grouped_quantize(x, masked_m, scale)
+        grouped_gemm_nt_masked(a, up, h.permute(1, 2, 0), masked_m, **words, alpha=1 / scale**2)
+        a = silu_and_mul_scaled_nvfp4_experts_quantize(h, masked_m, scale2)
+        grouped_gemm_nt_masked(a, down, y.permute(1, 2, 0), masked_m, **words, alpha=1 / (scale * scale2))
+    for entry, rows in enumerate(masked_m.tolist()):
+        gate, up_ = (x[entry, :rows].double() @ w13[entry].double().T).chunk(2, -1)
+        want = (torch.nn.functional.silu(gate) * up_) @ w2[entry].double().T
+        assert (y[entry, :rows] - want).norm() <= 0.3 * want.norm()
 
 
 def test_the_transpose_and_other_spellings() -> None:
