@@ -49,6 +49,7 @@ def assert_products(
     block_format: BlockFormat = NVFP4,
     dtype: torch.dtype = BF16,
     past: int = 0,
+    device: str = "cpu",
 ) -> torch.Tensor:
     """Filled rows are within the bound, and nothing else is written; returns the output with what is around it.
 
@@ -58,16 +59,19 @@ def assert_products(
     a, b = make_batch(entries, m, k, block_format, 1), make_batch(entries, n, k, block_format, 101)
     spoil(a, count)
     alpha = None if past else 2.0**-13 * torch.arange(1.0, 1.0 + entries)
-    whole = poisoned((entries, m, n + past), dtype, "cpu")
+    whole = poisoned((entries, m, n + past), dtype, device)
     want, out = whole.clone(), whole[:, :, :n].permute(1, 2, 0)
-    masked_m = torch.tensor(filled, dtype=torch.int32)
+    masked_m = torch.tensor(filled, dtype=torch.int32, device=device)
+    lhs, rhs = ((x.codes.to(device), x.scales.to(device)) for x in (a, b))
     got = grouped_gemm_nt_masked(
-        (a.codes, a.scales), (b.codes, b.scales), out, masked_m, **masked_keywords(block_format, dtype), alpha=alpha
+        *(lhs, rhs, out, masked_m),
+        **masked_keywords(block_format, dtype),
+        alpha=None if alpha is None else alpha.to(device),
     )
     assert got is out
     for entry, rows in enumerate(count):
         x, y, factor = a.values[entry][:rows], b.values[entry], None if alpha is None else alpha[entry]
-        error = (whole[entry, :rows, :n].double() - matmul(x, y, factor, None)).abs()
+        error = (whole[entry, :rows, :n].cpu().double() - matmul(x, y, factor, None)).abs()
         assert bool((error <= error_bound(x, y, factor, None, dtype)).all()), f"entry {entry}"
         want[entry, :rows, :n] = whole[entry, :rows, :n]
     assert torch.equal(whole.view(torch.int16), want.view(torch.int16)), "other rows or columns were written"
@@ -79,8 +83,13 @@ def assert_products(
 
 @pytest.mark.parametrize("block_format", BlockFormat, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_the_definition(block_format: BlockFormat, dtype: torch.dtype) -> None:
-    assert_products([3, 0, 40, 999, -1], 40, 24, 192, block_format, dtype)
+def test_the_definition(block_format: BlockFormat, dtype: torch.dtype, device: str) -> None:
+    assert_products([3, 0, 40, 999, -1], 40, 24, 192, block_format, dtype, device=device)
+
+
+def test_every_number_of_rows(device: str) -> None:
+    for m, n, k in ((1, 8, 32), (17, 264, 416), (129, 136, 64)):
+        assert_products([m, 0, m // 2, 1], m, n, k, device=device)
 
 
 # No rows and all rows, numbers outside, tiles that end within rows and columns, more tiles than clusters, more steps
