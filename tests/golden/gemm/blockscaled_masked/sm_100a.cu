@@ -2,9 +2,9 @@
 // spec: {"cluster_m":1,"cluster_n":1,"ctas":1,"format":"nvfp4","out_dtype":"bf16","split":1,"stages":10,"swap_ab":true,"tile_n":8,"tma_store":true}
 //
 // For each entry of a batch out [masked_m, n] = alpha * a [masked_m, k] b [n, k]^T, both FP4 with block scales, by the
-// block-scaled products of the sm_100 family: gemm/blockscaled with a scheduler that walks the filled rows. Other rows of
-// out are not written. Rows of a beyond masked_m are multiplied where a tile has them, whatever their values: a row of out
-// depends on its own row of a only.
+// block-scaled products of the sm_100 family: gemm/blockscaled with a scheduler that walks the filled rows. Other rows
+// of out are not written. Rows of a beyond masked_m are multiplied where a tile has them, whatever their values: a row
+// of out depends on its own row of a only.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -380,9 +380,9 @@ template <class Config> struct TileScheduler {
 };
 
 // ---- gemm/masked_tiles -----------------------------------------------------
-// The tiles of a batch of products, of which an entry has as many rows of a as masked_m says. All matrices of an operand
-// have the same shape. Clusters take groups of tiles in turn, from the first entry to the last; there are none for rows
-// that are not filled.
+// The tiles of a batch of products, of which an entry has as many rows of a as masked_m says. All matrices of an
+// operand have the same shape. Clusters take groups of tiles in turn, from the first entry to the last; there are none
+// for rows that are not filled.
 //
 // Config: as for the tile scheduler.
 template <class Config> struct MaskedScheduler {

@@ -846,8 +846,8 @@ template <class Config> struct PortableGemm {
   };
 
   // `row` and `column` are the warp's first.
-  static __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, uint32 group, int row, int column,
-                                             uint32 lane) {
+  static __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, uint32 group, int row,
+                                                    int column, uint32 lane) {
     const uint32 g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {
