@@ -6,8 +6,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from types import NoneType
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -96,7 +96,7 @@ def _watched(given: Sequence[tuple[str, Any]], rules: dict[str, _Rule]) -> Itera
 
 def _rule(hint: Any) -> _Rule | None:
     """The types that a value may have, whether it may be a tensor, and the words of an error for both."""
-    members = get_args(hint) or (hint,)
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if any(member not in _ALLOWED for member in members):
         return None
     types = frozenset(kind for member in members for kind in _ALLOWED[member][0])

@@ -40,8 +40,9 @@ _SCALES = ("NVFP44Over6Config", "NVFP44Over6ErrMode", "make_nvfp4_global_scale")
 
 MODULES: dict[str, tuple[str, ...]] = {
     "activation": ("silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
-    "cute_dsl": _NORM,
+    "cute_dsl": (*_NORM, "grouped_gemm_nt_masked"),
     "cute_dsl.add_rmsnorm_fp4quant": ("add_rmsnorm_fp4quant",),
+    "cute_dsl.blockscaled_gemm": ("grouped_gemm_nt_masked",),
     "cute_dsl.rmsnorm_fp4quant": ("rmsnorm_fp4quant",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
@@ -57,7 +58,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
     ),
-    "gemm": ("mm_fp4",),  # FlashInfer's mm_bf16_fp4 takes other arguments
+    "gemm": ("grouped_gemm_nt_masked", "mm_fp4"),  # FlashInfer's mm_bf16_fp4 takes other arguments
     "gemm.gemm_base": ("mm_fp4",),
     "norm": _NORM,
     "page": (

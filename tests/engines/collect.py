@@ -28,7 +28,7 @@ NAMES = {
 }
 WRAPPERS = {name for name in NAMES if "Wrapper" in name}
 METHODS = {"plan", "begin_forward", "run", "run_return_lse", "forward", "forward_return_lse"}
-_ENGINES_OWN = "flashinfer_"  # vLLM's names of FlashInfer's functions begin with it
+_ENGINES_OWN = ("flashinfer_cutedsl_", "flashinfer_")  # vLLM's names of FlashInfer's functions begin so
 
 Call = dict[str, Any]
 
@@ -49,8 +49,9 @@ def _names(tree: ast.Module) -> dict[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and "flashinfer" in (node.module or ""):
             for alias in node.names:
-                own = alias.name.removeprefix(_ENGINES_OWN) if "utils" in (node.module or "") else alias.name
-                theirs = next((name for name in (alias.name, own) if name in NAMES), None)
+                own = _ENGINES_OWN if "utils" in (node.module or "") else ()
+                possible = (alias.name, *(alias.name.removeprefix(prefix) for prefix in own))
+                theirs = next((name for name in possible if name in NAMES), None)
                 inner = "gdn_kernels" in (node.module or "")  # functions of the same names with other parameters
                 if theirs is not None and not inner:
                     names[alias.asname or alias.name] = theirs

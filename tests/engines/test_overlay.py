@@ -38,7 +38,7 @@ with jitfp4.flashinfer.overlay("mm_fp4") as inner:
 after_inner = outer.replaced()
 with jitfp4.flashinfer.install():
     import flashinfer as standing
-    stands = standing.nvfp4_quantize is jitfp4.nvfp4_quantize and not hasattr(standing, "fused_moe")
+    stands = standing.nvfp4_quantize is jitfp4.nvfp4_quantize and not hasattr(standing, "sampling")
 from flashinfer.quantization import fp4_quantize, SfLayout
 from flashinfer.quantization.fp4_quantization import nvfp4_quantize
 from flashinfer.gemm.gemm_base import mm_fp4

@@ -16,7 +16,7 @@ from tests.engines.collect import Call
 from tests.engines.trial import Arguments, Trial
 from tests.support.compare import assert_same_bytes
 from tests.support.gdn import assert_close, case, recurrence
-from tests.support.gemm import assert_fp4_close, make_matrix
+from tests.support.gemm import assert_fp4_close, make_batch, make_matrix, masked_keywords
 from tests.support.kv import paged_cache
 from tests.support.routing import ROUTERS, Router, assert_routing, make_logits
 
@@ -116,6 +116,31 @@ def scaled_fp4_grouped_quantize(call: Call) -> Iterator[Trial]:
     mask, scales = torch.tensor([3, 0, 40], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0])
     yield Trial("three", {"a": halves(3, 40, 128), "mask": mask, "a_global_sf": scales}, check)
     yield Trial("one", {"a": halves(1, 40, 128), "mask": mask[2:], "a_global_sf": scales[2:]}, check)
+
+
+def grouped_gemm_nt_masked(_call: Call) -> Iterator[Trial]:
+    """Weights' scales as engines keep them: the 128x4 layout of each matrix, padded."""
+    m, n, k, masked_m = 40, 72, 128, torch.tensor([3, 0, 40], dtype=torch.int32)
+    a, b = make_batch(3, m, k, NVFP4, 1), make_batch(3, n, k, NVFP4, 11)
+    alpha = torch.tensor([1.0, 2.0, 3.0]) * 2.0**-9
+
+    def check(_result: Any, given: Arguments) -> None:
+        for entry, rows in enumerate(masked_m.tolist()):
+            got = given["out"][:rows, :, entry]
+            assert_fp4_close(got, a.values[entry][:rows], b.values[entry], alpha[entry])
+
+    stored = b.scales.permute(5, 2, 4, 0, 1, 3).reshape(3, 128, k // NVFP4.block)
+    values = {
+        "lhs": (a.codes, a.scales.view(torch.float8_e4m3fn)),
+        "rhs": (b.codes, stored.view(torch.float8_e4m3fn)),
+        "out": torch.zeros(3, m, n, dtype=torch.bfloat16).permute(1, 2, 0),
+        "masked_m": masked_m,
+        **masked_keywords(NVFP4),
+        "alpha": alpha.view(1, 1, 3),
+        "alpha_dtype": "float32",
+        "**": {},
+    }
+    yield Trial("three", values, check)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -359,6 +384,7 @@ TRIALS: dict[str, Callable[[Call], Iterator[Trial]]] = {
     "shuffle_matrix_a": shuffle_matrix_a,
     "shuffle_matrix_sf_a": shuffle_matrix_sf_a,
     "mm_fp4": mm_fp4,
+    "grouped_gemm_nt_masked": grouped_gemm_nt_masked,
     "fused_topk_deepseek": fused_topk_deepseek,
     "add_rmsnorm_fp4quant": add_rmsnorm_fp4quant,
     "gated_delta_rule_decode_pretranspose": gated_delta_rule,

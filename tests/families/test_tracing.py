@@ -23,11 +23,13 @@ from jitfp4.families.gdn.prefill_arguments import PRODUCTS_BYTES, ProductsArgume
 from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.gemm.arguments import ExpandArguments
 from jitfp4.families.gemm.expand_operation import EXPAND
+from jitfp4.formats import NVFP4
 from jitfp4.operation import Operation, operations
 from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
 from tests.support.compare import assert_same_bytes
 from tests.support.gdn import case
+from tests.support.gemm import masked_keywords
 
 ROOT = Path(__file__).parents[2]
 A = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -37,6 +39,8 @@ CODES, SCALES = jitfp4.nvfp4_quantize(A, SCALE, SfLayout.layout_linear)
 POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
 SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
 COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
+MATRICES = jitfp4.nvfp4_batched_quantize(BATCH, SCALE)
+ROWS_OF_8 = jitfp4.nvfp4_batched_quantize(torch.cat((BATCH, BATCH[:, :2]), 1), SCALE)
 PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS, sf_layout=SfLayout.layout_128x4)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
@@ -47,6 +51,15 @@ Function = Callable[..., Any]
 def delta_rule(*given: torch.Tensor) -> Any:
     changed = dict(zip(BY_REQUEST, given, strict=True)) | {"initial_state": DELTA_RULE["initial_state"].clone()}
     return jitfp4.gated_delta_rule_mtp(**(DELTA_RULE | changed))
+
+
+def masked_products(a: torch.Tensor, a_sf: torch.Tensor, b: torch.Tensor, b_sf: torch.Tensor) -> torch.Tensor:
+    """Of batches that begin with their entries."""
+    rows = torch.full(a.shape[:1], a.shape[1], dtype=torch.int32)
+    out = torch.empty(*a.shape[:2], b.shape[1], dtype=torch.bfloat16).permute(1, 2, 0)
+    given = (a.permute(1, 2, 0), a_sf), (b.permute(1, 2, 0), b_sf)
+    jitfp4.grouped_gemm_nt_masked(*given, out, rows, **masked_keywords(NVFP4))
+    return out.permute(2, 0, 1)
 
 
 CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
@@ -77,6 +90,7 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         lambda a, b, *scales: jitfp4.mm_fp4(a, b.T, scales[0], scales[1].T),
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
     ),
+    "grouped_gemm_nt_masked": (masked_products, (*MATRICES, *(tensor.clone() for tensor in ROWS_OF_8))),
     "mm_bf16_fp4": (lambda a: jitfp4.mm_bf16_fp4(a, PREPARED), (A,)),
     "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
 }

@@ -68,7 +68,7 @@ def bad_calls(name: str, device: str) -> Iterator[Bad]:
             arguments = make()
             tensor = arguments[other][0] if isinstance(arguments[other], tuple) else arguments[other]
             if other != parameter.name and isinstance(tensor, torch.Tensor) and tensor.nbytes >= given.nbytes:
-                dense = tensor if tensor.is_contiguous() else tensor.T
+                dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
                 memory = dense.view(-1).view(torch.uint8)[: given.nbytes].view(given.dtype).view(given.shape)
                 yield Bad(name, parameter.name, f"memory of {other}", arguments | {parameter.name: memory})
         if parameter.name in _UPDATED.get(name, ()):
@@ -206,6 +206,7 @@ _LEGAL = {
     *itertools.product(("max_seq_len",), ("0", "7")),  # it only helps to choose a kernel
     *itertools.product(("page_size", "q_len_per_req", "max_q_len"), ("7",)),
     ("window_right", "0"),
+    *(("num_ranks", "0"), ("sm_count", "7")),  # the default; not used
     ("num_qo_heads", "7"),
     ("named", "data on meta"),  # a weight without memory, as torch's modules may have
     ("named", "without bias13"),  # biases are optional

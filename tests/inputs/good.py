@@ -132,6 +132,17 @@ def good_calls() -> Calls:
             "alpha": one(),
             "out": half(4, 8),
         },
+        "grouped_gemm_nt_masked": lambda: {
+            "lhs": (codes(2, 4, 32).permute(1, 2, 0), codes(2, 1, 1, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)),
+            "rhs": (codes(2, 8, 32).permute(1, 2, 0), codes(2, 1, 1, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)),
+            "out": half(2, 4, 8).permute(1, 2, 0),
+            "masked_m": torch.full((2,), 4, dtype=torch.int32),
+            "ab_dtype": "float4_e2m1fn",
+            "sf_dtype": "float8_e4m3fn",
+            "c_dtype": "bfloat16",
+            "sf_vec_size": 16,
+            "alpha": torch.ones(2),
+        },
         "chunk_gated_delta_rule": lambda: {
             "q": half(70, 1, 64),
             "k": half(70, 1, 64),

@@ -102,6 +102,11 @@ def _more() -> Calls:
         },
         "mm_fp4 divided": lambda: fp4(32, 8704, 128),
         "mm_fp4 k96": lambda: fp4(256, 4096, 768),
+        "grouped_gemm_nt_masked k96": lambda: {
+            **good["grouped_gemm_nt_masked"](),
+            "lhs": (_bytes(2, 4, 48).permute(1, 2, 0), _bytes(2, 128 * 8)),
+            "rhs": (_bytes(2, 8, 48).permute(1, 2, 0), _bytes(2, 128 * 8)),
+        },
         "mm_fp4 trtllm": lambda: {**fp4(16, 128, 128), "backend": "trtllm"},
         "single_prefill_with_kv_cache tokens": lambda: {
             **good["single_prefill_with_kv_cache"](),

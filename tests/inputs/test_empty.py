@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import jitfp4
+from jitfp4.formats import NVFP4
+from tests.support.gemm import masked_keywords
 
 E4M3 = torch.float8_e4m3fn
 
@@ -33,6 +35,12 @@ def _append() -> None:
     )
 
 
+def _masked(entries: int, m: int) -> torch.Tensor:
+    given = [(codes(entries, rows, 32).permute(1, 2, 0), codes(entries, -(-rows // 128) * 128, 4)) for rows in (m, 8)]
+    out, masked_m = empty(entries, m, 8).permute(1, 2, 0), torch.zeros(entries, dtype=torch.int32)
+    return jitfp4.grouped_gemm_nt_masked(*given, out, masked_m, **masked_keywords(NVFP4))
+
+
 RECIPE = jitfp4.NVFP44Over6Config()
 CALLS: dict[str, Callable[[], object]] = {
     "no rows": lambda: jitfp4.nvfp4_quantize(empty(0, 64), 1.0),
@@ -45,6 +53,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "no experts": lambda: jitfp4.scaled_fp4_grouped_quantize(
         empty(0, 4, 64), torch.zeros(0, dtype=torch.int32), torch.zeros(0)
     ),
+    "products of no matrices": lambda: _masked(0, 4),
+    "products without rows": lambda: _masked(2, 0),
     "SwiGLU": lambda: jitfp4.silu_and_mul_nvfp4_quantize(empty(0, 64), 1.0),
     "norm": lambda: jitfp4.rmsnorm_fp4quant(empty(0, 64), torch.zeros(64).bfloat16()),
     "scales without rows": lambda: jitfp4.block_scale_interleave(codes(0, 4)),

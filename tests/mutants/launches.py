@@ -25,8 +25,10 @@ from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
+from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
 from jitfp4.families.kv.kernels.quantize import QuantizeTactic
@@ -45,7 +47,7 @@ from tests.support.attention import Case
 from tests.support.compare import poisoned
 from tests.support.conv import make_sequences
 from tests.support.gdn import case
-from tests.support.gemm import assert_fp4_product, assert_product, make_codes, make_weight
+from tests.support.gemm import assert_fp4_product, assert_product, make_batch, make_codes, make_weight, masked_keywords
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
@@ -275,6 +277,18 @@ def _mm_fp4(tactic: K64Tactic, m: int, n: int = 136, k: int = 576) -> None:
         jitfp4.mm_fp4(a, b.T, a_scales, b_scales.T, torch.tensor([0.5]))
 
 
+def _masked(tactic: MaskedTactic, m: int, filled: list[int]) -> None:
+    """More tiles than clusters, more steps than stages, rows that are not filled behind a tile's."""
+    device = sim.active_device()
+    if device is None or device.arch.name != "sm_100a":
+        return
+    a, b = make_batch(len(filled), m, 576, NVFP4, 1), make_batch(len(filled), 136, 576, NVFP4, 11)
+    out = torch.zeros(len(filled), m, 136, dtype=torch.bfloat16).permute(1, 2, 0)
+    given = (a.codes, a.scales), (b.codes, b.scales), out, torch.tensor(filled, dtype=torch.int32)
+    with sim.device(replace(device.arch, num_sms=1)), MM_FP4_MASKED.forced(tactic):
+        jitfp4.grouped_gemm_nt_masked(*given, **masked_keywords(NVFP4), alpha=torch.full((len(filled),), 2.0**-13))
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     "norm, one warp": lambda: _norm(Tactic(3, 1), 1104),
     "norm, eight warps": lambda: _norm(Tactic(2, 8), 3088),
@@ -319,6 +333,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, pair": lambda: _mm_fp4(K64Tactic(64, 2, 2), 200),
     "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
+    "mm_fp4, masked": lambda: _masked(MaskedTactic(64, 1, 2), 100, [100, 0, 33]),
+    "mm_fp4, masked rows": lambda: _masked(MaskedTactic(16, 1, 2, swap_ab=True), 16, [16, 0, 2, 16]),
     "experts, topk": _topk,
     "conv, prompts": lambda: _conv(decode=False),
     "conv, tokens": lambda: _conv(decode=True),

@@ -20,15 +20,18 @@ from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
+from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from tests.sim.call import E4M3, HALVES, Arguments, Call, Case
 from tests.sim.quantize_calls import matrix
 from tests.support.attention import Case as Batch
-from tests.support.gemm import make_matrix, make_weight
+from tests.support.gemm import make_batch, make_matrix, make_weight, masked_keywords
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 
@@ -205,6 +208,25 @@ def _fp4_call(
         "use_nvfp4": block_format is NVFP4,
     }
     return Call("mm_fp4", given, (MM_FP4, tactic), bounds)
+
+
+def masked_cases(*tactics: MaskedTactic | PortableMaskedTactic) -> Iterator[Case]:
+    for tactic, block_format in product(tactics, BlockFormat):
+        yield partial(_masked_call, tactic, block_format)
+
+
+def _masked_call(tactic: MaskedTactic | PortableMaskedTactic, block_format: BlockFormat) -> Call:
+    a, b = make_batch(3, 130, 320, block_format, 1), make_batch(3, 136, 320, block_format, 11)
+    given = {
+        "lhs": (a.codes, a.scales),
+        "rhs": (b.codes, b.scales),
+        "out": torch.zeros(3, 130, 136, dtype=torch.bfloat16).permute(1, 2, 0),
+        "masked_m": torch.tensor([5, 0, 130], dtype=torch.int32),
+        **masked_keywords(block_format),
+        "alpha": 2.0**-9 * torch.arange(1.0, 4.0),
+    }
+    bounds = _TCGEN05 if isinstance(tactic, MaskedTactic) else None
+    return Call("grouped_gemm_nt_masked", given, (MM_FP4_MASKED, tactic), bounds)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
+from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
+from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.kernel import Plan, kernels, lookup
 from jitfp4.sim import api
 from jitfp4.sim.machine import Machine, linear
@@ -70,9 +72,11 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic()),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),
     "gemm/blockscaled_k96": partial(engine_calls.blockscaled_cases, K96Tactic(64, 1, 2, 2), K96Tactic(64, 2, 2, 3)),
+    "gemm/blockscaled_masked": partial(engine_calls.masked_cases, MaskedTactic(64, 1, 2), MaskedTactic(64, 2, 2)),
     "gemm/expand": engine_calls.fp4_wide_cases,
     "gemm/narrow": engine_calls.narrow_cases,
     "gemm/portable": engine_calls.portable_cases,
+    "gemm/portable_masked": partial(engine_calls.masked_cases, PortableMaskedTactic(64, 128, 64, 32, 1, 4)),
     "gemm/wide": engine_calls.wide_cases,
     "gemm/wide_fp4": engine_calls.fp4_wide_cases,
     "kv/dequantize": engine_calls.kv_dequantize_cases,

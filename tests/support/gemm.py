@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,6 +106,30 @@ def make_matrix(
 ) -> Fp4Matrix:
     codes, linear = make_codes(rows, k, block_format, seed)
     return Fp4Matrix(codes, swizzled(linear, layout), dequantize(codes, linear, block_format, None, LINEAR))
+
+
+class Fp4Batch(NamedTuple):
+    """Codes [rows, k / 2, l] and scales [32, 4, rm, 4, rk, l], as FlashInfer orders them, and the values of each."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    values: list[torch.Tensor]
+
+
+def make_batch(entries: int, rows: int, k: int, block_format: BlockFormat, seed: int = 0) -> Fp4Batch:
+    """The padding of scales is NaN."""
+    made = [make_matrix(rows, k, block_format, seed=seed + entry) for entry in range(entries)]
+    padded = torch.stack([one.scales for one in made])
+    tiles = padded.view(entries, padded.shape[1] // 128, padded.shape[2] // 4, 32, 4, 4)
+    codes = torch.stack([one.codes for one in made])
+    return Fp4Batch(codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0), [one.values for one in made])
+
+
+def masked_keywords(block_format: BlockFormat, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """What grouped_gemm_nt_masked() takes as words and numbers."""
+    sf_dtype = "float8_e4m3fn" if block_format is NVFP4 else "float8_e8m0fnu"
+    c_dtype = str(dtype).removeprefix("torch.")
+    return {"ab_dtype": "float4_e2m1fn", "sf_dtype": sf_dtype, "sf_vec_size": block_format.block, "c_dtype": c_dtype}
 
 
 def assert_fp4_product(

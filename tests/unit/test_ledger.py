@@ -32,6 +32,8 @@ _SPILLED = {
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
+    # Of a batch: 128 sums of a thread, and addresses that are parameters of a single product.
+    ("sm_80", "format=nvfp4,out_dtype=", "tile_m=64,tile_n=128,warp_m=64,warp_n=32"): 18,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled

@@ -79,8 +79,18 @@ struct Smem {
 };
 __global__ void run(Epilogue<Config>& e, Smem& smem, TileScheduler<Config>& tiles, TensorMap& map, f16* out) {
   init_epilogue<Config>(smem);
-  e.run(smem, tiles, 8, 8, map, out, 8);
+  e.run(smem, tiles, 8, nullptr, map, out, 8);
 }
+"""
+PORTABLE = """
+struct Config {
+  using Out = bf16;
+  static constexpr Format   kFormat  = Format::kNvfp4;
+  static constexpr SfLayout kALayout = SfLayout::k8x4;
+  static constexpr int kTileM = 16, kTileN = 128, kWarpM = 16, kWarpN = 32, kGroups = 2, kStages = 3;
+  static constexpr bool kHasClusters = true, kScaledMma = true;
+};
+__global__ void run(PortableOperands<bf16>& p) { PortableGemm<Config>::run(p); }
 """
 BLOCKS = """
 struct Chunk {
@@ -251,6 +261,17 @@ USES: dict[str, tuple[str, str]] = {
         "  right_scales_share<1, 64>(map, place).load(to, 0, 0, b);\n}\n",
     ),
     "gemm/tmem_epilogue.cuh.j2": ("sm_100a", BLOCKSCALED + EPILOGUE),
+    "gemm/masked_tiles.cuh.j2": (
+        "sm_100a",
+        BLOCKSCALED.replace("  static constexpr Format kFormat = Format::kNvfp4;\n", "")
+        + "template struct MaskedScheduler<Config>;\n",
+    ),
+    "gemm/slice_mainloop.cuh.j2": (
+        "sm_100a",
+        BLOCKSCALED.replace("kTmaStore = false", "kTmaStore = false, kPrefetch = true")
+        + "template struct SliceMainloop<Config>;\n"
+        "__global__ void run(BlockscaledOperands<Config>& p) { blockscaled_gemm<Config, SliceMainloop<Config>>(p); }\n",
+    ),
     "gemm/blockscaled_shell.cuh.j2": ("sm_100a", BLOCKSCALED + "template struct Epilogue<Config>;\n"),
     "gemm/codes.cuh.j2": (
         "sm_80",
@@ -258,6 +279,7 @@ USES: dict[str, tuple[str, str]] = {
         "  unpack_codes<bf16>(to, 3), unpack_codes<f16>(to, 3);\n"
         "  to[0] = unpack_scales<bf16>(1) + unpack_scales<f16>(1);\n}\n",
     ),
+    "gemm/portable_gemm.cuh.j2": ("sm_120a", PORTABLE),
     "gemm/half_blocks.cuh.j2": ("sm_80", BLOCKS % "HalfBlocks"),
     "gemm/scaled_blocks.cuh.j2": ("sm_120a", BLOCKS % "ScaledBlocks"),
     "partials/e2m1_decode.cuh.j2": ("sm_80", "__global__ void run(float (&v)[8]) { decode_e2m1x8(3, v); }\n"),

@@ -51,6 +51,25 @@ class Fp4Arguments(NamedTuple):
     enable_pdl: bool | None
 
 
+class MaskedArguments(NamedTuple):
+    """The operands of l products, one behind another: a [l * m, k / 2], b [l * n, k / 2] and out [l * m, n].
+
+    As those of mm_fp4, all scales in 128x4, each matrix padded by itself. ``alpha`` and ``masked_m``, int32, have l
+    elements; the first masked_m rows of each m rows of out become products, others stay as they are.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_descale: torch.Tensor
+    b_descale: torch.Tensor
+    alpha: torch.Tensor | None
+    masked_m: torch.Tensor
+    out: Written
+    block_size: int
+    enable_pdl: bool | None
+    names: str
+
+
 class ExpandArguments(NamedTuple):
     """a [m, k / 2] and its scales, as those of mm_fp4; x [m, round_up(k, 128)], which becomes a.
 

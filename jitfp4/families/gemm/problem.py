@@ -62,6 +62,26 @@ class Fp4Problem(NamedTuple):
         return 1 - waves / math.ceil(waves)
 
 
+class MaskedProblem(NamedTuple):
+    """``entries`` products of a [m, k] and b [n, k], both FP4 with block scales in 128x4; some rows of a are filled."""
+
+    format: BlockFormat
+    out_dtype: DType
+    entries: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def entry(self) -> Fp4Problem:
+        """One product, with all rows."""
+        return Fp4Problem(self.format, SfLayout.layout_128x4, self.out_dtype, self.m, self.n, self.k)
+
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Those of all entries, if all rows were filled."""
+        return self.entries * self.entry.tiles_per_sm(arch)
+
+
 class ExpandProblem(NamedTuple):
     """x [m, k] in fp16 or bf16 from FP4 with block scales."""
 

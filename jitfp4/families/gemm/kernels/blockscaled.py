@@ -11,7 +11,7 @@ import torch
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.arguments import Fp4Arguments, atoms
+from jitfp4.families.gemm.arguments import Fp4Arguments, MaskedArguments, atoms
 from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import NVFP4, BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -142,13 +142,18 @@ class BlockScaledSpec(KernelSpec):
         return self.slice_bytes + 16
 
     @property
+    def list_bytes(self) -> int:
+        """Shared memory behind everything else, for the scheduler of tiles, in bytes."""
+        return 0
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, in bytes."""
         out = WRITERS * 2 * 64 * self.part_n if self.tma_store else 128
         barriers = 1 if 2 * self.tile_n > _SUMS_COLUMNS else 2  # pairs of barriers: images that overlap share one
         rest = 16 * barriers + 8  # and the address of tensor memory
         handed = 0 if self.split == 1 else WRITERS * ((self.split - 1) * _WARP_ROWS * self.part_n * 4 + 16)
-        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + handed
+        return round_up(self.stages * self.stage_bytes + self.scale_bytes + out + rest, 1024) + handed + self.list_bytes
 
     @property
     def scale_bytes(self) -> int:
@@ -202,9 +207,9 @@ def groups(problem: Fp4Problem, spec: BlockScaledSpec) -> int:
     return ceil_div(left, rows) * ceil_div(right, spec.tile_n * spec.cluster_n)
 
 
-def launch(problem: Fp4Problem, spec: BlockScaledSpec, arch: Arch) -> Geometry:
+def launch(problem: Fp4Problem, spec: BlockScaledSpec, arch: Arch, entries: int = 1) -> Geometry:
     """A persistent grid: a cluster for each group of tiles, but no more clusters than the GPU runs at once."""
-    clusters = min(groups(problem, spec), arch.clusters(spec.cluster))
+    clusters = min(entries * groups(problem, spec), arch.clusters(spec.cluster))
     grid, cluster = (clusters * spec.cluster, 1, 1), (spec.cluster, 1, 1)
     return Geometry(grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
 
@@ -226,10 +231,16 @@ PARAMS = (
 
 def bind(arguments: Fp4Arguments, plan: Plan) -> dict[str, Any]:
     """The value of each of PARAMS."""
+    return values(arguments, plan)
+
+
+def values(arguments: Fp4Arguments | MaskedArguments, plan: Plan, entries: int = 1) -> dict[str, Any]:
+    """The value of each of PARAMS; the matrices of several entries lie one behind another."""
     spec: BlockScaledSpec = plan.spec
     problem, out = plan.problem, arguments.out.view(torch.uint16)
-    a = arguments.a, atoms(arguments.a_descale, problem.m, problem.k // problem.format.block)
-    b = arguments.b, atoms(arguments.b_descale, problem.n, problem.k // problem.format.block)
+    cols = problem.k // problem.format.block
+    a = arguments.a, atoms(arguments.a_descale, entries * round_up(problem.m, TILE_ROWS), cols)
+    b = arguments.b, atoms(arguments.b_descale, entries * round_up(problem.n, TILE_ROWS), cols)
     (left, left_scales), (right, right_scales) = (b, a) if spec.swap_ab else (a, b)
     boxes, box = spec.boxes, (spec.part_n, 32) if spec.swap_ab else (32, spec.part_n)
     return {
@@ -286,6 +297,23 @@ def most_stages(spec: BlockScaledSpec, ring: str = "stages") -> int:
 # ---- products of 64 columns ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceSpec(BlockScaledSpec):
+    """Instructions of 64 columns. A stage holds a slice and its scales."""
+
+    threads: ClassVar[int] = 32 * (WRITERS + 2)
+    products: ClassVar[int] = 64
+    step: ClassVar[int] = 256
+
+    @property
+    def whole_columns(self) -> int:
+        return self.products
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.slice_bytes + (1 + self.right_atoms) * self.scale_atoms * ATOM_BYTES + 16
+
+
 @dataclass(frozen=True, slots=True)
 class K64Tactic:
     """The tunable fields of K64Spec."""
@@ -302,25 +330,10 @@ class K64Tactic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class K64Spec(BlockScaledSpec):
-    """Instructions of 64 columns. A stage holds a slice and its scales.
-
-    With ``prefetch``, operands are prefetched into L2, ``stages`` steps ahead of their copies.
-    """
+class K64Spec(SliceSpec):
+    """With ``prefetch``, operands are prefetched into L2, ``stages`` steps ahead of their copies."""
 
     prefetch: bool
-
-    threads: ClassVar[int] = 32 * (WRITERS + 2)
-    products: ClassVar[int] = 64
-    step: ClassVar[int] = 256
-
-    @property
-    def whole_columns(self) -> int:
-        return self.products
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.slice_bytes + (1 + self.right_atoms) * self.scale_atoms * ATOM_BYTES + 16
 
 
 def _tactics() -> Iterator[K64Tactic]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gemm.arguments import Fp4Arguments
+from jitfp4.families.gemm.arguments import Fp4Arguments, MaskedArguments
 from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -143,6 +143,11 @@ def geometry(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> Geometr
 
 
 def _bind(arguments: Fp4Arguments, plan: Plan) -> dict[str, Any]:
+    return values(arguments, plan)
+
+
+def values(arguments: Fp4Arguments | MaskedArguments, plan: Plan) -> dict[str, Any]:
+    """The value of each of the kernel's parameters."""
     return {
         "a": arguments.a,
         "b": arguments.b,

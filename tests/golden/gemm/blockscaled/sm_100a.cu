@@ -2,8 +2,7 @@
 // spec: {"cluster_m":1,"cluster_n":1,"ctas":1,"format":"nvfp4","out_dtype":"bf16","prefetch":false,"split":4,"stages":8,"swap_ab":true,"tile_n":16,"tma_store":true}
 //
 // out [m, n] = alpha * a [m, k] b [n, k]^T, both FP4 with block scales, by the block-scaled products of the sm_100
-// family: the shell around a main loop of products of 64 columns. One warp copies both
-// operands and their scales.
+// family: the shell around a main loop of products of 64 columns.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -367,26 +366,39 @@ template <class Config> struct ClusterPlace {
   }
 };
 
+// A tile of a CTA. Matrices of a batch lie one behind another, and so do their scales, each in whole atoms of 128 rows.
+struct Tile {
+  uint32 left, right;              // its first rows of both operands
+  uint32 left_codes, right_codes;  // the same among the rows of all matrices
+  uint32 left_atoms, right_atoms;  // and among the rows of atoms
+  uint32 entry;                    // of the batch
+};
+
 // Clusters are persistent and take groups of kClusterM x kClusterN tiles in turn. Groups in a band, which is as high as
 // 8 tiles, follow each other along the left rows, so that they find their right rows in L2.
 template <class Config> struct TileScheduler {
+  static constexpr bool kMasked = false;
   static constexpr int kTileM = ClusterShape<Config>::kTileM * Config::kClusterM;  // of a group
   static constexpr int kTileN = Config::kTileN * Config::kClusterN;
   static constexpr int kBand  = 8 / Config::kClusterM;
+  int64  m;
   uint32 left, right, first, step;  // groups
   ClusterPlace<Config> place;
 
   __device__ __forceinline__ TileScheduler(int64 m, int64 n)
-      : left(ceil_div(Config::kSwapAb ? n : m, kTileM)), right(ceil_div(Config::kSwapAb ? m : n, kTileN)),
+      : m(m), left(ceil_div(Config::kSwapAb ? n : m, kTileM)), right(ceil_div(Config::kSwapAb ? m : n, kTileN)),
         first(ptx::cluster_id()), step(ptx::clusters()) {}
   __device__ __forceinline__ uint32 count() const { return left * right; }
-  // The first row of the left operand for this CTA, and the first row of the right operand.
-  __device__ __forceinline__ uint2 rows_of(uint32 group) const {
+  __device__ __forceinline__ Tile tile(uint32 group) const {
     const uint32 band = group / (kBand * right), inside = group % (kBand * right);
     const uint32 high = min(uint32(kBand), left - band * kBand);
-    return {(band * kBand + inside % high) * kTileM + place.column() * 128,
-            (inside / high * Config::kClusterN + place.tile_n()) * Config::kTileN};
+    const uint32 l = (band * kBand + inside % high) * kTileM + place.column() * 128;
+    const uint32 r = (inside / high * Config::kClusterN + place.tile_n()) * Config::kTileN;
+    return {l, r, l, r, l / 128, r / 128, 0};
   }
+  // Of `a` and of out: how many there are, and the first one of an entry of the batch.
+  __device__ __forceinline__ int64 rows(uint32) const { return m; }
+  __device__ __forceinline__ int64 first_row(uint32) const { return 0; }
 };
 
 // ---- gemm/cluster_loads ----------------------------------------------------
@@ -1065,23 +1077,37 @@ template <class Config> struct Epilogue {
         ptx::mbarrier_arrive_cluster(&exchange.empty, place.rank + split * kCtas);
     return true;
   }
-  // `out` as a map of boxes of one warp's part, and as rows out_stride apart: either serves.
-  template <typename Smem>
-  __device__ __forceinline__ void run(Smem& smem, const TileScheduler<Config>& tiles, int64 m, int64 n,
+  // From shared memory to the first `rows` rows of a part, of which `cols` columns are left.
+  __device__ __forceinline__ void copy_rows(Out* to, int64 stride, uint32 staged, int64 rows, int64 cols) const {
+    constexpr uint32 kVectors = Config::kSwapAb ? 4 : 8;  // of a row
+    const uint32 v = lane % kVectors;
+    if (8 * v >= cols) return;
+    for (uint32 row = lane / kVectors; row < rows; row += kWarp / kVectors) {
+      const uint32 at = Config::kSwapAb ? row * 64 + (v ^ row / 2 % 4) * 16 : swizzle_128(row, v);
+      ptx::st(to + row * stride + 8 * v, ptx::ld_shared(staged + at));
+    }
+  }
+  // `out` as a map of boxes of one warp's part, and as rows out_stride apart: either serves. A box of the map ends with
+  // the rows of out; those of a masked entry may end before.
+  template <typename Smem, class Tiles>
+  __device__ __forceinline__ void run(Smem& smem, const Tiles& tiles, int64 n, const float* alphas,
                                       const TensorMap& out_map, Out* out, int64 out_stride) {
+    constexpr uint32 kBoxRows = Config::kSwapAb ? kPartN : 32;
     constexpr int kParts = Part<Config>::kParts;
     constexpr bool kOverlap = Accumulators<Config>::kOverlap;
     const uint32 lanes = smem.tmem + (warp << 21);
     const bool   wide  = (uint64(out) | out_stride * sizeof(Out)) % 32 == 0;
     uint32 buffer = 0;
     for (uint32 tile = tiles.first; tile < tiles.count(); tile += tiles.step, accumulators.advance()) {
-      const uint2  at   = tiles.rows_of(tile);
-      const uint32 left = at.x + 32 * warp;
+      const Tile   at   = tiles.tile(tile);
+      const uint32 left = at.left + 32 * warp;
+      const int64  m = tiles.rows(at.entry), first = tiles.first_row(at.entry);
+      if (Tiles::kMasked && alphas != nullptr) alpha = ptx::ld_f32(alphas + at.entry);
       ptx::mbarrier_wait(&smem.accumulator_full[accumulators.barrier()], accumulators.parity);
       ptx::tcgen05_after_sync();
 #pragma unroll 1
       for (int i = 0; i < kParts; ++i) {
-        const uint32 part = kOverlap && accumulators.stage == 0 ? kParts - 1 - i : i, right = at.y + part * kPartN;
+        const uint32 part = kOverlap && accumulators.stage == 0 ? kParts - 1 - i : i, right = at.right + part * kPartN;
         uint32 r[kRegisters];
         load(r, lanes + accumulators.column() + part * kPartN);
         if (i == (kOverlap ? 0 : kParts - 1)) release(smem);
@@ -1095,13 +1121,15 @@ template <class Config> struct Epilogue {
           store_smem(staged, r);
           ptx::fence_proxy_async();
           __syncwarp();
+          const bool cut = Tiles::kMasked && row + kBoxRows > m;
+          if (cut) copy_rows(out + (first + row) * out_stride + col, out_stride, staged, m - row, n - col);
           if (leader) {
-            if (row < m && col < n) ptx::tma_store(out_map, col, row, staged);
+            if (!cut && row < m && col < n) ptx::tma_store(out_map, col, first + row, staged);
             ptx::bulk_commit();
           }
           buffer ^= 1;
         } else if (left + lane < m) {
-          store_row(out + (left + lane) * out_stride + right, n - right, wide, r);
+          store_row(out + (first + left + lane) * out_stride + right, n - right, wide, r);
         }
       }
     }
@@ -1127,6 +1155,8 @@ template <class Config> struct Epilogue {
 //                       commit -----------------------> accumulator_full
 //
 // Config: as for the tile scheduler and the epilogue, kFormat, kStages.
+// Operands: BlockscaledOperands, or with another scheduler what is derived of it; tiles() gets the shared memory behind
+// the rest, and is called by all threads.
 // Mainloop: Smem, kProducers, kStepColumns, kProductColumns; init() and produce(), which an elected thread of each
 // producer calls; an object of it issues the products of a step.
 
@@ -1137,6 +1167,8 @@ template <class Config> struct BlockscaledOperands {
   typename Config::Out* out;
   const float* alpha;
   int64 m, n, k, out_stride;
+
+  __device__ __forceinline__ TileScheduler<Config> tiles(uint8*) const { return {m, n}; }
 };
 
 // kAtoms: of scales, along a stage of them.
@@ -1198,14 +1230,14 @@ template <class Config> __device__ __forceinline__ void sync_all() {
 }
 
 // `products`: how many a tile has.
-template <class Config, class Mainloop>
-__device__ __forceinline__ void multiply(typename Mainloop::Smem& smem, const TileScheduler<Config>& tiles,
-                                         uint32 steps, uint32 products) {
+template <class Config, class Mainloop, class Tiles>
+__device__ __forceinline__ void multiply(typename Mainloop::Smem& smem, const Tiles& tiles, uint32 steps,
+                                         uint32 products) {
   Mainloop mainloop{smem, tiles.place.copiers()};
   const uint32 begin = tiles.place.begin(steps), end = tiles.place.end(steps);
   Accumulators<Config> accumulators;
   for (uint32 tile = tiles.first; tile < tiles.count(); tile += tiles.step, accumulators.advance()) {
-    const uint32 skip = tiles.rows_of(tile).y % 128 / 32;  // scales come by 128 rows, and a tile may begin within them
+    const uint32 skip = tiles.tile(tile).right % 128 / 32;  // scales come by 128 rows, and a tile may begin within them
     const uint32 accumulator = smem.tmem + accumulators.column();
     Barrier*     empty = &smem.accumulator_empty[accumulators.barrier()];
     if constexpr (Config::kCtaGroup == 1) ptx::mbarrier_wait(empty, accumulators.parity ^ 1);
@@ -1218,8 +1250,8 @@ __device__ __forceinline__ void multiply(typename Mainloop::Smem& smem, const Ti
 
 template <class Mainloop> constexpr int kBlockscaledThreads = kWarp * (kEpilogueWarps + 1 + Mainloop::kProducers);
 
-template <class Config, class Mainloop>
-__device__ __forceinline__ void blockscaled_gemm(const BlockscaledOperands<Config>& p) {
+template <class Config, class Mainloop, class Operands>
+__device__ __forceinline__ void blockscaled_gemm(const Operands& p) {
   constexpr uint32 kMmaWarp = kEpilogueWarps, kProducerWarp = kMmaWarp + 1;
   extern __shared__ uint8 dynamic[];
   auto& smem = *reinterpret_cast<typename Mainloop::Smem*>(dynamic);
@@ -1238,7 +1270,7 @@ __device__ __forceinline__ void blockscaled_gemm(const BlockscaledOperands<Confi
   ptx::tcgen05_after_sync();
   ptx::griddep_launch();
 
-  const TileScheduler<Config> tiles(p.m, p.n);
+  const auto   tiles = p.tiles(dynamic + sizeof(smem) + kExchangeBytes<Config>);
   const uint32 steps = ceil_div(p.k, Mainloop::kStepColumns);
   if (warp >= kProducerWarp) {
     ptx::griddep_wait();
@@ -1249,31 +1281,20 @@ __device__ __forceinline__ void blockscaled_gemm(const BlockscaledOperands<Confi
   } else {
     ptx::griddep_wait();
     Epilogue<Config> epilogue{warp, lane, p.alpha != nullptr ? ptx::ld_f32(p.alpha) : 1.0f, ptx::elect_one(), {}};
-    epilogue.run(smem, tiles, p.m, p.n, p.out_map, p.out, p.out_stride);
+    epilogue.run(smem, tiles, p.n, p.alpha, p.out_map, p.out, p.out_stride);
   }
   sync_all<Config>();  // tensor memory is no longer read
   if (warp == kMmaWarp) ptx::tmem_free<Config::kCtaGroup>(smem.tmem);
 }
 
-// ---- spec ------------------------------------------------------------------
-struct Config {
-  using Out = bf16;
-  static constexpr Format kFormat = Format::kNvfp4;
-  static constexpr int  kTileN    = 16;
-  static constexpr int  kCtaGroup = 1;  // CTAs of a tile
-  static constexpr int  kClusterM = 1;  // tiles
-  static constexpr int  kClusterN = 1;
-  static constexpr int  kSplit    = 4;  // parts of the columns
-  static constexpr int  kStages   = 8;
-  static constexpr int  kPartN    = 16;  // columns that a warp of the epilogue writes at a time
-  static constexpr bool kSwapAb   = true;
-  static constexpr bool kTmaStore = true;
-};
-constexpr bool kPrefetch = false;  // to L2, kStages steps ahead
-
-// ---- main loop -------------------------------------------------------------
+// ---- gemm/slice_mainloop ---------------------------------------------------
+// The main loop of products of 64 columns, around which the shell stands. One warp copies both operands and their
+// scales.
+//
 // A step is a stage of the pipeline: 256 columns of both operands and their scales, and four products.
-struct Mainloop {
+//
+// Config: as for the shell, kPrefetch.
+template <class Config> struct SliceMainloop {
   static constexpr int kProducers = 1, kStepColumns = 256, kProductColumns = 64, kProducts = 4;
   static constexpr int kAtoms  = Config::kFormat == Format::kNvfp4 ? 4 : 2;  // of scales
   static constexpr int kStages = Config::kStages;
@@ -1289,8 +1310,9 @@ struct Mainloop {
     init_pipeline(smem.pipelines.full, smem.pipelines.empty, ClusterShape<Config>::kCopiers);
   }
 
-  static __device__ __forceinline__ void produce(Smem& smem, const Operands& p, const TileScheduler<Config>& tiles,
-                                                 uint32 steps, uint32) {
+  template <class Tiles>
+  static __device__ __forceinline__ void produce(Smem& smem, const Operands& p, const Tiles& tiles, uint32 steps,
+                                                 uint32) {
     constexpr uint32 kWords = Smem::kScaleWords, kBytes = Smem::kOperandBytes + Smem::kScaleBytes;
     const auto   left         = left_share(p.left, tiles.place);
     const auto   right        = right_share(p.right, tiles.place);
@@ -1300,23 +1322,23 @@ struct Mainloop {
     const uint32 end   = tiles.place.end(steps);
     Ring<kStages> state;
     for (uint32 tile = tiles.first; tile < tiles.count(); tile += tiles.step) {
-      const uint2 at = tiles.rows_of(tile);
+      const Tile at = tiles.tile(tile);
       for (uint32 step = tiles.place.begin(steps); step < end; ++step, state.advance()) {
         const uint32 stage = state.slot;
         Barrier*     full  = &smem.pipelines.full[stage];
-        if (kPrefetch && step + kStages < end) {
+        if (Config::kPrefetch && step + kStages < end) {
           const uint32 ahead = step + kStages;
-          left.prefetch(ahead * 128, at.x);
-          right.prefetch(ahead * 128, at.y);
-          left_scales.prefetch(ahead * kWords, at.x / 128);
-          right_scales.prefetch(ahead * kWords, at.y / 128);
+          left.prefetch(ahead * 128, at.left_codes);
+          right.prefetch(ahead * 128, at.right_codes);
+          left_scales.prefetch(ahead * kWords, at.left_atoms);
+          right_scales.prefetch(ahead * kWords, at.right_atoms);
         }
         ptx::mbarrier_wait(&smem.pipelines.empty[stage], state.parity ^ 1);
         if (first) ptx::mbarrier_arrive_expect_tx(full, Config::kCtaGroup * kBytes);
-        left.load(smem.left[stage], step * 128, at.x, full);
-        right.load(smem.right[stage], step * 128, at.y, full);
-        left_scales.load(smem.left_scales[stage], step * kWords, at.x / 128, full);
-        right_scales.load(smem.right_scales[stage], step * kWords, at.y / 128, full);
+        left.load(smem.left[stage], step * 128, at.left_codes, full);
+        right.load(smem.right[stage], step * 128, at.right_codes, full);
+        left_scales.load(smem.left_scales[stage], step * kWords, at.left_atoms, full);
+        right_scales.load(smem.right_scales[stage], step * kWords, at.right_atoms, full);
       }
     }
     drain<Config>(smem.pipelines.empty, state);
@@ -1348,9 +1370,25 @@ struct Mainloop {
     state.advance();
   }
 };
+// ---- spec ------------------------------------------------------------------
+struct Config {
+  using Out = bf16;
+  static constexpr Format kFormat = Format::kNvfp4;
+  static constexpr int  kTileN    = 16;
+  static constexpr int  kCtaGroup = 1;  // CTAs of a tile
+  static constexpr int  kClusterM = 1;  // tiles
+  static constexpr int  kClusterN = 1;
+  static constexpr int  kSplit    = 4;  // parts of the columns
+  static constexpr int  kStages   = 8;
+  static constexpr int  kPartN    = 16;  // columns that a warp of the epilogue writes at a time
+  static constexpr bool kSwapAb   = true;
+  static constexpr bool kTmaStore = true;
+  static constexpr bool kPrefetch = false;  // to L2, kStages steps ahead
+};
 
 // ---- kernel ----------------------------------------------------------------
 using Out = Config::Out;
+using Mainloop = SliceMainloop<Config>;
 static_assert(sizeof(Mainloop::Smem) + kExchangeBytes<Config> == 214080, "the launch counts on it");
 static_assert(kBlockscaledThreads<Mainloop> == 192, "the launch counts on it");
 
@@ -1367,6 +1405,6 @@ extern "C" __global__ void __launch_bounds__(192, 1) gemm_blockscaled(
     int64 k,                                         // a multiple of 64
     int64 out_stride                                 // elements
 ) {
-  blockscaled_gemm<Config, Mainloop>(
-      {left, right, left_scales, right_scales, out_map, out, alpha, m, n, k, out_stride});
+  blockscaled_gemm<Config, Mainloop>(BlockscaledOperands<Config>{
+      left, right, left_scales, right_scales, out_map, out, alpha, m, n, k, out_stride});
 }

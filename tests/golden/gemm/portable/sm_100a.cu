@@ -2,12 +2,6 @@
 // spec: {"a_layout":"layout_8x4","format":"nvfp4","groups":2,"out_dtype":"bf16","scaled_mma":false,"stages":3,"tile_m":16,"tile_n":128,"warp_m":16,"warp_n":32}
 //
 // out [m, n] = a [m, k] times the transpose of b [n, k], both FP4 with block scales, in the layouts of the quantizers.
-//
-// A CTA takes kTileM rows of a by kTileN rows of b; the CTAs of a cluster take the same rows, and each a share of the
-// columns. A step is kGroups chunks of 128 columns: each group of warps multiplies one chunk, and each of its warps
-// kWarpM by kWarpN rows of it. Asynchronous copies fill a pipeline of stages, one step each, codes and scales as they
-// lie in memory. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in
-// the same order.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -727,134 +721,242 @@ template <Format kFormat> struct ScaledBlocks {
   }
 };
 
-// ---- spec ------------------------------------------------------------------
-using Out = bf16;
-constexpr Format   kFormat  = Format::kNvfp4;
-constexpr SfLayout kALayout = SfLayout::k8x4;
-constexpr int kTileM  = 16;
-constexpr int kTileN  = 128;
-constexpr int kWarpM  = 16;
-constexpr int kWarpN  = 32;
-constexpr int kGroups = 2;
-constexpr int kStages = 3;
-constexpr bool kHasClusters = true;
-constexpr bool kScaledMma   = false;  // the tensor cores multiply codes with scales
+// ---- gemm/portable_gemm ----------------------------------------------------
+// A product of two FP4 matrices by mma.sync.
+//
+// A CTA takes kTileM rows of a by kTileN rows of b; the CTAs of a cluster take the same rows, and each a share of the
+// columns. A step is kGroups chunks of 128 columns: each group of warps multiplies one chunk, and each of its warps
+// kWarpM by kWarpN rows of it. Asynchronous copies fill a pipeline of stages, one step each, codes and scales as they
+// lie in memory. Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in
+// the same order.
+//
+// Config: Out, kFormat, kALayout, kTileM, kTileN, kWarpM, kWarpN, kGroups, kStages, kHasClusters, kScaledMma.
+template <typename Out> struct PortableOperands {
+  const uint8 *a, *b, *a_scales, *b_scales;
+  const float* alpha;
+  Out*  out;
+  int64 m, n, k, a_stride, b_stride, out_stride;
+};
 
-constexpr int kBlock      = block_of(kFormat);
-constexpr int kChunk      = 128;
-constexpr int kRowBytes   = kChunk / 2;
-constexpr int kScaleTiles = kChunk / kBlock / 4;  // of four columns, in a chunk
-constexpr int kBlocksM = kWarpM / 16, kBlocksN = kWarpN / 8;
-constexpr int kWarpsM  = kTileM / kWarpM, kGroupWarps = kWarpsM * (kTileN / kWarpN);
-constexpr int kThreads = kGroups * kGroupWarps * kWarp;
+template <class Config> struct PortableGemm {
+  using Out = typename Config::Out;
+  static constexpr Format   kFormat  = Config::kFormat;
+  static constexpr SfLayout kALayout = Config::kALayout;
+  static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kWarpM = Config::kWarpM;
+  static constexpr int kWarpN = Config::kWarpN, kGroups = Config::kGroups, kStages = Config::kStages;
+  static constexpr bool kHasClusters = Config::kHasClusters;
 
-using Accumulators = float[kBlocksM][kBlocksN][4];
+  static constexpr int kBlock      = block_of(kFormat);
+  static constexpr int kChunk      = 128;
+  static constexpr int kRowBytes   = kChunk / 2;
+  static constexpr int kScaleTiles = kChunk / kBlock / 4;  // of four columns, in a chunk
+  static constexpr int kBlocksM = kWarpM / 16, kBlocksN = kWarpN / 8;
+  static constexpr int kWarpsM  = kTileM / kWarpM, kGroupWarps = kWarpsM * (kTileN / kWarpN);
+  static constexpr int kThreads = kGroups * kGroupWarps * kWarp;
 
-// ---- operands --------------------------------------------------------------
-// Rows of an operand, and where a stage holds them: a chunk of a row is four vectors of 16 bytes, permuted so that
-// loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r / 2 % 4. Scales lie as in
-// memory, tile by tile.
-template <int kRows, SfLayout L> struct Operand {
-  static constexpr int kTileRows  = SfTile<L>::kOuter * SfTile<L>::kInner;
-  static constexpr int kTileBytes = kTileRows * SfTile<L>::kCols;
-  static constexpr int kRowTiles  = kRows < kTileRows ? 1 : kRows / kTileRows;
+  using Accumulators = float[kBlocksM][kBlocksN][4];
 
-  struct Chunk {
-    uint8 codes[kRows][kRowBytes];
-    uint8 scales[kRowTiles][kScaleTiles][kTileBytes];
+  // Rows of an operand, and where a stage holds them: a chunk of a row is four vectors of 16 bytes, permuted so that
+  // loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r / 2 % 4. Scales lie as in
+  // memory, tile by tile.
+  template <int kRows, SfLayout L> struct Operand {
+    static constexpr int kTileRows  = SfTile<L>::kOuter * SfTile<L>::kInner;
+    static constexpr int kTileBytes = kTileRows * SfTile<L>::kCols;
+    static constexpr int kRowTiles  = kRows < kTileRows ? 1 : kRows / kTileRows;
 
-    __device__ __forceinline__ uint32 vector(uint32 row, uint32 v) const {
-      return ptx::shared_address(codes[row]) + (v ^ row / 2 % 4) * 16;
+    struct Chunk {
+      uint8 codes[kRows][kRowBytes];
+      uint8 scales[kRowTiles][kScaleTiles][kTileBytes];
+
+      __device__ __forceinline__ uint32 vector(uint32 row, uint32 v) const {
+        return ptx::shared_address(codes[row]) + (v ^ row / 2 % 4) * 16;
+      }
+      // `row` counts from the first of the first tile.
+      __device__ __forceinline__ const uint8* scale(uint32 row, uint32 column) const {
+        return scales[0][0] + sf_offset<L>(row, column, kScaleTiles * SfTile<L>::kCols);
+      }
+    };
+
+    const uint8* codes;   // of the first row
+    const uint8* scales;  // of the tile that holds it
+    int64 stride;         // bytes, of a row
+    int64 tiles_stride;   // bytes, of a row of tiles
+    int   rows;           // of the operand, from the first row on
+    int   place;          // of the first row in that tile
+
+    __device__ __forceinline__ Operand(const uint8* all, const uint8* all_scales, int64 stride, int first, int64 last,
+                                       int64 columns)
+        : codes(all + first * stride), stride(stride), rows(int(last) - first), place(first % kTileRows) {
+      tiles_stride = ceil_div(columns, SfTile<L>::kCols) * kTileBytes;
+      scales       = all_scales + first / kTileRows * tiles_stride;
     }
-    // `row` counts from the first of the first tile.
-    __device__ __forceinline__ const uint8* scale(uint32 row, uint32 column) const {
-      return scales[0][0] + sf_offset<L>(row, column, kScaleTiles * SfTile<L>::kCols);
+
+    // Starts the copies of the step that begins at `column`. Columns from `end` on and rows past the last become zero.
+    __device__ __forceinline__ void load(Chunk (&chunks)[kGroups], int column, int end, uint32 thread) const {
+      constexpr int kVectors = kGroups * 4, kAll = kRows * kVectors;  // of a row, of all rows
+#pragma unroll
+      for (int i = 0; i < kAll; i += kThreads) {
+        if (kAll % kThreads != 0 && i + thread >= kAll) break;
+        const int row = (i + thread) / kVectors, v = (i + thread) % kVectors, at = column + v * 32;
+        ptx::copy_async_or_zero(chunks[v / 4].vector(row, v % 4), codes + row * stride + at / 2,
+                                row < rows && at < end ? 16 : 0);
+      }
+      constexpr int kPieces = kTileBytes / 16, kTiles = kGroups * kScaleTiles, kTileCols = SfTile<L>::kCols * kBlock;
+      constexpr int kAllScales = kRowTiles * kTiles * kPieces;
+#pragma unroll
+      for (int i = 0; i < kAllScales; i += kThreads) {
+        if (kAllScales % kThreads != 0 && i + thread >= kAllScales) break;
+        const uint32 number = (i + thread) / kPieces;
+        const int row = number / kTiles, tile = number % kTiles, at = column + tile * kTileCols;
+        const int piece = thread % kPieces * 16;
+        uint8*       to   = chunks[tile / kScaleTiles].scales[row][tile % kScaleTiles] + piece;
+        const uint8* from = scales + row * tiles_stride + at / kTileCols * kTileBytes + piece;
+        ptx::copy_async_or_zero(ptx::shared_address(to), from, row * kTileRows < place + rows && at < end ? 16 : 0);
+      }
     }
   };
+  using OperandA = Operand<kTileM, kALayout>;
+  using OperandB = Operand<kTileN, SfLayout::k128x4>;
 
-  const uint8* codes;   // of the first row
-  const uint8* scales;  // of the tile that holds it
-  int64 stride;         // bytes, of a row
-  int64 tiles_stride;   // bytes, of a row of tiles
-  int   rows;           // of the operand, from the first row on
-  int   place;          // of the first row in that tile
+  // A warp's first rows of a and of b, in the CTA's tile and among its rows of scales.
+  struct Place {
+    int a, b, a_scales, b_scales;
+  };
 
-  __device__ __forceinline__ Operand(const uint8* all, const uint8* all_scales, int64 stride, int first, int64 last,
-                                     int64 columns)
-      : codes(all + first * stride), stride(stride), rows(int(last) - first), place(first % kTileRows) {
-    tiles_stride = ceil_div(columns, SfTile<L>::kCols) * kTileBytes;
-    scales       = all_scales + first / kTileRows * tiles_stride;
-  }
+  using Multiplier = Select<Config::kScaledMma, ScaledBlocks<kFormat>, HalfBlocks<kFormat>>;
 
-  // Starts the copies of the step that begins at `column`. Columns from `end` on and rows past the last become zero.
-  __device__ __forceinline__ void load(Chunk (&chunks)[kGroups], int column, int end, uint32 thread) const {
-    constexpr int kVectors = kGroups * 4, kAll = kRows * kVectors;  // of a row, of all rows
+  struct Pipeline {
+    alignas(128) typename OperandA::Chunk a[kStages][kGroups];
+    alignas(16) typename OperandB::Chunk b[kStages][kGroups];
+  };
+  static constexpr int kPitch = kTileN + 8;  // so that a fragment is stored without bank conflicts
+  struct Sums {
+    static constexpr int kGroups = Config::kGroups, kGap = kTileM * kPitch;
+    float rows[kGroups][kTileM][kPitch];
+  };
+  union Shared {
+    Pipeline pipeline;
+    Sums sums;  // after the last product of every warp
+  };
+
+  // `row` and `column` are the warp's first.
+  static __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, uint32 group, int row,
+                                                    int column, uint32 lane) {
+    const uint32 g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < kAll; i += kThreads) {
-      if (kAll % kThreads != 0 && i + thread >= kAll) break;
-      const int row = (i + thread) / kVectors, v = (i + thread) % kVectors, at = column + v * 32;
-      ptx::copy_async_or_zero(chunks[v / 4].vector(row, v % 4), codes + row * stride + at / 2,
-                              row < rows && at < end ? 16 : 0);
-    }
-    constexpr int kPieces = kTileBytes / 16, kTiles = kGroups * kScaleTiles, kTileCols = SfTile<L>::kCols * kBlock;
-    constexpr int kAllScales = kRowTiles * kTiles * kPieces;
+    for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll
-    for (int i = 0; i < kAllScales; i += kThreads) {
-      if (kAllScales % kThreads != 0 && i + thread >= kAllScales) break;
-      const uint32 number = (i + thread) / kPieces;
-      const int row = number / kTiles, tile = number % kTiles, at = column + tile * kTileCols;
-      const int piece = thread % kPieces * 16;
-      uint8*       to   = chunks[tile / kScaleTiles].scales[row][tile % kScaleTiles] + piece;
-      const uint8* from = scales + row * tiles_stride + at / kTileCols * kTileBytes + piece;
-      ptx::copy_async_or_zero(ptx::shared_address(to), from, row * kTileRows < place + rows && at < end ? 16 : 0);
-    }
-  }
-};
-using OperandA = Operand<kTileM, kALayout>;
-using OperandB = Operand<kTileN, SfLayout::k128x4>;
-
-// A warp's first rows of a and of b, in the CTA's tile and among its rows of scales.
-struct Place {
-  int a, b, a_scales, b_scales;
-};
-
-using Multiplier = Select<kScaledMma, ScaledBlocks<kFormat>, HalfBlocks<kFormat>>;
-
-// ---- shared memory ---------------------------------------------------------
-struct Pipeline {
-  alignas(128) OperandA::Chunk a[kStages][kGroups];
-  alignas(16) OperandB::Chunk b[kStages][kGroups];
-};
-constexpr int kPitch = kTileN + 8;  // so that a fragment is stored without bank conflicts
-struct Sums {
-  static constexpr int kGroups = ::kGroups, kGap = kTileM * kPitch;
-  float rows[kGroups][kTileM][kPitch];
-};
-union Shared {
-  Pipeline pipeline;
-  Sums sums;  // after the last product of every warp
-};
-
-static_assert(sizeof(Shared) == 62208, "the launch counts on it");
-
-// ---- sums over warps and CTAs ----------------------------------------------
-// `row` and `column` are the warp's first.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, uint32 group, int row, int column,
-                                           uint32 lane) {
-  const uint32 g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int i = 0; i < kBlocksM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kBlocksN; ++j) {
-      float* at = &s.rows[group][row + 16 * i + g][column + 8 * j + 2 * t];
-      *reinterpret_cast<float2*>(at)              = {sums[i][j][0], sums[i][j][1]};
-      *reinterpret_cast<float2*>(at + 8 * kPitch) = {sums[i][j][2], sums[i][j][3]};
+      for (int j = 0; j < kBlocksN; ++j) {
+        float* at = &s.rows[group][row + 16 * i + g][column + 8 * j + 2 * t];
+        *reinterpret_cast<float2*>(at)              = {sums[i][j][0], sums[i][j][1]};
+        *reinterpret_cast<float2*>(at + 8 * kPitch) = {sums[i][j][2], sums[i][j][3]};
+      }
     }
   }
-}
+
+  // CTAs that share the columns, and the first row of a in this CTA's tile.
+  static __device__ __forceinline__ uint32 shares() { return kHasClusters ? ptx::cluster_ctas() : 1; }
+  static __device__ __forceinline__ int first_row(uint32 shares) { return blockIdx.x / shares * kTileM; }
+
+  static __device__ __forceinline__ void run(const PortableOperands<Out>& p) {
+    extern __shared__ __align__(128) uint8 dynamic[];
+    const int64 m = p.m, n = p.n, k = p.k;
+    Shared& s = *reinterpret_cast<Shared*>(dynamic);
+    Pipeline& pipeline = s.pipeline;
+    const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, group = warp / kGroupWarps;
+    const uint32 shares = PortableGemm::shares(), share = blockIdx.x % shares;  // of the columns
+    const int first_m = first_row(shares), first_n = blockIdx.y * kTileN;
+    const int warp_m  = warp % kWarpsM * kWarpM, warp_n = warp % kGroupWarps / kWarpsM * kWarpN;
+
+    const int chunks = int(ceil_div(k, kChunk));
+    const int begin  = int(int64(chunks) * share / shares) * kChunk;
+    const int end    = min(int(k), int(int64(chunks) * (share + 1) / shares) * kChunk);
+    const int turns  = int(ceil_div(end - begin, kGroups * kChunk));
+    const OperandA operand_a(p.a, p.a_scales, p.a_stride, first_m, m, k / kBlock);
+    const OperandB operand_b(p.b, p.b_scales, p.b_stride, first_n, n, k / kBlock);
+    const Place place = {warp_m, warp_n, operand_a.place + warp_m, operand_b.place + warp_n};
+
+    if constexpr (kHasPdl) {
+      ptx::griddep_launch();
+      ptx::griddep_wait();
+    }
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < turns) {
+        operand_a.load(pipeline.a[i], begin + i * (kGroups * kChunk), end, thread);
+        operand_b.load(pipeline.b[i], begin + i * (kGroups * kChunk), end, thread);
+      }
+      ptx::copy_async_commit();
+    }
+
+    Accumulators sums = {};
+    int stage = 0;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      ptx::copy_async_wait_for<kStages - 2>();
+      __syncthreads();
+      const int next = turn + kStages - 1;
+      if (next < turns) {
+        const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
+        operand_a.load(pipeline.a[to], begin + next * (kGroups * kChunk), end, thread);
+        operand_b.load(pipeline.b[to], begin + next * (kGroups * kChunk), end, thread);
+      }
+      ptx::copy_async_commit();
+      const int column = begin + (turn * kGroups + int(group)) * kChunk;
+      Multiplier::multiply(sums, pipeline.a[stage][group], pipeline.b[stage][group], place, end - column, lane);
+      if (++stage == kStages) stage = 0;
+    }
+    __syncthreads();  // the sums take the place of the pipeline
+
+    store_sums(s.sums, sums, group, warp_m, warp_n, lane);
+    __syncthreads();
+    constexpr int kQuads = kTileN / 4, kItems = kTileM * kQuads / 2;
+    const bool is_shared = kHasClusters && shares > 1;
+    if (is_shared) {
+      for (uint32 i = thread; i < 2 * kItems; i += kThreads) {
+        float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
+        *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
+      }
+      ptx::cluster_sync();
+    }
+    const float factor = p.alpha == nullptr ? 1.0f : ptx::ld_f32(p.alpha);
+    for (uint32 i = thread + share * kThreads; i < kItems; i += kThreads * shares) {
+      const int row = i / (kQuads / 2), column = i % (kQuads / 2) * 8;
+      if (row >= operand_a.rows || column >= operand_b.rows) continue;
+      const float* from = &s.sums.rows[0][row][column];
+      uint32 pairs[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 v = is_shared ? sum_cluster(from + 4 * half, shares) : sum_groups<Sums>(from + 4 * half);
+        pairs[2 * half]     = to_pair<Out>(v.x * Multiplier::kUnit * factor, v.y * Multiplier::kUnit * factor);
+        pairs[2 * half + 1] = to_pair<Out>(v.z * Multiplier::kUnit * factor, v.w * Multiplier::kUnit * factor);
+      }
+      st_halves<8>(p.out + (first_m + row) * p.out_stride + first_n + column, pairs);
+    }
+    if (is_shared) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
+  }
+};
+// ---- spec ------------------------------------------------------------------
+struct Config {
+  using Out = bf16;
+  static constexpr Format   kFormat  = Format::kNvfp4;
+  static constexpr SfLayout kALayout = SfLayout::k8x4;
+  static constexpr int  kTileM  = 16;
+  static constexpr int  kTileN  = 128;
+  static constexpr int  kWarpM  = 16;
+  static constexpr int  kWarpN  = 32;
+  static constexpr int  kGroups = 2;
+  static constexpr int  kStages = 3;
+  static constexpr bool kHasClusters = true;
+  static constexpr bool kScaledMma   = false;  // the tensor cores multiply codes with scales
+};
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
+using Out  = Config::Out;
+using Gemm = PortableGemm<Config>;
+static_assert(sizeof(Gemm::Shared) == 62208, "the launch counts on it");
+
+extern "C" __global__ void __launch_bounds__(Gemm::kThreads) gemm_portable(
     const uint8* __restrict__ a,         // [m, k / 2]
     const uint8* __restrict__ b,         // [n, k / 2]
     const uint8* __restrict__ a_scales,  // in kALayout
@@ -866,80 +968,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
     int64 k,                             // a multiple of 32
     int64 a_stride,                      // elements, as all strides: bytes of codes
     int64 b_stride,
-    int64 out_stride
-) {
-  extern __shared__ __align__(128) uint8 dynamic[];
-  Shared& s = *reinterpret_cast<Shared*>(dynamic);
-  Pipeline& pipeline = s.pipeline;
-  const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp, group = warp / kGroupWarps;
-  const uint32 shares = kHasClusters ? ptx::cluster_ctas() : 1, share = blockIdx.x % shares;  // of the columns
-  const int first_m = blockIdx.x / shares * kTileM, first_n = blockIdx.y * kTileN;
-  const int warp_m  = warp % kWarpsM * kWarpM, warp_n = warp % kGroupWarps / kWarpsM * kWarpN;
-
-  const int chunks = int(ceil_div(k, kChunk));
-  const int begin  = int(int64(chunks) * share / shares) * kChunk;
-  const int end    = min(int(k), int(int64(chunks) * (share + 1) / shares) * kChunk);
-  const int turns  = int(ceil_div(end - begin, kGroups * kChunk));
-  const OperandA operand_a(a, a_scales, a_stride, first_m, m, k / kBlock);
-  const OperandB operand_b(b, b_scales, b_stride, first_n, n, k / kBlock);
-  const Place place = {warp_m, warp_n, operand_a.place + warp_m, operand_b.place + warp_n};
-
-  if constexpr (kHasPdl) {
-    ptx::griddep_launch();
-    ptx::griddep_wait();
-  }
-#pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) {
-    if (i < turns) {
-      operand_a.load(pipeline.a[i], begin + i * (kGroups * kChunk), end, thread);
-      operand_b.load(pipeline.b[i], begin + i * (kGroups * kChunk), end, thread);
-    }
-    ptx::copy_async_commit();
-  }
-
-  Accumulators sums = {};
-  int stage = 0;
-#pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    ptx::copy_async_wait_for<kStages - 2>();
-    __syncthreads();
-    const int next = turn + kStages - 1;
-    if (next < turns) {
-      const int to = stage == 0 ? kStages - 1 : stage - 1;  // the stage just read
-      operand_a.load(pipeline.a[to], begin + next * (kGroups * kChunk), end, thread);
-      operand_b.load(pipeline.b[to], begin + next * (kGroups * kChunk), end, thread);
-    }
-    ptx::copy_async_commit();
-    const int column = begin + (turn * kGroups + int(group)) * kChunk;
-    Multiplier::multiply(sums, pipeline.a[stage][group], pipeline.b[stage][group], place, end - column, lane);
-    if (++stage == kStages) stage = 0;
-  }
-  __syncthreads();  // the sums take the place of the pipeline
-
-  store_sums(s.sums, sums, group, warp_m, warp_n, lane);
-  __syncthreads();
-  constexpr int kQuads = kTileN / 4, kItems = kTileM * kQuads / 2;
-  const bool is_shared = kHasClusters && shares > 1;
-  if (is_shared) {
-    for (uint32 i = thread; i < 2 * kItems; i += kThreads) {
-      float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
-    }
-    ptx::cluster_sync();
-  }
-  const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
-  for (uint32 i = thread + share * kThreads; i < kItems; i += kThreads * shares) {
-    const int row = i / (kQuads / 2), column = i % (kQuads / 2) * 8;
-    if (row >= operand_a.rows || column >= operand_b.rows) continue;
-    const float* p = &s.sums.rows[0][row][column];
-    uint32 pairs[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 v = is_shared ? sum_cluster(p + 4 * half, shares) : sum_groups<Sums>(p + 4 * half);
-      pairs[2 * half]     = to_pair<Out>(v.x * Multiplier::kUnit * factor, v.y * Multiplier::kUnit * factor);
-      pairs[2 * half + 1] = to_pair<Out>(v.z * Multiplier::kUnit * factor, v.w * Multiplier::kUnit * factor);
-    }
-    st_halves<8>(out + (first_m + row) * out_stride + first_n + column, pairs);
-  }
-  if (is_shared) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
+    int64 out_stride) {
+  Gemm::run({a, b, a_scales, b_scales, alpha, out, m, n, k, a_stride, b_stride, out_stride});
 }
