@@ -14,6 +14,8 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import build
 from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, geometry, row_threads, specialise
+from jitfp4.families.norm.kernels.rows_fp4quant import TACTICS as ROWS_TACTICS
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem, Scale
 from jitfp4.formats import DType
@@ -107,10 +109,15 @@ def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_forma
         (Tactic(4, 4), 6160),
         (Tactic(2, 16, clustered=True), 20496),
         (Tactic(8, 16, stream=True), 9232),
+        (RowsTactic(2, 1), 528),
+        (RowsTactic(4, 1), 2048),
+        (RowsTactic(1, 8), 4080),
+        (RowsTactic(2, 8), 3088),
+        (RowsTactic(4, 4), 6160),
     ],
     ids=str,
 )
-def test_every_kind_of_kernel_simulated(tactic: Tactic, h: int) -> None:
+def test_every_kind_of_kernel_simulated(tactic: Tactic | RowsTactic, h: int) -> None:
     x = rows_of_all_kinds(3, h, torch.float16)
     with jitfp4.sim.device("sm_90a", races=True), RMSNORM.forced(tactic):
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")

@@ -96,7 +96,7 @@ CHECKS: dict[str, Subject] = {
         ("sm_90a",),
     ),
     "quantize, per token": Subject(
-        "quantize_row_scale",
+        "quantize_per_token",
         (on(fp4.test_per_token_is_the_reference, BF16),),
     ),
     "quantize, silu": Subject(

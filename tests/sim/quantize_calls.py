@@ -18,6 +18,7 @@ from jitfp4.dtypes import FLOATS
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import STATE_DTYPES, Problem, StateLayout
+from jitfp4.families.quantize.kernels.per_token import TACTICS as TOKEN_TACTICS
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.operation import QUANTIZE
@@ -86,14 +87,15 @@ def _tma_call(dtype: torch.dtype, layout: SfLayout, tactic: TmaTactic) -> Call:
     return _vector_call("nvfp4_quantize", layout, 200, 528, dtype)._replace(forced=(QUANTIZE, tactic))
 
 
-def row_scale_cases() -> Iterator[Case]:
-    for dtype in HALVES:
-        yield partial(_row_scale_call, dtype)
+def per_token_cases() -> Iterator[Case]:
+    lengths = {tactic.turn * tactic.warps * (1 + tactic.stream) - 16 for tactic in TOKEN_TACTICS}
+    for dtype, layout, k in product(HALVES, SfLayout, sorted(lengths)):
+        yield partial(_per_token_call, dtype, layout, k)
 
 
-def _row_scale_call(dtype: torch.dtype) -> Call:
+def _per_token_call(dtype: torch.dtype, layout: SfLayout, k: int) -> Call:
     scale = torch.tensor([1 / 2688])
-    given = {"a": random_matrix(37, 720, dtype), "a_global_sf": scale, "per_token_activation": True}
+    given = {"a": random_matrix(9, k, dtype), "a_global_sf": scale, "sfLayout": layout, "per_token_activation": True}
     return Call("nvfp4_quantize", given)
 
 

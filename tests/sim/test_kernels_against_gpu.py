@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "quantize/dequantize": quantize_calls.dequantize_cases,
     "quantize/e4m3": quantize_calls.e4m3_cases,
     "quantize/grouped": quantize_calls.grouped_cases,
-    "quantize/row_scale": quantize_calls.row_scale_cases,
+    "quantize/per_token": quantize_calls.per_token_cases,
     "quantize/tma": quantize_calls.tma_cases,
     "quantize/vector": quantize_calls.vector_cases,
 }

@@ -7,11 +7,12 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
-from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, row_scale, tma
+from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, per_token, tma
 from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.kernels.vector import VectorTactic
-from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, RowScaleProblem
+from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, TokenProblem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.selection import Row, Table, rows
@@ -43,7 +44,19 @@ MATRIX_TABLES = (
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
-ROW_SCALE_TABLES = (Table((Row(row_scale.TACTICS[0]),), "h200/quantize_others.csv"),)
+TOKEN_TABLES = (
+    Table(
+        (
+            Row(TokenTactic(1, 1), {"k": 512}),
+            Row(TokenTactic(2, 1), {"k": 1024}),
+            Row(TokenTactic(4, 1), {"k": 2048}),
+            Row(TokenTactic(4, 4)),
+            Row(TokenTactic(4, 16)),
+            Row(TokenTactic(4, 16, stream=True)),
+        ),
+        "h200/quantize_others.csv",
+    ),
+)
 DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.csv"),)
 
 
@@ -63,8 +76,11 @@ def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
         yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
 
 
-def row_scale_problems(_arch: Arch) -> Iterator[RowScaleProblem]:
-    yield from (RowScaleProblem(in_dtype, 128) for in_dtype in HALVES.values())
+def token_problems(_arch: Arch) -> Iterator[TokenProblem]:
+    """The longest row of each tactic."""
+    lengths = {tactic.turn * tactic.warps * (1 + tactic.stream) for tactic in per_token.TACTICS}
+    for in_dtype, layout, k in product(HALVES.values(), SfLayout, sorted(lengths)):
+        yield TokenProblem(in_dtype, layout, 128, k)
 
 
 def dequantize_problems(_arch: Arch) -> Iterator[DequantizeProblem]:
