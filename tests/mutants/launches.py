@@ -51,7 +51,13 @@ from tests.support.norm import check, rows_of_all_kinds
 from tests.support.routing import ROUTERS, make_logits
 
 ARCHS = ("sm_90a", "sm_100a")
-CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
+CONSTANT = {
+    "gemm_narrow": (1,),
+    "gemm_wide": (1,),
+    "gemm_wide_fp4": (1, 2),
+    "norm_rmsnorm_fp4quant": (2,),
+    "norm_rows_fp4quant": (2,),
+}
 """Parameters by entry that no grid writes that may still run: weights. They may be read ahead of a wait."""
 
 
