@@ -39,6 +39,7 @@ from jitfp4.families.kv.problem import Addressing
 from jitfp4.families.kv.problem import DequantizeProblem as KvDequantizeProblem
 from jitfp4.families.kv.problem import QuantizeProblem as KvQuantizeProblem
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale
@@ -110,9 +111,9 @@ def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
         yield problem, {norm_tactic(line["shape"]): float(line["us"]) for line in lines}
 
 
-def norm_tactic(shape: str) -> Tactic:
-    units, warps = shape.rstrip("c").split("x")
-    return Tactic(int(units), int(warps), clustered=shape.endswith("c"))
+def norm_tactic(shape: str) -> Tactic | RowsTactic:
+    units, warps = map(int, shape.rstrip("cr").split("x"))
+    return RowsTactic(units, warps) if shape.endswith("r") else Tactic(units, warps, clustered=shape.endswith("c"))
 
 
 def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
