@@ -1,8 +1,8 @@
 """Every tactic of the norm kernels that can hold a row, over rows and hidden sizes: its table follows from the results.
 
 Run on a GPU: ``python -m bench.search_norm [--out DIR]``. float16, NVFP4, linear scales. ``shape`` is the units of a
-thread, the most warps of a CTA, ``c`` for clusters, and ``r`` for the kernel with a CTA for each row; ``ratio`` is the time of a copy of the same bytes divided by
-that of the call.
+thread, the most warps of a CTA, ``c`` for clusters, and ``r`` for the kernel with a CTA for each row; ``ratio`` is the
+time of a copy of the same bytes divided by that of the call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192, 16384, 32768)
 def holders(problem: Problem, arch: Arch) -> Iterator[Tactic | RowsTactic]:
     """Tactics that hold the row and leave less than half of the threads that a row has at least without work."""
     for tactic in RMSNORM.candidates(problem, arch):
-        if isinstance(tactic, RowsTactic) or not tactic.stream:
-            if tactic.warps > 1 or 2 * problem.h > TURN * tactic.units:
-                yield tactic
+        held = isinstance(tactic, RowsTactic) or not tactic.stream
+        if held and (tactic.warps > 1 or 2 * problem.h > TURN * tactic.units):
+            yield tactic
 
 
 def shape(tactic: Tactic | RowsTactic) -> str:
