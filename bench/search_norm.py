@@ -48,10 +48,8 @@ def measure(add: bool, m: int, h: int, arch: Arch) -> list[dict[str, object]]:
     tensors = [make_tensors(add, m, h)]
     moved = moved_bytes(tensors[0])
     tensors += [make_tensors(add, m, h) for _ in range(calls_per_graph(moved) - 1)]
-    us = {}
-    for tactic in [
-        *holders(problem, arch)
-    ] * 2:  # the first calls after an allocation are slower: the second time counts
+    tactics, us = [*holders(problem, arch)], {}
+    for tactic in tactics * 2:  # the first calls after an allocation are slower: the second time counts
         calls = iter([partial(fused, t) for t in tensors])
         with RMSNORM.forced(tactic):
             us[tactic] = time_us(lambda calls=calls: next(calls), moved)  # type: ignore[misc]
