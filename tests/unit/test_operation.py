@@ -236,7 +236,7 @@ def test_a_forced_tactic_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (QUANTIZE, TmaTactic(6, 1, 2), "sm_89", lambda: jitfp4.nvfp4_quantize(A, 1.0), "it copies by TMA"),
         (QUANTIZE, TmaTactic(6, 1, 2), "sm_90a", lambda: jitfp4.mxfp4_quantize(A), "it takes bf16 or f16 to NVFP4"),
-        (QUANTIZE, TableTactic(4, 256, 4), "sm_90a", lambda: jitfp4.nvfp4_quantize(A, 1.0), "it takes E4M3"),
+        (QUANTIZE, TableTactic(4, 768, 1), "sm_90a", lambda: jitfp4.nvfp4_quantize(A, 1.0), "it takes E4M3"),
         (
             norm.RMSNORM,
             NormTactic(1, 1),

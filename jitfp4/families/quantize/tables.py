@@ -7,7 +7,7 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
-from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, per_token, tma
+from jitfp4.families.quantize.kernels import dequantize, grouped, per_token, tma
 from jitfp4.families.quantize.kernels.e4m3 import TableTactic
 from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import TmaTactic
@@ -33,14 +33,17 @@ _SILU: Rows = rows(
     silu=True,
 )
 _SMALL: Row[Tactic] = Row(VectorTactic(1, 128), {"work": (1 << 23) - 1})
-_E4M3: Row[Tactic] = Row(e4m3.TACTICS[0])  # without an instruction for E2M1, other kernels are bound by instructions
+_E4M3: Rows = (  # without an instruction for E2M1, other kernels are bound by instructions
+    Row(TableTactic(2, 1024, ctas_per_sm=1), {"work": (1 << 25) - 1}),
+    Row(TableTactic(4, 768, ctas_per_sm=1)),
+)
 _NVFP4: Rows = (Row(VectorTactic(2, 128), {"work": (1 << 25) - 1}), Row(VectorTactic(4, 256)))
 _TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
-    Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
+    Table((*_MXFP4, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED),
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
@@ -49,12 +52,11 @@ TOKEN_TABLES = (
         (
             Row(TokenTactic(1, 1), {"k": 512}),
             Row(TokenTactic(2, 1), {"k": 1024}),
-            Row(TokenTactic(4, 1), {"k": 2048}),
-            Row(TokenTactic(4, 4)),
+            Row(TokenTactic(2, 8), {"k": 4096}),
             Row(TokenTactic(4, 16)),
             Row(TokenTactic(4, 16, stream=True)),
         ),
-        "h200/quantize_others.csv",
+        _MEASURED,
     ),
 )
 DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.csv"),)

@@ -108,9 +108,8 @@ class WalkSpec(KernelSpec):
             raise ArgumentError("tile_v", self.tile_v, f"a multiple of 4 * ilp_rows * warps = {pass_rows}")
         if self.state_layout is StateLayout.KV and (self.state_dtype is not DType.F32 or self.ilp_rows % 4):
             raise ArgumentError("state_layout", "kv", "a float32 state and ilp_rows of 4 or 8")
-        once = self.tile_v == pass_rows and not self.store_steps
-        if self.state_layout is StateLayout.KV and self.bulk_stores and not once:
-            raise ArgumentError("bulk_stores", True, "False for [K, V], where a CTA's rows are stored more than once")
+        if self.state_layout is StateLayout.KV and self.bulk_stores:
+            raise ArgumentError("bulk_stores", True, "False for [K, V], where a warp's rows are not contiguous")
         require_grain(self.ahead)
 
     @property
@@ -119,8 +118,7 @@ class WalkSpec(KernelSpec):
         token = 2 * 4 * self.head_dim + 2 * self.tile_v + (16 if self.store_steps else 8)
         token += 4 * self.tile_v if self.use_smem_v else 0
         warp_rows = _ROWS_OF_WARP * self.ilp_rows * self.head_dim * (4 if self.state_dtype is DType.F32 else 2)
-        buffers = 1 if self.state_layout is StateLayout.KV else 2
-        return round_up(self.max_tokens * token, 16) + (buffers * self.warps * warp_rows if self.bulk_stores else 0)
+        return round_up(self.max_tokens * token, 16) + (2 * self.warps * warp_rows if self.bulk_stores else 0)
 
 
 def specialise(problem: Problem, tactic: WalkTactic) -> WalkSpec:

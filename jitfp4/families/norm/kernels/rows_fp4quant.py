@@ -21,8 +21,7 @@ class RowsTactic:
     warps: int
 
 
-_SHAPES = ((2, 1), (4, 1), (1, 8), (2, 8), (2, 16), (4, 4), (4, 8), (4, 16))
-TACTICS = tuple(RowsTactic(units, warps) for units, warps in _SHAPES)
+TACTICS = (RowsTactic(1, 8), RowsTactic(2, 8), RowsTactic(4, 8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ class TableTactic:
     ctas_per_sm: int
 
 
-_SHAPES = ((4, 256, 3), (4, 256, 4), (4, 512, 2), (4, 768, 1), (4, 1024, 1), (2, 256, 4), (2, 512, 2), (2, 1024, 1))
-TACTICS = tuple(TableTactic(*shape) for shape in _SHAPES)
+TACTICS = (TableTactic(4, 768, 1), TableTactic(2, 1024, 1), TableTactic(4, 512, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ class TokenTactic:
 
 
 TACTICS = (
-    *(TokenTactic(units, warps) for units, warps in ((1, 1), (2, 1), (4, 1), (2, 8), (4, 4), (2, 16), (4, 16))),
+    *(TokenTactic(units, warps) for units, warps in ((1, 1), (2, 1), (2, 8), (4, 16))),
     TokenTactic(4, 16, stream=True),
 )
 
