@@ -13,7 +13,8 @@ from jitfp4 import nvfp4_quantize
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import build
 from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
-from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, geometry, row_threads, specialise
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, row_threads
+from jitfp4.families.norm.kernels.rows_fp4quant import KERNEL as ROWS
 from jitfp4.families.norm.kernels.rows_fp4quant import TACTICS as ROWS_TACTICS
 from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
@@ -33,16 +34,15 @@ TACTICS = KERNEL.tactics
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
 def test_every_hidden_size_has_a_kernel_that_warm_up_builds(arch: Arch, whole: bool) -> None:
-    prebuilt = set(KERNEL.specs(arch))
+    prebuilt = {*KERNEL.specs(arch), *ROWS.specs(arch)}
     met = set()
     for add, h, m in product((False, True), range(65536, 63, -16 if whole else -112), (1, 1000, 1 << 17)):
         problem = PROBLEM._replace(add=add, m=m, h=h)
-        tactic = RMSNORM.select(problem, arch)
-        spec, launch = specialise(problem, tactic), geometry(problem, tactic, arch)
+        _, spec, launch, _ = RMSNORM.plan(problem, arch)
         met.add(spec)
         assert launch.block[0] <= spec.max_threads and launch.shared_bytes <= arch.shared_bytes
         assert launch.cluster[0] == 1 or (arch.has_tma and launch.cluster[0] <= 8)
-        share = row_threads(h, spec)
+        share = row_threads(h, spec) if isinstance(spec, Spec) else launch.block[0]
         threads = share if spec.warps > 1 else min(share, 32)
         assert threads * launch.cluster[0] * spec.units * 16 >= h
     form = PROBLEM.in_dtype, PROBLEM.block, PROBLEM.scale
@@ -109,11 +109,10 @@ def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_forma
         (Tactic(4, 4), 6160),
         (Tactic(2, 16, clustered=True), 20496),
         (Tactic(8, 16, stream=True), 9232),
-        (RowsTactic(2, 1), 528),
-        (RowsTactic(4, 1), 2048),
-        (RowsTactic(1, 8), 4080),
+        (RowsTactic(1, 8), 4096),
+        (RowsTactic(1, 8), 1040),
         (RowsTactic(2, 8), 3088),
-        (RowsTactic(4, 4), 6160),
+        (RowsTactic(4, 8), 8208),
     ],
     ids=str,
 )
