@@ -21,7 +21,7 @@ from bench.stamp import stamp
 from jitfp4.arch import Arch
 from jitfp4.engine import target_of
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
-from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsSpec, RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import TURN, Problem, Scale
 from jitfp4.formats import DType
@@ -34,14 +34,15 @@ HIDDEN = (1536, 2048, 4096, 5120, 7168, 8192, 16384, 32768)
 def holders(problem: Problem, arch: Arch) -> Iterator[Tactic | RowsTactic]:
     """Tactics that hold the row and leave less than half of the threads that a row has at least without work."""
     for tactic in RMSNORM.candidates(problem, arch):
-        held = isinstance(tactic, RowsTactic) or not tactic.stream
-        if held and (tactic.warps > 1 or 2 * problem.h > TURN * tactic.units):
+        idle = isinstance(tactic, Tactic) and tactic.warps == 1 and 2 * problem.h <= TURN * tactic.units
+        if not (idle or tactic == Tactic(8, 16, stream=True)):
             yield tactic
 
 
 def shape(tactic: Tactic | RowsTactic) -> str:
-    kind = "r" if isinstance(tactic, RowsTactic) else "c" if tactic.clustered else ""
-    return f"{tactic.units}x{tactic.warps}{kind}"
+    if isinstance(tactic, RowsTactic):
+        return f"{tactic.units}x{RowsSpec.warps}r"
+    return f"{tactic.units}x{tactic.warps}{'c' if tactic.clustered else ''}"
 
 
 def measure(add: bool, m: int, h: int, arch: Arch) -> list[dict[str, object]]:

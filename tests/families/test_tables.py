@@ -116,7 +116,7 @@ def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
 
 def norm_tactic(shape: str) -> Tactic | RowsTactic:
     units, warps = map(int, shape.rstrip("cr").split("x"))
-    return RowsTactic(units, warps) if shape.endswith("r") else Tactic(units, warps, clustered=shape.endswith("c"))
+    return RowsTactic(units) if shape.endswith("r") else Tactic(units, warps, clustered=shape.endswith("c"))
 
 
 def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:

@@ -76,7 +76,7 @@ CHECKS: dict[str, Subject] = {
     ),
     "norm, short rows": Subject("norm_rmsnorm_fp4quant", (rows_by_warps, short_rows)),
     "norm, a CTA for a row": Subject(
-        "norm_rows_fp4quant", (*norm_rows(RowsTactic(2, 8), 3088), full_rows(RowsTactic(1, 8), 4096))
+        "norm_rows_fp4quant", (*norm_rows(RowsTactic(2), 3088), full_rows(RowsTactic(1), 4096))
     ),
     "quantize, vector": Subject(
         "quantize_vector",

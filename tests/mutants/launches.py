@@ -282,7 +282,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "norm, eight warps": lambda: _norm(Tactic(2, 8), 3088),
     "norm, cluster": lambda: _norm(Tactic(2, 16, clustered=True), 16400),
     "norm, stream": lambda: _norm(Tactic(8, 16, stream=True), 9232),
-    "norm, a CTA for a row": lambda: _norm(RowsTactic(2, 8), 3088),
+    "norm, a CTA for a row": lambda: _norm(RowsTactic(2), 3088),
     "quantize, vector": lambda: _quantize(jitfp4.nvfp4_quantize),
     "quantize, mxfp4": lambda: _quantize(lambda a, _: jitfp4.mxfp4_quantize(a)),
     "quantize, float8": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a.to(torch.float8_e4m3fn), g)),

@@ -22,7 +22,7 @@ _SOME_ELEMENTS, _MANY_ELEMENTS, _MORE_ELEMENTS = 24000, 76000, 125000  # of each
 Rows = tuple[Row[Tactic | RowsTactic], ...]
 
 _FEW: Rows = rows(
-    (RowsTactic(1, 8), {"h": 4096}),
+    (RowsTactic(1), {"h": 4096}),
     (Tactic(2, 8), {}),
     (Tactic(2, 16), {}),
     (Tactic(2, 16, clustered=True), {}),
@@ -30,17 +30,17 @@ _FEW: Rows = rows(
     few=True,
 )
 _ADD: Rows = rows(
-    (RowsTactic(1, 8), {"h": 2048, "elements_per_sm": _SOME_ELEMENTS}),
+    (RowsTactic(1), {"h": 2048, "elements_per_sm": _SOME_ELEMENTS}),
     (Tactic(1, 8), {"elements_per_sm": _MANY_ELEMENTS}),
-    (RowsTactic(1, 8), {}),
+    (RowsTactic(1), {}),
     (Tactic(2, 8), {"h": 6144, "elements_per_sm": _MORE_ELEMENTS}),
     (Tactic(2, 16), {"elements_per_sm": _MORE_ELEMENTS}),
-    (RowsTactic(2, 8), {}),
-    (RowsTactic(4, 8), {}),
+    (RowsTactic(2), {}),
+    (RowsTactic(4), {}),
     add=True,
 )
 _PLAIN: Rows = rows(
-    (RowsTactic(1, 8), {"h": 1536, "elements_per_sm": _SOME_ELEMENTS}),
+    (RowsTactic(1), {"h": 1536, "elements_per_sm": _SOME_ELEMENTS}),
     (Tactic(2, 1), {}),
     (Tactic(3, 1), {}),
     (Tactic(2, 8), {"h": 6144}),

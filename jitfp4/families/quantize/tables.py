@@ -7,7 +7,7 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
-from jitfp4.families.quantize.kernels import dequantize, grouped, per_token, tma
+from jitfp4.families.quantize.kernels import dequantize, grouped, tma
 from jitfp4.families.quantize.kernels.e4m3 import TableTactic
 from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import TmaTactic
@@ -79,9 +79,9 @@ def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
 
 
 def token_problems(_arch: Arch) -> Iterator[TokenProblem]:
-    """The longest row of each tactic."""
-    lengths = {tactic.turn * tactic.warps * (1 + tactic.stream) for tactic in per_token.TACTICS}
-    for in_dtype, layout, k in product(HALVES.values(), SfLayout, sorted(lengths)):
+    """The longest row of each row of the table."""
+    lengths = (512, 1024, 4096, 32768, 65536)
+    for in_dtype, layout, k in product(HALVES.values(), SfLayout, lengths):
         yield TokenProblem(in_dtype, layout, 128, k)
 
 

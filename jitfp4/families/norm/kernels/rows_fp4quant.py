@@ -1,8 +1,8 @@
-"""The kernel that normalises rows and quantizes them, with a CTA or a warp for each row."""
+"""The kernel that normalises rows and quantizes them, with a CTA for each row."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import PARAMS, bind
@@ -15,13 +15,12 @@ from jitfp4.spec import WARP, Geometry, KernelSpec
 
 @dataclass(frozen=True, slots=True)
 class RowsTactic:
-    """The tunable fields of RowsSpec."""
+    """The tunable field of RowsSpec."""
 
     units: int
-    warps: int
 
 
-TACTICS = (RowsTactic(1, 8), RowsTactic(2, 8), RowsTactic(4, 8))
+TACTICS = (RowsTactic(1), RowsTactic(2), RowsTactic(4))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,40 +32,33 @@ class RowsSpec(KernelSpec):
     scale: Scale
     add: bool
     units: int
-    warps: int
 
-    @property
-    def max_threads(self) -> int:
-        """The most threads of a CTA. Where one warp takes a row, a CTA has four warps."""
-        return WARP * (4 if self.warps == 1 else self.warps)
+    warps = 8  # of a CTA, at most
 
     @property
     def min_ctas(self) -> int:
         """CTAs that an SM must hold at once. They leave a thread 64, 80 or 128 registers, as its units need."""
         threads = {1: 1024, 2: 768 if self.add else 1024}.get(self.units, 512)
-        return max(threads // self.max_threads, 1)
+        return threads // (WARP * self.warps)
 
 
 def specialise(problem: Problem, tactic: RowsTactic) -> RowsSpec:
     """The spec of a tactic for a problem."""
     return RowsSpec(
-        in_dtype=problem.in_dtype, block=problem.block, scale=problem.scale, add=problem.add, **asdict(tactic)
+        in_dtype=problem.in_dtype, block=problem.block, scale=problem.scale, add=problem.add, units=tactic.units
     )
 
 
 def rejects(problem: Problem, tactic: RowsTactic, _arch: Arch) -> str | None:
     """Why a tactic cannot hold the rows of a problem."""
-    capacity = TURN * tactic.units * tactic.warps
+    capacity = TURN * tactic.units * RowsSpec.warps
     return f"it holds rows of at most {capacity} elements" if problem.h > capacity else None
 
 
 def geometry(problem: Problem, tactic: RowsTactic, _arch: Arch) -> Geometry:
-    """A CTA for each row, also for the padding of the scales, or for four warps of rows."""
-    spec = specialise(problem, tactic)
+    """A CTA for each row, also for the padding of the scales."""
     rows = SfLayout.layout_128x4.shape(problem.m, 1)[0] if problem.padded else problem.m
-    if spec.warps == 1:
-        return Geometry(grid=(ceil_div(rows * WARP, spec.max_threads), 1, 1), block=(spec.max_threads, 1, 1))
-    return Geometry(grid=(rows, 1, 1), block=(WARP * ceil_div(problem.h, TURN * spec.units), 1, 1))
+    return Geometry(grid=(rows, 1, 1), block=(WARP * ceil_div(problem.h, TURN * tactic.units), 1, 1))
 
 
 KERNEL = Kernel(

@@ -1,10 +1,9 @@
 // norm_rows_fp4quant, generated from templates/norm/rows_fp4quant.cu.j2
-// spec: {"add":false,"block":16,"in_dtype":"bf16","scale":"e4m3","units":1,"warps":8}
+// spec: {"add":false,"block":16,"in_dtype":"bf16","scale":"e4m3","units":1}
 //
-// Normalises rows and quantizes them. A row is shared by up to kWarps warps of a CTA; where kWarps is 1, each warp takes
-// a row. A thread keeps its kUnits units and their weights in registers. CTAs take one row each, so that the GPU
-// balances them, and the next kernel's start as soon as there is room. Weights do not come from an earlier kernel, and
-// are loaded before it has ended.
+// Normalises rows and quantizes them. Up to kWarps warps of a CTA share a row. A thread keeps its kUnits units and their
+// weights in registers. CTAs take one row each, so that the GPU balances them, and the next kernel's start as soon as
+// there is room. Weights do not come from an earlier kernel, and are loaded before it has ended.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -696,7 +695,6 @@ constexpr Scale kScale   = Scale::kE4m3;
 constexpr bool  kAdd     = false;
 constexpr int   kUnits   = 1;
 constexpr int   kWarps   = 8;
-constexpr int   kThreads = 256;  // the most threads of a CTA
 constexpr int   kMinCtas = 4;     // that an SM must hold at once; bounds the registers
 
 // ---- kernel ----------------------------------------------------------------
@@ -736,7 +734,7 @@ __device__ __forceinline__ uint2 quantize(const Unit& u, uint8& b, float sixth, 
   return encode_block<In>(u, kScale == Scale::kE4m3 ? multiplier_of(b) : ue8m0_multiplier(b));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rows_fp4quant(
+extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows_fp4quant(
     const In* __restrict__ x,                // [m, h]
     In* __restrict__ residual,               // [m, h], updated in place; null without an addition
     const In* __restrict__ weight,           // [h]
@@ -749,9 +747,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rows_fp4qu
     int64 h,
     float eps) {
   __shared__ RowSum<kWarps, false> row_sum;
-  const uint32 thread = threadIdx.x, lane = thread % kWarp, warp = kWarps > 1 ? thread / kWarp : 0;
+  const uint32 lane  = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row = blockIdx.x;
   const uint32 rows  = uint32(m), cols = uint32(h) / kBlock, sf_cols = sf_padded_cols<SfLayout::k128x4>(cols);
-  const uint32 row   = kWarps > 1 ? blockIdx.x : blockIdx.x * (kThreads / kWarp) + thread / kWarp;
   const uint32 units = row < rows ? uint32(h) / kUnit : 0, first = warp * (kUnits * kWarp) + lane;
   const uint32 col   = first / kUnitsPerBlock;
   const int64  at    = row * h + first * kUnit;  // element
@@ -801,7 +798,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rows_fp4qu
     const bool  exists = first + v * kWarp < units;
     if (exists) ptx::st_8(to_q + v * (kTurn / 2), codes);
     if (exists && has_scale && sf_linear) ptx::st_1(to_linear + v * kSfTurn, b);
-    if (has_scale && sf_128x4 && col + v * kSfTurn < sf_cols && row < sf_padded_rows<SfLayout::k128x4>(rows))
+    if (has_scale && sf_128x4 && col + v * kSfTurn < sf_cols)
       ptx::st_1(to_swizzle + v * kSfTurn * kTileRows, exists ? b : uint8(0));
     if (kAdd && y) write_units(y + at + v * kTurn, u[v], first + v * kWarp, units);
   }
