@@ -7,7 +7,7 @@ kernel's.
 grid      nvfp4_quantize, bf16, 128x4 scales, over the 99 points of FlashInfer #2838, with programmatic dependent
           launch (the default) and without: in a graph, a kernel with it overlaps the end of the previous one.
 others    layouts, dtypes, formats, SwiGLU, batches, dequantization, on a diagonal of the grid
-variants  every tactic that can run a problem, of each kind of input, on the same diagonal; the tables follow from it
+variants  every tactic that can run a problem, on the same diagonal; the table follows from it
 peers     torch.compile of the reference, a Triton kernel, and FlashInfer when it is installed
 """
 
@@ -28,10 +28,10 @@ from bench.harness import Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import SfLayout, nvfp4_quantize
 from jitfp4.engine import target_of
-from jitfp4.families.quantize.operation import QUANTIZE, QUANTIZE_PER_TOKEN
-from jitfp4.families.quantize.problem import Problem, TokenProblem
+from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import NVFP4, DType
-from jitfp4.operation import Operation
 from jitfp4.reference import quantize as reference
 
 ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -113,21 +113,14 @@ def dequantize(m: int, k: int, layout: SfLayout, out_dtype: torch.dtype) -> Call
 
 
 def variants() -> Iterator[dict[str, Any]]:
-    arch, layout = target_of(torch.empty(1, device="cuda")).arch, SfLayout.layout_128x4
-    plain = Problem(NVFP4, DType.BF16, layout, silu=False, by_row=False, m=0, k=0)
-    bf16, e4m3, per_token = torch.bfloat16, torch.float8_e4m3fn, {"per_token_activation": True}
-    kinds: tuple[tuple[str, Operation[Any, Any], Any, Callable[..., Any], torch.dtype, dict[str, Any], int], ...] = (
-        ("plain", QUANTIZE, plain, nvfp4_quantize, bf16, {}, 1),
-        ("silu", QUANTIZE, plain._replace(silu=True), jitfp4.silu_and_mul_nvfp4_quantize, bf16, {}, 2),
-        ("e4m3", QUANTIZE, plain._replace(in_dtype=DType.E4M3), nvfp4_quantize, e4m3, {}, 1),
-        ("per token", QUANTIZE_PER_TOKEN, TokenProblem(DType.BF16, layout, 0, 0), nvfp4_quantize, bf16, per_token, 1),
-    )
-    for (name, operation, problem, function, dtype, options, wide), (m, k) in product(kinds, DIAGONAL):
-        for tactic in operation.candidates(problem._replace(m=m, k=k), arch):
-            fields = " ".join(f"{field}={value}" for field, value in asdict(tactic).items())
-            with operation.forced(tactic):
-                call = of_function(function, m, wide * k, dtype, **options)
-                yield measure(name, m, k, call, kind=type(tactic).__name__, tactic=fields)
+    arch = target_of(torch.empty(1, device="cuda")).arch
+    for m, k in DIAGONAL:
+        problem = Problem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k)
+        for tactic in QUANTIZE.candidates(problem, arch):
+            cut = dict.fromkeys(("blocks_per_thread", "threads", "stages", "ctas_per_sm"), 0) | asdict(tactic)
+            name = "tma" if isinstance(tactic, TmaTactic) else "vector"
+            with QUANTIZE.forced(tactic):
+                yield measure(name, m, k, of_function(nvfp4_quantize, m, k, torch.bfloat16), **cut)
 
 
 def peers() -> Iterator[dict[str, Any]]:

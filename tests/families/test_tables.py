@@ -43,13 +43,10 @@ from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem as NormProblem
 from jitfp4.families.norm.problem import Scale
-from jitfp4.families.quantize.kernels.e4m3 import TableTactic
-from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.kernels.vector import VectorTactic
-from jitfp4.families.quantize.operation import QUANTIZE, QUANTIZE_PER_TOKEN
+from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import Problem as QuantizeProblem
-from jitfp4.families.quantize.problem import TokenProblem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.layouts import SfLayout
@@ -120,20 +117,16 @@ def norm_tactic(shape: str) -> Tactic | RowsTactic:
 
 
 def quantize_cases() -> Iterator[tuple[QuantizeProblem, Measured]]:
-    """Of bench.bench_quantize, variants: to NVFP4 with 128x4 scales."""
-    plain = QuantizeProblem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=0, k=0)
-    of = {"plain": plain, "silu": plain._replace(silu=True), "e4m3": plain._replace(in_dtype=DType.E4M3)}
-    kinds = {kind.__name__: kind for kind in (VectorTactic, TmaTactic, TableTactic)}
-    for (case, m, k), lines in cases([line for line in lines_of(QUANTIZE) if line["case"] in of], 3):
-        measured = {tactic_of(kinds[line["kind"]], line["tactic"]): float(line["us"]) for line in lines}
-        yield of[case]._replace(m=int(m), k=int(k)), measured
-
-
-def per_token_cases() -> Iterator[tuple[TokenProblem, Measured]]:
-    """Of the same: rows with scales of their own."""
-    for (_, m, k), lines in cases([line for line in lines_of(QUANTIZE_PER_TOKEN) if line["case"] == "per token"], 3):
-        measured = {tactic_of(TokenTactic, line["tactic"]): float(line["us"]) for line in lines}
-        yield TokenProblem(DType.BF16, SfLayout.layout_128x4, int(m), int(k)), measured
+    """Of bench.bench_quantize, variants: bf16 to NVFP4 with 128x4 scales."""
+    measured: dict[tuple[int, int], Measured] = {}
+    for line in lines_of(QUANTIZE):
+        blocks, threads, stages, ctas = (
+            int(line[name]) for name in ("blocks_per_thread", "threads", "stages", "ctas_per_sm")
+        )
+        tactic = TmaTactic(stages, ctas, blocks) if line["case"] == "tma" else VectorTactic(blocks, threads)
+        measured.setdefault((int(line["m"]), int(line["k"])), {})[tactic] = float(line["us"])
+    for (m, k), times in measured.items():
+        yield QuantizeProblem(NVFP4, DType.BF16, SfLayout.layout_128x4, silu=False, by_row=False, m=m, k=k), times
 
 
 def kv_quantize_cases() -> Iterator[tuple[KvQuantizeProblem, Measured]]:
@@ -210,13 +203,12 @@ def prefill_cases() -> Iterator[tuple[AttentionProblem, Measured]]:
         problem = attention_problem(cache, order, page, batch, kv_heads, context)._replace(
             rows=min(rows, MANY_ROWS), blocks=1 << (int(kv_heads) * row_blocks - 1).bit_length()
         )
-        yield problem, {tactic_of(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
+        yield problem, {prefill_tactic(kinds[line["kernel"]], line["tactic"]): float(line["us"]) for line in group}
 
 
-def tactic_of(kind: type[Any], text: str) -> Any:
-    """The tactic whose fields are named in a text: numbers, True and False."""
+def prefill_tactic(kind: type[Any], text: str) -> Any:
     fields = (field.partition("=") for field in text.split())
-    return kind(**{name: value == "True" if value in ("True", "False") else int(value) for name, _, value in fields})
+    return kind(**{name: value == "True" if name == "turns" else int(value) for name, _, value in fields})
 
 
 def attention_problem(cache: str, order: str, page: str, batch: str, kv_heads: str, context: str) -> AttentionProblem:
@@ -253,12 +245,11 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (ATTENTION, decode_cases, 54, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
         (ATTENTION, prefill_cases, 39, 1.13),
         (RMSNORM, norm_cases, 96, 1.10),
-        (QUANTIZE, quantize_cases, 21, 1.10),
-        (QUANTIZE_PER_TOKEN, per_token_cases, 7, 1.10),
+        (QUANTIZE, quantize_cases, 7, 1.10),
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "mm_fp4", "decode", "prefill", "norm", "quantize", "per token", "kv write", "kv read"],
+    ids=["gdn", "gemm", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],
