@@ -43,7 +43,7 @@ _TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
-    Table((*_MXFP4, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED),
+    Table((*_MXFP4, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED, elsewhere={TableTactic: "h200/quantize_others.csv"}),
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
@@ -56,7 +56,7 @@ TOKEN_TABLES = (
             Row(TokenTactic(4, 16)),
             Row(TokenTactic(4, 16, stream=True)),
         ),
-        _MEASURED,
+        "h200/quantize_others.csv",
     ),
 )
 DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.csv"),)
