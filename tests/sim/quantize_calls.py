@@ -18,6 +18,9 @@ from jitfp4.dtypes import FLOATS
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import STATE_DTYPES, Problem, StateLayout
+from jitfp4.families.norm.kernels.rows_fp4quant import TACTICS as ROWS_TACTICS
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
+from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.quantize.kernels.per_token import TACTICS as TOKEN_TACTICS
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.kernels.tma import TmaTactic
@@ -135,13 +138,24 @@ def _dequantize_call(block_format: BlockFormat, layout: SfLayout, dtype: torch.d
 # ---- norm ------------------------------------------------------------------------------------------------------------
 
 
+NORMS = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
+RECIPES = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
+
+
 def norm_cases() -> Iterator[Case]:
-    recipes = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
     few = ((5, 256), (3, 4096), (2, 16384), (2, 32768), (1, 65536))
     many = ((2700, 2048), (2700, 4096), (700, 8192))
-    functions = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
-    for function, dtype, (block, scale), size in product(functions, HALVES, recipes, (*few, *many)):
+    for function, dtype, (block, scale), size in product(NORMS, HALVES, RECIPES, (*few, *many)):
         yield partial(_norm_call, function, dtype, block, scale, *size)
+
+
+def norm_rows_cases() -> Iterator[Case]:
+    for function, dtype, (block, scale), tactic in product(NORMS, HALVES, RECIPES, ROWS_TACTICS):
+        yield partial(_norm_rows_call, function, dtype, block, scale, tactic)
+
+
+def _norm_rows_call(function: str, dtype: torch.dtype, block: int, scale: str, tactic: RowsTactic) -> Call:
+    return _norm_call(function, dtype, block, scale, 5, 4096 * tactic.units)._replace(forced=(RMSNORM, tactic))
 
 
 def _norm_call(function: str, dtype: torch.dtype, block: int, scale: str, m: int, h: int) -> Call:
