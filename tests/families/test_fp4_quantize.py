@@ -27,11 +27,13 @@ from jitfp4.engine import target_of
 from jitfp4.families.quantize.kernels.e4m3 import KERNEL as TABLE
 from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
 from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.per_token import TACTICS as TOKEN_TACTICS
+from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import KERNEL as TMA
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.kernels.vector import KERNEL as VECTOR
 from jitfp4.families.quantize.kernels.vector import VectorSpec
-from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.operation import QUANTIZE, QUANTIZE_PER_TOKEN
 from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.nvrtc import compile_cubin
@@ -161,6 +163,26 @@ def test_per_token_is_the_reference(dtype: torch.dtype, device: str) -> None:
         assert_same_bytes("scales", sf, swizzle(blocks, SfLayout.layout_128x4))
         assert_same_bytes("row scales", scales, decode)
         assert scales[1].item() == 0 and not blocks[1].any() and not codes[1].any()
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tactic", TOKEN_TACTICS, ids=str)
+def test_every_kind_of_per_token_kernel_simulated(tactic: TokenTactic) -> None:
+    """Rows that fill their threads, and that leave some without a unit; whose largest unit is the first or the last."""
+    whole = tactic.turn * tactic.warps
+    for layout, (m, k) in zip(SfLayout, ((5, whole), (10, whole - 16), (3, whole * 5 // 8)), strict=True):
+        k += whole if tactic.stream else 0
+        a = random_matrix(m, k, torch.bfloat16)
+        a[0, -1], a[1, 0], a[2, :-16] = 3e4, -3e4, float("nan")
+        inverse_base = torch.tensor([1 / 2688])
+        with sim.device("sm_90a", races=True), QUANTIZE_PER_TOKEN.forced(tactic):
+            q, sf, scales = nvfp4_quantize(a, inverse_base, layout, per_token_activation=True)
+        encode, decode = reference.row_scales(a, inverse_base)
+        codes, blocks = reference.quantize_blocks(a, NVFP4, encode.unsqueeze(1))
+        assert_same_bytes("codes", q, codes)
+        assert_same_bytes("scales", sf, swizzle(blocks, layout))
+        assert_same_bytes("row scales", scales, decode)
 
 
 def test_per_token_dequantizes_with_the_row_scale() -> None:

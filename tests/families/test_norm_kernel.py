@@ -13,7 +13,10 @@ from jitfp4 import nvfp4_quantize
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import build
 from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
-from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, geometry, row_threads, specialise
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, row_threads
+from jitfp4.families.norm.kernels.rows_fp4quant import KERNEL as ROWS
+from jitfp4.families.norm.kernels.rows_fp4quant import TACTICS as ROWS_TACTICS
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import Problem, Scale
 from jitfp4.formats import DType
@@ -31,16 +34,16 @@ TACTICS = KERNEL.tactics
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=str)
 def test_every_hidden_size_has_a_kernel_that_warm_up_builds(arch: Arch, whole: bool) -> None:
-    prebuilt = set(KERNEL.specs(arch))
+    prebuilt = {*KERNEL.specs(arch), *ROWS.specs(arch)}
     met = set()
     for add, h, m in product((False, True), range(65536, 63, -16 if whole else -112), (1, 1000, 1 << 17)):
         problem = PROBLEM._replace(add=add, m=m, h=h)
-        tactic = RMSNORM.select(problem, arch)
-        spec, launch = specialise(problem, tactic), geometry(problem, tactic, arch)
+        _, spec, launch, _ = RMSNORM.plan(problem, arch)
         met.add(spec)
-        assert launch.block[0] <= spec.max_threads and launch.shared_bytes <= arch.shared_bytes
+        most = spec.max_threads if isinstance(spec, Spec) else 32 * spec.warps
+        assert launch.block[0] <= most and launch.shared_bytes <= arch.shared_bytes
         assert launch.cluster[0] == 1 or (arch.has_tma and launch.cluster[0] <= 8)
-        share = row_threads(h, spec)
+        share = row_threads(h, spec) if isinstance(spec, Spec) else launch.block[0]
         threads = share if spec.warps > 1 else min(share, 32)
         assert threads * launch.cluster[0] * spec.units * 16 >= h
     form = PROBLEM.in_dtype, PROBLEM.block, PROBLEM.scale
@@ -107,10 +110,14 @@ def test_simulated_kernel(arch: str, dtype: torch.dtype, block: int, scale_forma
         (Tactic(4, 4), 6160),
         (Tactic(2, 16, clustered=True), 20496),
         (Tactic(8, 16, stream=True), 9232),
+        (RowsTactic(1), 4096),
+        (RowsTactic(1), 1040),
+        (RowsTactic(2), 3088),
+        (RowsTactic(4), 8208),
     ],
     ids=str,
 )
-def test_every_kind_of_kernel_simulated(tactic: Tactic, h: int) -> None:
+def test_every_kind_of_kernel_simulated(tactic: Tactic | RowsTactic, h: int) -> None:
     x = rows_of_all_kinds(3, h, torch.float16)
     with jitfp4.sim.device("sm_90a", races=True), RMSNORM.forced(tactic):
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")
@@ -135,10 +142,10 @@ class TestOnGpu:
             if layout != "both":
                 check(x, None, layout, block, scale_format, "cuda", scale=None, eps=0.0)
 
-    @pytest.mark.parametrize("tactic", [tactic for tactic in TACTICS if not tactic.stream], ids=str)
-    def test_every_kind_of_kernel(self, tactic: Tactic) -> None:
+    @pytest.mark.parametrize("tactic", [*(tactic for tactic in TACTICS if not tactic.stream), *ROWS_TACTICS], ids=str)
+    def test_every_kind_of_kernel(self, tactic: Tactic | RowsTactic) -> None:
         for m, h in GPU_SHAPES + LONG_SHAPES:
-            if h <= 512 * tactic.units * tactic.warps * (8 if tactic.clustered else 1):
+            if tactic in RMSNORM.candidates(PROBLEM._replace(m=m, h=h), Arch.of("sm_90a")):
                 x = rows_of_all_kinds(m, h, torch.float16)
                 with RMSNORM.forced(tactic):
                     check(x, x.flip(0), "both", 16 if h % 32 else 32, "e4m3", "cuda")

@@ -110,7 +110,7 @@ def use(world: Path, digest: str) -> None:
         loaded = cache.get_or_build(make_recipe(seed), TOOLCHAIN, lambda seed=seed: make_built(seed))
         assert loaded.cubin == make_built(seed).cubin
     tactics.active(lambda: "a GPU")
-    arch, (kernel,) = Arch.of("sm_90a"), kernels("quantize/row_scale")
+    arch, (kernel,) = Arch.of("sm_90a"), kernels("quantize/grouped")
     engine._record(kernel, kernel.specs(arch)[0], arch)
     other, store = Cache(read_config(os.environ | {"JITFP4_CACHE_DIR": str(world / "new")})), f"file://{world}/store"
     files = Cache(read_config({"JITFP4_CACHE_DIR": str(world / "more")})).read(make_recipe(3).digest, TOOLCHAIN)

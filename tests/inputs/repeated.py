@@ -91,6 +91,7 @@ def _more() -> Calls:
         "nvfp4_quantize token": lambda: {"a": _half(4, 64), "a_global_sf": 0.5, "per_token_activation": True},
         "nvfp4_quantize shuffled": lambda: {"a": _half(128, 64), "a_global_sf": 2.0, "do_shuffle": True},
         "fp4_quantize inversed": lambda: {**good["fp4_quantize"](), "is_global_scale_inversed": True},
+        "rmsnorm_fp4quant rows": lambda: {"input": _half(4, 1024), "weight": _half(1024)},
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
         "chunk_gated_delta_rule heads": _many_heads,
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),

@@ -13,6 +13,7 @@ from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
 from jitfp4.formats import MXFP4, NVFP4
 from tests.families import test_attention_wgmma as attention_wgmma
@@ -73,7 +74,10 @@ CHECKS: dict[str, Subject] = {
         "norm_rmsnorm_fp4quant",
         (*norm_rows(Tactic(8, 16, stream=True), 9232), full_rows(Tactic(8, 16, stream=True), 65536)),
     ),
-    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (short_rows, rows_by_warps)),
+    "norm, short rows": Subject("norm_rmsnorm_fp4quant", (rows_by_warps, short_rows)),
+    "norm, a CTA for a row": Subject(
+        "norm_rows_fp4quant", (*norm_rows(RowsTactic(2), 3088), full_rows(RowsTactic(1), 4096))
+    ),
     "quantize, vector": Subject(
         "quantize_vector",
         (
@@ -96,7 +100,7 @@ CHECKS: dict[str, Subject] = {
         ("sm_90a",),
     ),
     "quantize, per token": Subject(
-        "quantize_row_scale",
+        "quantize_per_token",
         (on(fp4.test_per_token_is_the_reference, BF16),),
     ),
     "quantize, silu": Subject(

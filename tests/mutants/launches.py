@@ -34,6 +34,7 @@ from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
 from jitfp4.families.kv.kernels.quantize import QuantizeTactic
 from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
@@ -54,7 +55,13 @@ from tests.support.norm import check, rows_of_all_kinds
 from tests.support.routing import ROUTERS, make_logits
 
 ARCHS = ("sm_90a", "sm_100a")
-CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
+CONSTANT = {
+    "gemm_narrow": (1,),
+    "gemm_wide": (1,),
+    "gemm_wide_fp4": (1, 2),
+    "norm_rmsnorm_fp4quant": (2,),
+    "norm_rows_fp4quant": (2,),
+}
 """Parameters by entry that no grid writes that may still run: weights. They may be read ahead of a wait."""
 
 
@@ -123,7 +130,7 @@ def _few_sms() -> Iterator[None]:
         yield
 
 
-def _norm(tactic: Tactic, h: int) -> None:
+def _norm(tactic: Tactic | RowsTactic, h: int) -> None:
     x = rows_of_all_kinds(20 if h < 9000 else 6, h, torch.float16)
     with _few_sms(), RMSNORM.forced(tactic):
         check(x, x.flip(0), "both", 16, "e4m3", "cpu")
@@ -294,10 +301,13 @@ KERNELS: dict[str, Callable[[], None]] = {
     "norm, eight warps": lambda: _norm(Tactic(2, 8), 3088),
     "norm, cluster": lambda: _norm(Tactic(2, 16, clustered=True), 16400),
     "norm, stream": lambda: _norm(Tactic(8, 16, stream=True), 9232),
+    "norm, a CTA for a row": lambda: _norm(RowsTactic(2), 3088),
     "quantize, vector": lambda: _quantize(jitfp4.nvfp4_quantize),
     "quantize, mxfp4": lambda: _quantize(lambda a, _: jitfp4.mxfp4_quantize(a)),
     "quantize, float8": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a.to(torch.float8_e4m3fn), g)),
-    "quantize, per token": lambda: _quantize(lambda a, g: jitfp4.nvfp4_quantize(a, g, per_token_activation=True)),
+    "quantize, per token": lambda: _quantize(
+        lambda a, g: jitfp4.nvfp4_quantize(a, g, per_token_activation=True), k=1040
+    ),
     "quantize, silu": lambda: _quantize(jitfp4.silu_and_mul_nvfp4_quantize),
     "quantize, tensor maps": _tma,
     "quantize, experts": lambda: _quantize(_experts),

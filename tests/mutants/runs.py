@@ -26,6 +26,7 @@ from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.formats import NVFP4
 from tests.families import test_attention as attention
@@ -56,7 +57,7 @@ def on(test: Callable[..., None], *args: Any) -> Check:
     return run
 
 
-def norm_rows(tactic: Tactic, h: int) -> tuple[Check, ...]:
+def norm_rows(tactic: Tactic | RowsTactic, h: int) -> tuple[Check, ...]:
     def one(m: int, h: int, layout: str, scale: float | None = 3.0) -> Check:
         def run(arch: str) -> None:
             x = rows_of_all_kinds(m, h, F16)
@@ -68,7 +69,7 @@ def norm_rows(tactic: Tactic, h: int) -> tuple[Check, ...]:
     return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
 
 
-def full_rows(tactic: Tactic, h: int, *layouts: str) -> Check:
+def full_rows(tactic: Tactic | RowsTactic, h: int, *layouts: str) -> Check:
     """Rows that fill their threads."""
 
     def run(arch: str) -> None:

@@ -18,6 +18,9 @@ from jitfp4.dtypes import FLOATS
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import STATE_DTYPES, Problem, StateLayout
+from jitfp4.families.norm.kernels.rows_fp4quant import TACTICS as ROWS_TACTICS
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
+from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.operation import QUANTIZE
@@ -73,7 +76,7 @@ def _vector_call(function: str, layout: SfLayout, m: int, k: int, dtype: torch.d
 
 
 def e4m3_cases() -> Iterator[Case]:
-    for layout, size in product(SfLayout, (SMALL, MEDIUM)):
+    for layout, size in product(SfLayout, (SMALL, MEDIUM, LARGE)):
         yield partial(_vector_call, "nvfp4_quantize", layout, *size, E4M3)
 
 
@@ -86,14 +89,14 @@ def _tma_call(dtype: torch.dtype, layout: SfLayout, tactic: TmaTactic) -> Call:
     return _vector_call("nvfp4_quantize", layout, 200, 528, dtype)._replace(forced=(QUANTIZE, tactic))
 
 
-def row_scale_cases() -> Iterator[Case]:
-    for dtype in HALVES:
-        yield partial(_row_scale_call, dtype)
+def per_token_cases() -> Iterator[Case]:
+    for dtype, layout, k in product(HALVES, SfLayout, (496, 1008, 4080, 32752, 65520)):
+        yield partial(_per_token_call, dtype, layout, k)
 
 
-def _row_scale_call(dtype: torch.dtype) -> Call:
+def _per_token_call(dtype: torch.dtype, layout: SfLayout, k: int) -> Call:
     scale = torch.tensor([1 / 2688])
-    given = {"a": random_matrix(37, 720, dtype), "a_global_sf": scale, "per_token_activation": True}
+    given = {"a": random_matrix(9, k, dtype), "a_global_sf": scale, "sfLayout": layout, "per_token_activation": True}
     return Call("nvfp4_quantize", given)
 
 
@@ -133,13 +136,24 @@ def _dequantize_call(block_format: BlockFormat, layout: SfLayout, dtype: torch.d
 # ---- norm ------------------------------------------------------------------------------------------------------------
 
 
+NORMS = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
+RECIPES = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
+
+
 def norm_cases() -> Iterator[Case]:
-    recipes = ((16, "e4m3"), (32, "e4m3"), (32, "ue8m0"))
     few = ((5, 256), (3, 4096), (2, 16384), (2, 32768), (1, 65536))
     many = ((2700, 2048), (2700, 4096), (700, 8192))
-    functions = ("rmsnorm_fp4quant", "add_rmsnorm_fp4quant")
-    for function, dtype, (block, scale), size in product(functions, HALVES, recipes, (*few, *many)):
+    for function, dtype, (block, scale), size in product(NORMS, HALVES, RECIPES, (*few, *many)):
         yield partial(_norm_call, function, dtype, block, scale, *size)
+
+
+def norm_rows_cases() -> Iterator[Case]:
+    for function, dtype, (block, scale), tactic in product(NORMS, HALVES, RECIPES, ROWS_TACTICS):
+        yield partial(_norm_rows_call, function, dtype, block, scale, tactic)
+
+
+def _norm_rows_call(function: str, dtype: torch.dtype, block: int, scale: str, tactic: RowsTactic) -> Call:
+    return _norm_call(function, dtype, block, scale, 5, 4096 * tactic.units)._replace(forced=(RMSNORM, tactic))
 
 
 def _norm_call(function: str, dtype: torch.dtype, block: int, scale: str, m: int, h: int) -> Call:

@@ -84,10 +84,11 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "kv/rope_append": partial(good_cases, "rope_append_paged_kv_cache"),
     "norm/rmsnorm": partial(good_cases, "rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm"),
     "norm/rmsnorm_fp4quant": quantize_calls.norm_cases,
+    "norm/rows_fp4quant": quantize_calls.norm_rows_cases,
     "quantize/dequantize": quantize_calls.dequantize_cases,
     "quantize/e4m3": quantize_calls.e4m3_cases,
     "quantize/grouped": quantize_calls.grouped_cases,
-    "quantize/row_scale": quantize_calls.row_scale_cases,
+    "quantize/per_token": quantize_calls.per_token_cases,
     "quantize/tma": quantize_calls.tma_cases,
     "quantize/vector": quantize_calls.vector_cases,
 }

@@ -263,7 +263,7 @@ def test_it_learns_from_the_cache_how_long_a_kernel_takes(cache: Path, small_pla
         manifest = Manifest.decode(path.read_bytes())
         provenance = {**manifest.provenance, "compile_ms": 50_000.0}
         path.write_bytes(replace(manifest, provenance=provenance).encode())
-    (tmp_path / "more.json").write_text(write_plan(plan([Arch.of("sm_80")], ["quantize/row_scale"])[:2]))
+    (tmp_path / "more.json").write_text(write_plan(plan([Arch.of("sm_80")], ["quantize/grouped"])[:2]))
     assert "2 kernels, 2 to compile: about 100 s with 1 job" in run(tmp_path / "more.json", "--jobs", 1).stderr
 
 

@@ -39,7 +39,8 @@ def rmsnorm_fp4quant(
     Args:
         input: [m, h] or [b, s, h], fp16 or bf16, 16-byte aligned; h a multiple of block_size from 64 to 65536. Leading
             dimensions count as m rows. If it is not contiguous, such as a slice of a packed projection, it is copied.
-        weight: [h] of input's dtype.
+        weight: [h] of input's dtype. With dependent launch it is read before the kernel ahead has ended: where that one
+            computes it, enable_pdl is False.
         y_fp4, block_scale: contiguous tensors on input's device to fill in place, of the shapes below; allocated when
             None. They may also be of dtype uint8, or float8_e8m0fnu for "ue8m0"; scales in the 128x4 layout may also
             have two dimensions.
@@ -95,7 +96,8 @@ def add_rmsnorm_fp4quant(
         input: [m, h] or [b, s, h], as in rmsnorm_fp4quant().
         residual: like input, 16-byte aligned, not overlapping it; becomes ``round(input + residual)``. If it is not
             contiguous, it is copied, and the result is copied back.
-        weight: [h] of input's dtype.
+        weight: [h] of input's dtype. With dependent launch it is read before the kernel ahead has ended: where that one
+            computes it, enable_pdl is False.
         y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant(); with output_both_sf_layouts, block_scale
             has the 128x4 layout.
         global_scale: the *encode* scale, ``448 * 6 / amax(y)``, as in rmsnorm_fp4quant().

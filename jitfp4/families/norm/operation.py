@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jitfp4.dtypes import HALVES
 from jitfp4.families.norm.arguments import Arguments
-from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL
+from jitfp4.families.norm.kernels import rmsnorm_fp4quant, rows_fp4quant
 from jitfp4.families.norm.problem import Problem, Scale
 from jitfp4.families.norm.tables import TABLE, problems
 from jitfp4.layouts import SfLayout
@@ -45,7 +45,7 @@ def _reference(arguments: Arguments) -> None:
 RMSNORM = Operation(
     Arguments,
     name="rmsnorm_fp4quant",
-    kernels=(KERNEL,),
+    kernels=(rmsnorm_fp4quant.KERNEL, rows_fp4quant.KERNEL),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

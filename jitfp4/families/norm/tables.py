@@ -1,7 +1,8 @@
-"""The tactics of the norm kernel, and the problems that reach every row.
+"""The tactics of the norm kernels, and the problems that reach every row.
 
-A norm without addition is bound by instructions, and threads with more units need fewer of them. With an addition it is
-bound by memory, and more warps hide the latency.
+A norm without addition is bound by instructions: threads with more units need fewer of them, and persistent ones keep
+what every row needs. With an addition it is bound by memory: of many rows, a CTA for each keeps more loads in flight.
+Of few rows it starts sooner, while the kernel before still runs.
 """
 
 from __future__ import annotations
@@ -12,51 +13,61 @@ from itertools import product
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, Problem, Scale
 from jitfp4.selection import Row, Table, rows
 
-_MANY_ELEMENTS = 76000  # of each SM
+_SOME_ELEMENTS, _MANY_ELEMENTS, _MORE_ELEMENTS = 24000, 76000, 125000  # of each SM
 
-TABLE = Table(
+Rows = tuple[Row[Tactic | RowsTactic], ...]
+
+_FEW: Rows = rows(
+    (RowsTactic(1), {"h": 4096}),
+    (Tactic(2, 8), {}),
+    (Tactic(2, 16), {}),
+    (Tactic(2, 16, clustered=True), {}),
+    (Tactic(8, 16, stream=True), {}),
+    few=True,
+)
+_ADD: Rows = rows(
+    (RowsTactic(1), {"h": 2048, "elements_per_sm": _SOME_ELEMENTS}),
+    (Tactic(1, 8), {"elements_per_sm": _MANY_ELEMENTS}),
+    (RowsTactic(1), {}),
+    (Tactic(2, 8), {"h": 6144, "elements_per_sm": _MORE_ELEMENTS}),
+    (Tactic(2, 16), {"elements_per_sm": _MORE_ELEMENTS}),
+    (RowsTactic(2), {}),
+    (RowsTactic(4), {}),
+    add=True,
+)
+_PLAIN: Rows = rows(
+    (RowsTactic(1), {"h": 1536, "elements_per_sm": _SOME_ELEMENTS}),
+    (Tactic(2, 1), {}),
+    (Tactic(3, 1), {}),
+    (Tactic(2, 8), {"h": 6144}),
+    (Tactic(4, 4), {}),
+    (Tactic(4, 8), {}),
+    add=False,
+)
+TABLE: Table[Tactic | RowsTactic] = Table(
     (
         Row(Tactic(1, 1), {"h": TURN}),
-        *rows(
-            (Tactic(1, 8), {"m": 16, "h": 2048}),
-            (Tactic(2, 8), {}),
-            (Tactic(2, 16), {}),
-            (Tactic(2, 16, clustered=True), {}),
-            (Tactic(8, 16, stream=True), {}),
-            few=True,
-        ),
-        *rows(
-            (Tactic(1, 8), {"elements_per_sm": _MANY_ELEMENTS}),
-            (Tactic(2, 1), {}),
-            (Tactic(3, 1), {}),
-            (Tactic(2, 8), {"h": 6144}),
-            (Tactic(2, 16), {}),
-            add=True,
-        ),
-        *rows(
-            (Tactic(2, 1), {}),
-            (Tactic(3, 1), {}),
-            (Tactic(2, 8), {"h": 6144}),
-            (Tactic(4, 4), {}),
-            (Tactic(4, 8), {}),
-            add=False,
-        ),
+        *_FEW,
+        *_ADD,
+        *_PLAIN,
         Row(Tactic(4, 16)),
         Row(Tactic(4, 16, clustered=True)),
         Row(Tactic(8, 16, stream=True)),
     ),
     measured="h200/norm_shapes.csv",
+    elsewhere={RowsTactic: "h200/norm_rows.csv"},
 )
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Few, some and many rows of every length, in steps of a turn."""
+    """Rows of every length, in steps of a turn, and numbers of them to each side of every bound."""
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
-    loads = (0, _MANY_ELEMENTS // 2, 2 * _MANY_ELEMENTS)
+    loads = (0, _SOME_ELEMENTS // 2, _MANY_ELEMENTS // 2, _MORE_ELEMENTS - TURN, 2 * _MORE_ELEMENTS)
     for in_dtype, (block, scale), add, h, load in product(HALVES.values(), formats, (False, True), hidden, loads):
         m = max(load * arch.num_sms // h, 1)
         yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)

@@ -40,13 +40,15 @@ class BatchArguments(NamedTuple):
     enable_pdl: bool | None
 
 
-class RowScaleArguments(NamedTuple):
-    """Rows [m, k], and an encode and a decode scale for each."""
+class TokenArguments(NamedTuple):
+    """Rows [m, k], their NVFP4 codes and scales, and a decode scale for each row."""
 
     a: torch.Tensor
     inverse_base: torch.Tensor
-    encode: Written
+    out: Written
+    out_sf: Written
     decode: Written
+    layout: int
     enable_pdl: bool | None
 
 

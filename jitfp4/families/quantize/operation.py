@@ -6,9 +6,9 @@ import torch
 
 from jitfp4.dtypes import ACTIVATIONS, FLOATS
 from jitfp4.families.quantize import tables
-from jitfp4.families.quantize.arguments import Arguments, BatchArguments, DequantizeArguments, RowScaleArguments
-from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, row_scale, tma, vector
-from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, RowScaleProblem
+from jitfp4.families.quantize.arguments import Arguments, BatchArguments, DequantizeArguments, TokenArguments
+from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, per_token, tma, vector
+from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, TokenProblem
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.operation import Operation
@@ -94,22 +94,29 @@ QUANTIZE_BATCH = Operation(
 )
 
 
-def _row_scale_reference(arguments: RowScaleArguments) -> None:
+def _token_problem(arguments: TokenArguments) -> TokenProblem:
+    return TokenProblem(ACTIVATIONS[arguments.a.dtype], SfLayout(arguments.layout), *arguments.a.shape)
+
+
+def _token_reference(arguments: TokenArguments) -> None:
     encode, decode = reference.row_scales(arguments.a, arguments.inverse_base)
-    arguments.encode.copy_(encode)
+    codes, scales = reference.quantize_blocks(arguments.a, NVFP4, encode.unsqueeze(1))
+    arguments.out.copy_(codes)
+    arguments.out_sf.copy_(swizzle(scales, SfLayout(arguments.layout)))
     arguments.decode.copy_(decode)
 
 
-ROW_SCALE = Operation(
-    RowScaleArguments,
-    name="row_scale",
-    kernels=(row_scale.KERNEL,),
-    problem=lambda arguments: RowScaleProblem(ACTIVATIONS[arguments.a.dtype], arguments.a.shape[0]),
-    problems=tables.row_scale_problems,
-    tables=tables.ROW_SCALE_TABLES,
-    reference=_row_scale_reference,
-    output="encode",
-    aligned=("a",),
+QUANTIZE_PER_TOKEN = Operation(
+    TokenArguments,
+    name="quantize_per_token",
+    kernels=(per_token.KERNEL,),
+    problem=_token_problem,
+    problems=tables.token_problems,
+    tables=tables.TOKEN_TABLES,
+    reference=_token_reference,
+    output="out",
+    aligned=("a", "out", "out_sf"),
+    exclusive=("out", "out_sf"),
     growing=("m",),
 )
 

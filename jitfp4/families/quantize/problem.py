@@ -48,11 +48,13 @@ class BatchProblem(NamedTuple):
     k: int
 
 
-class RowScaleProblem(NamedTuple):
-    """The scales of m rows."""
+class TokenProblem(NamedTuple):
+    """Rows [m, k] to NVFP4, each with a scale of its own."""
 
     in_dtype: DType
+    sf_layout: SfLayout
     m: int
+    k: int
 
 
 class DequantizeProblem(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from jitfp4 import replay
@@ -9,8 +11,8 @@ from jitfp4.addresses import extent, meet
 from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize import four_over_six
-from jitfp4.families.quantize.arguments import Arguments, RowScaleArguments
-from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE
+from jitfp4.families.quantize.arguments import Arguments, TokenArguments
+from jitfp4.families.quantize.operation import QUANTIZE, QUANTIZE_PER_TOKEN
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
@@ -111,23 +113,27 @@ def nvfp4_quantize(
         raise ArgumentError("do_shuffle", f"True with {layout.name} and m = {m}", "layout_128x4 and m % 128 == 0")
     q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
     q_bytes, sf_bytes = q.view(torch.uint8), sf.view(torch.uint8)
-    per_token: tuple[torch.Tensor, ...] = ()
-    by_token = per_token_activation
-    if per_token_activation:
-        encode = replay.scratch((m,), torch.float32, like=a)
+    decode = None
+    if not per_token_activation:
+        run = partial(_run, rows, scale, NVFP4, recipe=recipe)
+    elif recipe is None:
         decode = torch.empty(m, dtype=torch.float32, device=a.device)
-        ROW_SCALE(RowScaleArguments(a=rows, inverse_base=scale, encode=encode, decode=decode, enable_pdl=enable_pdl))
-        shuffled = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
-        scale, per_token = encode, (shuffled if factor is None else shuffled * factor,)
+        run = partial(_run_per_token, rows, scale, decode)
+    else:
+        encode, decode = reference.row_scales(rows, scale)
+        run = partial(_run, rows, encode, NVFP4, recipe=recipe, row_amax=block_amax(rows.float()))
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
-        _run(rows, scale, codes, linear, NVFP4, SfLayout.layout_linear, enable_pdl, recipe=recipe, by_token=by_token)
+        run(codes, linear, SfLayout.layout_linear, enable_pdl)
         q_bytes.view(m, codes.shape[1]).copy_(shuffle_rows(codes, _SHUFFLE_TILE))
         sf_bytes.copy_(swizzle(shuffle_rows(linear, _SHUFFLE_TILE), layout))
     else:
-        _run(rows, scale, q_bytes, sf_bytes, NVFP4, layout, enable_pdl, recipe=recipe, by_token=by_token)
-    return q, sf, *per_token
+        run(q_bytes, sf_bytes, layout, enable_pdl)
+    if decode is None:
+        return q, sf
+    decode = shuffle_rows(decode.unsqueeze(1), _SHUFFLE_TILE).squeeze(1) if do_shuffle else decode
+    return q, sf, decode if factor is None else decode * factor
 
 
 @public
@@ -161,7 +167,7 @@ def mxfp4_quantize(
     check_device("a", a)
     rows = _halves(as_rows("a", a, MXFP4.block))
     q, sf = _outputs(a, MXFP4, rows.shape[0], a.shape[-1], layout, out, out_sf)
-    _run(rows, None, q.view(torch.uint8), sf.view(torch.uint8), MXFP4, layout, enable_pdl)
+    _run(rows, None, MXFP4, q.view(torch.uint8), sf.view(torch.uint8), layout, enable_pdl)
     return q, sf
 
 
@@ -212,7 +218,7 @@ def fp4_quantize(
     rows, m = rows if form is NVFP4 else _halves(rows), rows.shape[0]
     scale = None if form is MXFP4 else _encode_scale(global_scale, is_global_scale_inversed, m, a)
     q, sf = _outputs(a, form, m, a.shape[-1], layout, None, None)
-    _run(rows, scale, q, sf, form, layout, enable_pdl, names="a=input", recipe=recipe)
+    _run(rows, scale, form, q, sf, layout, enable_pdl, names="a=input", recipe=recipe)
     return (q.transpose(-2, -1), sf.transpose(-2, -1)) if transposed else (q, sf)
 
 
@@ -254,7 +260,7 @@ def silu_and_mul_nvfp4_quantize(
     m, k = rows.shape[0], rows.shape[1] // 2
     q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
     sf = torch.empty(padded_shape(layout, m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
-    _run(rows, scale, q, sf, NVFP4, layout, enable_pdl, silu=True, names="a=input", recipe=recipe)
+    _run(rows, scale, NVFP4, q, sf, layout, enable_pdl, silu=True, names="a=input", recipe=recipe)
     return q, sf
 
 
@@ -322,20 +328,20 @@ def _encode_scale(scale: torch.Tensor | float | None, inversed: bool, m: int, a:
 def _run(
     rows: torch.Tensor,
     scale: torch.Tensor | None,
+    form: BlockFormat,
     q: torch.Tensor,
     sf: torch.Tensor,
-    form: BlockFormat,
     layout: SfLayout,
     enable_pdl: bool | None,
     *,
     silu: bool = False,
     names: str = "",
     recipe: NVFP44Over6Config | None = None,
-    by_token: bool = False,
+    row_amax: torch.Tensor | None = None,
 ) -> None:
     if recipe is not None and scale is not None:
         values = reference.silu_and_mul(rows) if silu else rows
-        codes, linear = four_over_six.quantize(values, scale, recipe, block_amax(rows.float()) if by_token else None)
+        codes, linear = four_over_six.quantize(values, scale, recipe, row_amax)
         q.view(codes.shape).copy_(codes)
         sf.copy_(swizzle(linear, layout))
         return
@@ -350,5 +356,27 @@ def _run(
             silu=silu,
             enable_pdl=enable_pdl,
             names=names,
+        )
+    )
+
+
+def _run_per_token(
+    rows: torch.Tensor,
+    inverse_base: torch.Tensor,
+    decode: torch.Tensor,
+    q: torch.Tensor,
+    sf: torch.Tensor,
+    layout: SfLayout,
+    enable_pdl: bool | None,
+) -> None:
+    QUANTIZE_PER_TOKEN(
+        TokenArguments(
+            a=rows,
+            inverse_base=inverse_base,
+            out=q if q.dim() == 2 else q.view(rows.shape[0], q.shape[-1]),
+            out_sf=sf,
+            decode=decode,
+            layout=int(layout),
+            enable_pdl=enable_pdl,
         )
     )

@@ -7,11 +7,12 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
-from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, row_scale, tma
+from jitfp4.families.quantize.kernels import dequantize, grouped, tma
 from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.per_token import TokenTactic
 from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.kernels.vector import VectorTactic
-from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, RowScaleProblem
+from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, TokenProblem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.selection import Row, Table, rows
@@ -32,18 +33,32 @@ _SILU: Rows = rows(
     silu=True,
 )
 _SMALL: Row[Tactic] = Row(VectorTactic(1, 128), {"work": (1 << 23) - 1})
-_E4M3: Row[Tactic] = Row(e4m3.TACTICS[0])  # without an instruction for E2M1, other kernels are bound by instructions
+_E4M3: Rows = (  # without an instruction for E2M1, other kernels are bound by instructions
+    Row(TableTactic(2, 1024, ctas_per_sm=1), {"work": (1 << 25) - 1}),
+    Row(TableTactic(4, 768, ctas_per_sm=1)),
+)
 _NVFP4: Rows = (Row(VectorTactic(2, 128), {"work": (1 << 25) - 1}), Row(VectorTactic(4, 256)))
 _TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
-    Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
+    Table((*_MXFP4, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED, elsewhere={TableTactic: "h200/quantize_others.csv"}),
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
-ROW_SCALE_TABLES = (Table((Row(row_scale.TACTICS[0]),), "h200/quantize_others.csv"),)
+TOKEN_TABLES = (
+    Table(
+        (
+            Row(TokenTactic(1, 1), {"k": 512}),
+            Row(TokenTactic(2, 1), {"k": 1024}),
+            Row(TokenTactic(2, 8), {"k": 4096}),
+            Row(TokenTactic(4, 16)),
+            Row(TokenTactic(4, 16, stream=True)),
+        ),
+        "h200/quantize_others.csv",
+    ),
+)
 DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.csv"),)
 
 
@@ -63,8 +78,11 @@ def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
         yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
 
 
-def row_scale_problems(_arch: Arch) -> Iterator[RowScaleProblem]:
-    yield from (RowScaleProblem(in_dtype, 128) for in_dtype in HALVES.values())
+def token_problems(_arch: Arch) -> Iterator[TokenProblem]:
+    """The longest row of each row of the table."""
+    lengths = (512, 1024, 4096, 32768, 65536)
+    for in_dtype, layout, k in product(HALVES.values(), SfLayout, lengths):
+        yield TokenProblem(in_dtype, layout, 128, k)
 
 
 def dequantize_problems(_arch: Arch) -> Iterator[DequantizeProblem]:

@@ -127,7 +127,8 @@ def row_threads(h: int, spec: Spec) -> int:
     return max(8, 1 << (ceil_div(h, UNIT) - 1).bit_length())
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+def bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    """The values of PARAMS."""
     return {
         "x": arguments.input,
         "residual": arguments.residual,
@@ -139,28 +140,33 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "y": arguments.y_out,
         "m": plan.problem.m,
         "h": plan.problem.h,
-        "row_threads": row_threads(plan.problem.h, plan.spec),
         "eps": arguments.eps,
     }
 
 
+def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    return bind(arguments, plan) | {"row_threads": row_threads(plan.problem.h, plan.spec)}
+
+
+PARAMS = (
+    Ptr("x", "const In", "[m, h]"),
+    Ptr("residual", "In", "[m, h], updated in place; null without an addition"),
+    Ptr("weight", "const In", "[h]"),
+    Ptr("global_scale", "const float", "[1], encode; null means 1"),
+    Ptr("q", "uint8", "[m, h/2], low nibble first"),
+    Ptr("sf_128x4", "uint8", "scales in the 128x4 layout, or null"),
+    Ptr("sf_linear", "uint8", "[m, h/kBlock], or null"),
+    Ptr("y", "In", "[m, h], what is quantized, or null"),
+    I64("m"),
+    I64("h"),
+    F32("eps"),
+)
+"""The parameters of every kernel that quantizes normalised rows."""
+
 KERNEL = Kernel(
     name="norm/rmsnorm_fp4quant",
     spec=Spec,
-    params=(
-        Ptr("x", "const In", "[m, h]"),
-        Ptr("residual", "In", "[m, h], updated in place; null without an addition"),
-        Ptr("weight", "const In", "[h]"),
-        Ptr("global_scale", "const float", "[1], encode; null means 1"),
-        Ptr("q", "uint8", "[m, h/2], low nibble first"),
-        Ptr("sf_128x4", "uint8", "scales in the 128x4 layout, or null"),
-        Ptr("sf_linear", "uint8", "[m, h/kBlock], or null"),
-        Ptr("y", "In", "[m, h], what is quantized, or null"),
-        I64("m"),
-        I64("h"),
-        I64("row_threads"),
-        F32("eps"),
-    ),
+    params=(*PARAMS, I64("row_threads")),
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from jitfp4.arch import Arch
 from jitfp4.families.quantize.launches import SF, Q, bind_rows, sector_geometry
@@ -15,13 +15,14 @@ from jitfp4.spec import I64, WARP, Geometry, KernelSpec, Ptr
 
 @dataclass(frozen=True, slots=True)
 class TableTactic:
-    """Blocks of a thread, and CTAs of an SM."""
+    """Blocks of a thread, threads of a CTA, and CTAs of an SM."""
 
     blocks_per_thread: int
+    threads: int
     ctas_per_sm: int
 
 
-TACTICS = (TableTactic(4, ctas_per_sm=4), TableTactic(2, ctas_per_sm=4))
+TACTICS = (TableTactic(4, 768, 1), TableTactic(2, 1024, 1), TableTactic(4, 512, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +31,12 @@ class TableSpec(KernelSpec):
 
     sf_layout: SfLayout
     blocks_per_thread: int
-
-    threads = 256  # of a CTA
+    threads: int
+    ctas_per_sm: int
 
 
 def specialise(problem: Problem, tactic: TableTactic) -> TableSpec:
-    return TableSpec(sf_layout=problem.sf_layout, blocks_per_thread=tactic.blocks_per_thread)
+    return TableSpec(sf_layout=problem.sf_layout, **asdict(tactic))
 
 
 def rejects(problem: Problem, _tactic: TableTactic, arch: Arch) -> str | None:
@@ -56,8 +57,8 @@ def geometry(problem: Problem, tactic: TableTactic, arch: Arch) -> Geometry:
         threads=WARP,
     )  # with CTAs of one warp, the grid has one CTA for each task
     tasks = per_cta.grid[0] * per_cta.grid[1] * per_cta.grid[2]
-    ctas = min(ceil_div(tasks * WARP, TableSpec.threads), tactic.ctas_per_sm * arch.num_sms)
-    return Geometry(grid=(ctas, 1, 1), block=(TableSpec.threads, 1, 1))
+    ctas = min(ceil_div(tasks * WARP, tactic.threads), tactic.ctas_per_sm * arch.num_sms)
+    return Geometry(grid=(ctas, 1, 1), block=(tactic.threads, 1, 1))
 
 
 KERNEL = Kernel(

@@ -936,8 +936,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
     In* __restrict__ y,                      // [m, h], what is quantized, or null
     int64 m,
     int64 h,
-    int64 row_threads,
-    float eps) {
+    float eps,
+    int64 row_threads) {
   extern __shared__ uint4 dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
 
@@ -949,17 +949,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) norm_rmsnorm_fp
   const uint32   weight_at = weights + (kWarps > 1 ? warp * kWeightBytes : 0) + Weight::place(place.lane);
   Vectors vectors(p, place, slots);
 
+  // All loads are started before any of them is waited for; those of weights, which do not come from an earlier kernel,
+  // before that kernel has ended.
+  const int turns = turns_from(place.unit, p.units), first = kWarps > 1 ? 0 : warp;
+  Unit w[kFills] = {};
+#pragma unroll
+  for (int i = 0; i < kFills; ++i)
+    if (!kStream && first + i < turns) ptx::ld_unit(w[i], weight + place.unit * kUnit + (first + i) * kTurn);
   if constexpr (kClustered) ptx::cluster_sync();  // all CTAs have started: their shared memory may be written
   if constexpr (kHasPdl) ptx::griddep_wait(), ptx::griddep_launch();
-  // All copies are started before any of them is waited for.
   if (!kStream && place.row0 < p.rows) vectors.fetch<false>();
   const float g = kScale == Scale::kE4m3 && global_scale ? ptx::ld_f32(global_scale) : 1.0f;
   if constexpr (!kStream) {
-    const int turns = turns_from(place.unit, p.units), first = kWarps > 1 ? 0 : warp;
-    Unit w[kFills] = {};
-#pragma unroll
-    for (int i = 0; i < kFills; ++i)
-      if (first + i < turns) ptx::ld_unit(w[i], weight + place.unit * kUnit + (first + i) * kTurn);
 #pragma unroll
     for (int i = 0; i < kFills; ++i)
       if (first + i < kUnits) Weight::store(weight_at + (first + i) * Weight::kBytes, w[i]);

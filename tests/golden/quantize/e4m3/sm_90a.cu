@@ -1,5 +1,5 @@
 // quantize_e4m3, generated from templates/quantize/e4m3.cu.j2
-// spec: {"blocks_per_thread":4,"sf_layout":"layout_128x4"}
+// spec: {"blocks_per_thread":2,"ctas_per_sm":1,"sf_layout":"layout_128x4","threads":1024}
 //
 // Quantizes E4M3 to NVFP4 by a table, without arithmetic on the elements. For a given global scale, the scale of a
 // block depends only on the largest magnitude byte in the block. The code of an element depends on that byte and on the
@@ -463,12 +463,12 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 
 // ---- spec ------------------------------------------------------------------
 constexpr SfLayout kSfLayout        = SfLayout::k128x4;
-constexpr int      kBlocksPerThread = 4;
+constexpr int      kBlocksPerThread = 2;
 
 // ---- kernel ----------------------------------------------------------------
 using In = e4m3;
 using Sf = Sector<kSfLayout>;
-constexpr int    kThreads  = 256;
+constexpr int    kThreads  = 1024;
 constexpr int    kTaskCols = Sf::kCols * kBlocksPerThread;  // in blocks
 constexpr int    kCodes    = 7;                             // magnitudes above 0
 constexpr uint32 kTop      = 0x80808080u;                   // the top bit of every byte
@@ -535,7 +535,21 @@ __device__ __forceinline__ uint2 encode_by(uint2 entry, const RawUnit<In>& x) {
   return make_uint2(__byte_perm(pairs[0], pairs[1], 0x7531), __byte_perm(pairs[2], pairs[3], 0x7531));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_e4m3(
+// The task of a warp: a sector down the matrix, and a number along K.
+struct Cursor {
+  uint32 col_tasks, sector, col_task, sector_step, col_step;
+  __device__ __forceinline__ Cursor(uint32 col_tasks, uint32 warp, uint32 warps)
+      : col_tasks(col_tasks), sector(warp / col_tasks), col_task(warp % col_tasks), sector_step(warps / col_tasks),
+        col_step(warps % col_tasks) {}
+  __device__ __forceinline__ void advance() {
+    sector += sector_step, col_task += col_step;
+    if (col_task >= col_tasks) ++sector, col_task -= col_tasks;
+  }
+  __device__ __forceinline__ uint32 row(uint32 lane) const { return Sf::row(sector, lane); }
+  __device__ __forceinline__ uint32 col(uint32 lane) const { return col_task * kTaskCols + lane % Sf::kCols; }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_e4m3(
     const In* __restrict__ x,                // [m, k], rows x_stride elements apart
     const float* __restrict__ global_scale,  // [1], encode
     uint8* __restrict__ q,                   // [m, k/2], low nibble first
@@ -546,13 +560,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_e4m3(
   __shared__ Entry table[128];  // by the largest magnitude byte of a block
   const uint32 lane = threadIdx.x % kWarp, rows = uint32(m);
   const uint32 cols = uint32(uint64(k) / kNvfp4Block), sf_cols = sf_padded_cols<kSfLayout>(cols);
-  const uint32 col_tasks = (cols + kTaskCols - 1) / kTaskCols;
-  const uint32 sectors   = sf_padded_rows<kSfLayout>(rows) / Sf::kRows;
-  const uint32 warp = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp, warps = gridDim.x * (kThreads / kWarp);
-  const uint32 sector_step = warps / col_tasks, col_step = warps % col_tasks;
+  const uint32 sectors = sf_padded_rows<kSfLayout>(rows) / Sf::kRows;
+  Cursor at((cols + kTaskCols - 1) / kTaskCols, blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp,
+            gridDim.x * (kThreads / kWarp));
+  RawUnit<In> next[kBlocksPerThread];
+  const auto load_next = [&] {
+    const uint32 row = at.row(lane), col = at.col(lane), data_left = row < rows && col < cols ? cols - col : 0;
+    const In* from = x + row * x_stride + int64(col) * kNvfp4Block;
+#pragma unroll
+    for (int i = 0; i < kBlocksPerThread; ++i) {
+      for (int j = 0; j < 4; ++j) next[i][j] = 0;
+      if (i * Sf::kCols < data_left) load_unit<In>(next[i], from + i * Sf::kCols * kNvfp4Block, false);
+    }
+  };
 
   if constexpr (kHasPdl) ptx::griddep_wait();
   if constexpr (kHasPdl) ptx::griddep_launch();
+  load_next();
   const float g = ptx::ld_f32(global_scale), p = 1.0f / g * 6.0f;
   for (uint32 i = threadIdx.x; i < 128 * kCodes; i += kThreads) {
     const uint32 byte = i % 128, j = i / 128;
@@ -562,21 +586,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) quantize_e4m3(
   }
   __syncthreads();
 
-  uint32 sector = warp / col_tasks, col_task = warp % col_tasks;
-  for (; sector < sectors; sector += sector_step, col_task += col_step) {
-    if (col_task >= col_tasks) {
-      col_task -= col_tasks;
-      if (++sector >= sectors) break;
-    }
-    const uint32 row = Sf::row(sector, lane), first_col = col_task * kTaskCols, col = first_col + lane % Sf::kCols;
-    const In* from  = x + row * x_stride + int64(col) * kNvfp4Block;
-    uint8*    to_q  = q + (int64(row) * cols + col) * (kNvfp4Block / 2);
-    uint8*    to_sf = sf + Sf::offset(sector, first_col, sf_cols) + lane;
-    const uint32 data_left = row < rows && col < cols ? cols - col : 0, scale_left = col < sf_cols ? sf_cols - col : 0;
-    RawUnit<In> raw[kBlocksPerThread] = {};
+  while (at.sector < sectors) {
+    RawUnit<In> raw[kBlocksPerThread];
 #pragma unroll
     for (int i = 0; i < kBlocksPerThread; ++i)
-      if (i * Sf::kCols < data_left) load_unit<In>(raw[i], from + i * Sf::kCols * kNvfp4Block, false);
+      for (int j = 0; j < 4; ++j) raw[i][j] = next[i][j];
+    const uint32 row = at.row(lane), col = at.col(lane);
+    uint8* to_q  = q + (int64(row) * cols + col) * (kNvfp4Block / 2);
+    uint8* to_sf = sf + Sf::offset(at.sector, col - lane % Sf::kCols, sf_cols) + lane;
+    const uint32 data_left = row < rows && col < cols ? cols - col : 0, scale_left = col < sf_cols ? sf_cols - col : 0;
+    at.advance();
+    load_next();  // while this task is being quantized
 #pragma unroll
     for (int i = 0; i < kBlocksPerThread; ++i) {
       const bool has_data = i * Sf::kCols < data_left;

@@ -1,17 +1,11 @@
-// quantize_row_scale, generated from templates/quantize/row_scale.cu.j2
-// spec: {"in_dtype":"bf16"}
+// quantize_per_token, generated from templates/quantize/per_token.cu.j2
+// spec: {"in_dtype":"bf16","sf_layout":"layout_128x4","stream":false,"units":1,"warps":1}
 //
-// A CTA finds the largest magnitude of a row, and from it the row's encode scale and its inverse:
-//   encode = min((1 / inverse_base) / amax, FLT_MAX), 1 where that is 0;  decode = 1 / encode, 0 for a row of zeros
-// NaN is ignored unless the whole row is NaN; then encode = FLT_MAX.
-
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
+// Quantizes rows to NVFP4, each with a global scale of its own, which follows from its largest magnitude:
+//   g = min((1 / inverse_base) / amax, FLT_MAX), 1 where that is 0;  decode = 1 / g, 0 for a row of zeros
+// NaN is ignored unless the whole row is NaN; then g = FLT_MAX.
+// A row is shared by up to kWarps warps of a CTA; where kWarps is 1, each warp takes a row. A thread keeps its kUnits
+// units in registers until the largest magnitude is known. Rows that are too long for that (kStream) are read twice.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -28,6 +22,60 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/sf_layout ----------------------------------------------------
+// A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
+enum class SfLayout { k128x4, k8x4, kLinear };
+template <SfLayout> struct SfTile;
+template <> struct SfTile<SfLayout::k128x4>  { static constexpr int kOuter = 4, kInner = 32, kCols = 4; };
+template <> struct SfTile<SfLayout::k8x4>    { static constexpr int kOuter = 1, kInner = 8, kCols = 4; };
+template <> struct SfTile<SfLayout::kLinear> { static constexpr int kOuter = 1, kInner = 1, kCols = 1; };
+
+// Byte offset of scale (row, col) in a buffer of padded_cols columns.
+template <SfLayout L> __device__ __forceinline__ uint64 sf_offset(uint32 row, uint32 col, uint32 padded_cols) {
+  using Tile = SfTile<L>;
+  constexpr int kRows = Tile::kOuter * Tile::kInner;
+  return uint64(row / kRows) * padded_cols * kRows + col / Tile::kCols * (kRows * Tile::kCols) +
+         row % Tile::kInner * (Tile::kOuter * Tile::kCols) + row % kRows / Tile::kInner * Tile::kCols +
+         col % Tile::kCols;
+}
+
+// A sector is 32 scales that are neighbours in memory: the unit of work of a warp, whose lanes then fill it with one
+// store. Sectors are numbered down the matrix: in 128x4, number s holds rows 2s, 2s+1 of its tile and the rows
+// 32, 64 and 96 below them, by 4 columns; in 8x4, 8 rows by 4 columns; in the linear layout, 32 columns of one row.
+template <SfLayout L> struct Sector {
+  using Tile = SfTile<L>;
+  static constexpr int kCols     = L == SfLayout::kLinear ? 32 : Tile::kCols;
+  static constexpr int kRows     = 32 / kCols;
+  static constexpr int kTileRows = Tile::kOuter * Tile::kInner;
+  static constexpr int kPerTile  = kTileRows / kRows;
+
+  // Matrix row of byte i of sector s.
+  static __device__ __forceinline__ uint32 row(uint32 s, uint32 i) {
+    const uint32 r = s % kPerTile * kRows + i / kCols;  // [inner row][outer row]
+    return s / kPerTile * kTileRows + r % Tile::kOuter * Tile::kInner + r / Tile::kOuter;
+  }
+  // Byte offset of sector s at column col, in a buffer of padded_cols columns; its next columns follow kStride later.
+  static constexpr int kStride = kCols * kTileRows;
+  static __device__ __forceinline__ int64 offset(uint32 s, uint32 col, uint32 padded_cols) {
+    return (int64(s / kPerTile) * padded_cols + col) * kTileRows + s % kPerTile * 32;
+  }
+};
+
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_cols(uint32 cols) {
+  return (cols + SfTile<L>::kCols - 1) & ~uint32(SfTile<L>::kCols - 1);
+}
+template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 rows) {
+  return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
+}
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -414,35 +462,102 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
+constexpr SfLayout kSfLayout = SfLayout::k128x4;
+constexpr int      kUnits    = 1;
+constexpr int      kWarps    = 1;
+constexpr bool     kStream   = false;
+constexpr int      kThreads  = 256;  // the most threads of a CTA
+constexpr int      kMinCtas  = 4;     // that an SM must hold at once; bounds the registers
 
 // ---- kernel ----------------------------------------------------------------
-constexpr int kThreads = 256;
+using Tile = SfTile<kSfLayout>;
+constexpr int kUnit = kNvfp4Block, kTileRows = Tile::kOuter * Tile::kInner;
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_row_scale(
-    const In* __restrict__ x,                // [m, k], rows x_stride elements apart
-    const float* __restrict__ inverse_base,  // [1], 1 / (448 * 6)
-    float* __restrict__ encode_scale,        // [m]
-    float* __restrict__ decode_scale,        // [m]
-    int64 k,
-    int64 x_stride) {
-  if constexpr (kHasPdl) ptx::griddep_wait();
-  const float base = 1.0f / ptx::ld_f32(inverse_base);
-  __shared__ float warp_amax[kThreads / kWarp];
-  float amax = __uint_as_float(0x7FFFFFFFu);  // NaN: fmaxf takes the other operand
-  for (int64 col = threadIdx.x * 16; col < k; col += kThreads * 16) {
-    RawUnit<In> unit;
-    load_unit<In>(unit, x + blockIdx.x * x_stride + col, is_wide(x, x_stride));
-    amax = fmaxf(amax, block_amax<In>(unit));
+// Rows are taken in the order of their scales in memory: CTAs that run at the same time fill the same sectors.
+__device__ __forceinline__ uint32 row_of(uint32 i) {
+  const uint32 in_tile = i % kTileRows;
+  return i - in_tile + in_tile % Tile::kOuter * Tile::kInner + in_tile / Tile::kOuter;
+}
+
+// Calls f with the first of the units that a thread holds at once, for all units before `end`.
+template <typename F> __device__ __forceinline__ void each_piece(uint32 first, uint32 end, F f) {
+  if constexpr (kStream) {
+    for (; first < end; first += blockDim.x * kUnits) f(first);
+  } else {
+    f(first);
   }
-  if constexpr (kHasPdl) ptx::griddep_launch();
+}
+
+__device__ __forceinline__ float warp_amax(float amax) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
-  if (threadIdx.x % kWarp == 0) warp_amax[threadIdx.x / kWarp] = amax;
-  __syncthreads();
-  if (threadIdx.x > 0) return;
+  return amax;
+}
+// The largest magnitude of a row, from those that its threads found.
+__device__ __forceinline__ float row_amax(float amax) {
+  amax = warp_amax(amax);
+  if constexpr (kWarps > 1) {
+    __shared__ float warps[kWarps];
+    const uint32 lane = threadIdx.x % kWarp;
+    if (lane == 0) warps[threadIdx.x / kWarp] = amax;
+    __syncthreads();
+    if (lane * kWarp < blockDim.x) amax = warps[lane];  // other lanes keep their own warp's, which is among them
+    amax = warp_amax(amax);
+  }
+  return amax;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) quantize_per_token(
+    const In* __restrict__ x,                // [m, k], rows x_stride elements apart
+    const float* __restrict__ inverse_base,  // [1], 1 / (448 * 6)
+    uint8* __restrict__ q,                   // [m, k/2], low nibble first
+    uint8* __restrict__ sf,                  // block scales in kSfLayout
+    float* __restrict__ decode_scale,        // [m]
+    int64 m,
+    int64 k,
+    int64 x_stride) {
+  const uint32 thread = threadIdx.x, warp = kWarps > 1 ? thread / kWarp : 0;
+  const uint32 row    = row_of(kWarps > 1 ? blockIdx.x : blockIdx.x * (kThreads / kWarp) + thread / kWarp);
+  const uint32 cols   = uint32(uint64(k) / kUnit), sf_cols = sf_padded_cols<kSfLayout>(cols);
+  const uint32 units  = row < uint32(m) ? cols : 0, first = warp * (kUnits * kWarp) + thread % kWarp;
+  const bool   wide   = is_wide(x, x_stride);
+  if (row >= sf_padded_rows<kSfLayout>(uint32(m))) return;
+  if constexpr (kHasPdl) ptx::griddep_wait();
+
+  RawUnit<In> raw[kUnits] = {};
+  float unit_amax[kUnits], amax = __uint_as_float(0x7FFFFFFFu);  // NaN: fmaxf takes the other operand
+  const auto load = [&](uint32 at) {
+    const In* from = x + row * x_stride + int64(at) * kUnit;
 #pragma unroll
-  for (int w = 1; w < kThreads / kWarp; ++w) amax = fmaxf(amax, warp_amax[w]);
-  const float encode = fminf(base / amax, kFltMax);
-  encode_scale[blockIdx.x] = encode == 0.0f ? 1.0f : encode;
-  decode_scale[blockIdx.x] = amax == 0.0f ? 0.0f : 1.0f / (encode == 0.0f ? 1.0f : encode);
+    for (int v = 0; v < kUnits; ++v)
+      if (at + v * kWarp < units) load_unit<In>(raw[v], from + v * (kWarp * kUnit), wide);
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v) unit_amax[v] = block_amax<In>(raw[v]);
+  };
+  each_piece(first, units, [&](uint32 at) {
+    load(at);
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v)
+      if (at + v * kWarp < units) amax = fmaxf(amax, unit_amax[v]);
+  });
+  if constexpr (kHasPdl) ptx::griddep_launch();
+
+  const float base = 1.0f / ptx::ld_f32(inverse_base);
+  amax             = row_amax(amax);
+  const float encode = fminf(base / amax, kFltMax), g = encode == 0.0f ? 1.0f : encode, sixth = nvfp4_sixth(g);
+  const Nvfp4Multiplier multiplier_of(g);
+  if (first == 0 && units > 0) decode_scale[row] = amax == 0.0f ? 0.0f : multiplier_of.decode;
+  each_piece(first, sf_cols, [&](uint32 at) {
+    if constexpr (kStream) load(at);
+    uint8* to_q  = q + (uint64(row) * cols + at) * (kUnit / 2);
+    uint8* to_sf = sf + sf_offset<kSfLayout>(row, at, sf_cols);
+#pragma unroll
+    for (int v = 0; v < kUnits; ++v) {
+      const bool  has_data = at + v * kWarp < units;
+      const uint8 b        = encode_e4m3(unit_amax[v] * sixth);
+      const uint2 codes    = encode_block<In>(raw[v], multiplier_of(b));
+      if (has_data) *reinterpret_cast<uint2*>(to_q + v * (kWarp * kUnit / 2)) = codes;
+      if (at + v * kWarp < sf_cols) to_sf[v * (kWarp * kTileRows)] = has_data ? b : uint8(0);
+    }
+  });
 }
