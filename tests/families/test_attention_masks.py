@@ -273,13 +273,13 @@ def test_a_mask_that_ends_early_or_lies_elsewhere_reads_nothing_else() -> None:
 
 
 @pytest.mark.gpu
-def test_masks_on_a_gpu() -> None:
-    for sizes in (FEW, MANY):
-        for cache in CACHES.values():
-            case = Case(**sizes | cache, masks=tree(sizes), device="cuda")
-            case.check(case.run(**drafts(case)), BOUND)
-            case = Case(**sizes | cache, masks=scattered(sizes), device="cuda")
-            case.check(planned(case), BOUND)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+def test_masks_on_a_gpu(sizes: dict[str, Any], cache: str) -> None:
+    case = Case(**sizes | CACHES[cache], masks=tree(sizes), device="cuda")
+    case.check(case.run(**drafts(case)), BOUND)
+    case = Case(**sizes | CACHES[cache], masks=scattered(sizes), device="cuda")
+    case.check(planned(case), BOUND)
 
 
 @pytest.mark.gpu
