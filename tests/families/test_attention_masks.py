@@ -241,8 +241,8 @@ def test_the_buffers_of_a_wrapper_for_graphs() -> None:
     with pytest.raises(ArgumentError, match=r"^custom_mask: .*custom_mask_buf"):
         planned(case, captured(case, custom_mask_buf=None, mask_indptr_buf=None))
     for changes, name in (
-        ({"custom_mask_buf": None}, "custom_mask_buf"),
-        ({"mask_indptr_buf": None}, "mask_indptr_buf"),
+        ({"custom_mask_buf": None}, "custom_mask_buf, mask_indptr_buf"),
+        ({"mask_indptr_buf": None}, "custom_mask_buf, mask_indptr_buf"),
         ({"use_cuda_graph": False}, "custom_mask_buf, mask_indptr_buf"),
         ({"mask_indptr_buf": torch.zeros(2, dtype=torch.int32)}, "mask_indptr_buf"),
         ({"custom_mask_buf": torch.zeros(2, 2, dtype=torch.uint8)}, "custom_mask_buf"),

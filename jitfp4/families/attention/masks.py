@@ -98,15 +98,16 @@ def check_buffers(data: torch.Tensor | None, ends: torch.Tensor | None, q_ends: 
         return
     if q_ends is None:
         raise ArgumentError("custom_mask_buf, mask_indptr_buf", "tensors", "None, or both with use_cuda_graph")
+    if data is not None:
+        check_dtype("custom_mask_buf", data, (torch.uint8,))
+        check_same_device("custom_mask_buf", data, q_ends)
+        check_contiguous("custom_mask_buf", data)
+        if data.dim() != 1:
+            raise ArgumentError("custom_mask_buf", f"shape {tuple(data.shape)}", "one dimension")
+    if ends is not None:
+        check_ints("mask_indptr_buf", ends, (len(q_ends),), q_ends)
     if data is None or ends is None:
-        name = "custom_mask_buf" if data is None else "mask_indptr_buf"
-        raise ArgumentError(name, "None", "a tensor, as the other buffer of masks")
-    check_dtype("custom_mask_buf", data, (torch.uint8,))
-    check_same_device("custom_mask_buf", data, q_ends)
-    check_contiguous("custom_mask_buf", data)
-    if data.dim() != 1:
-        raise ArgumentError("custom_mask_buf", f"shape {tuple(data.shape)}", "one dimension")
-    check_ints("mask_indptr_buf", ends, (len(q_ends),), q_ends)
+        raise ArgumentError("custom_mask_buf, mask_indptr_buf", "one of them", "None, or both")
 
 
 def check_room(data: torch.Tensor | None, custom: torch.Tensor | None, packed: torch.Tensor | None, batch: int) -> None:
