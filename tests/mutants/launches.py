@@ -65,13 +65,8 @@ CONSTANT = {
     "gemm_wide_fp4": (1, 2),
     "kv_rope_append": (3, 4),
     "norm_rmsnorm": (2,),
-    "experts_narrow_up": (1, 2, 3),
-    "experts_wide_up": (1, 2, 3, 4),
-    "experts_wide_down": (1, 2, 3, 4, 5),
-    "experts_few_down": (1, 2, 3, 4, 5, 6),
-    "experts_narrow_down": (1, 2, 3, 4, 5, 6, 7, 8),
 }
-"""Parameters by entry that no grid writes that may still run: weights, the router's choice. They may be read early."""
+"""Parameters by entry that no grid writes that may still run: weights. They may be read ahead of a wait."""
 
 
 @dataclass(frozen=True)
@@ -371,8 +366,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "kv, rope append": lambda: _call("rope_append_paged_kv_cache"),
     "norm, plain": lambda: _call("rmsnorm"),
     "norm, plain residual": lambda: _call("fused_add_rmsnorm"),
-    "experts, few": lambda: _call("fp4_experts"),
-    "experts, listed": lambda: _call("fp4_experts listed"),
     "experts, topk": _topk,
     "conv, prompts": lambda: _conv(decode=False),
     "conv, tokens": lambda: _conv(decode=True),
