@@ -361,7 +361,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "prefill, rows of bf16": lambda: _prefill(RowsTactic(4, 16, 32, 1), cache=torch.bfloat16),
     "prefill, rows masked": lambda: _prefill(MaskedPrefillTactic(4, 16, 32, 1), masked=True),
     "prefill, wgmma": lambda: _prefill(WgmmaTactic(2, 1, 64, 2), arch="sm_90a"),
-    "prefill, wgmma pair": lambda: _prefill(WgmmaTactic(2, 1, 128, 2, True, 2), arch="sm_90a"),
     "prefill, wgmma masked": lambda: _prefill(MaskedWgmmaTactic(2, 1, 64, 2), masked=True, arch="sm_90a"),
     "kv, rope append": lambda: _call("rope_append_paged_kv_cache"),
     "norm, plain": lambda: _call("rmsnorm"),
