@@ -355,7 +355,6 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
     "mm_fp4, portable": lambda: _portable(PortableTactic(16, 128, 16, 32, 2, 3)),
-    "mm_fp4, portable split": lambda: _portable(PortableTactic(16, 128, 16, 32, 2, 3, split=4)),
     "attention, masked": lambda: _prefill(MaskedDecodeTactic(2, 2, 1), masked=True, q_lens=(5, 8)),
     "prefill, rows": lambda: _prefill(RowsTactic(4, 16, 32, 1)),
     "prefill, rows of bf16": lambda: _prefill(RowsTactic(4, 16, 32, 1), cache=torch.bfloat16),
