@@ -48,6 +48,32 @@ def linear_scales(scales: torch.Tensor) -> torch.Tensor:
     return runs.permute(0, 1, 4, 2, 3).reshape(n, page, heads, cols)
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which tokens a query sees, as bits of ``data`` (uint8), the lowest of a byte first. Bits behind its end are 0.
+
+    With ``ends`` [batch + 1], request b has a row of bits for each query and a bit for each token, from byte ends[b]
+    on. Without it, each query has a row of ``row_bytes`` bytes, with a bit for each of its request's new tokens.
+    """
+
+    data: torch.Tensor
+    ends: torch.Tensor | None
+    row_bytes: int
+
+    def seen(self, b: int, begin: int, count: int, length: int, positions: torch.Tensor) -> torch.Tensor:
+        """Whether queries ``begin`` to ``begin + count - 1`` see ``positions`` [n] of request b: bool [count, n]."""
+        rows = torch.arange(count, device=positions.device).unsqueeze(1)
+        if self.ends is None:
+            at = positions - (length - count)
+            bits = (begin + rows) * 8 * self.row_bytes + at.clamp(min=0)
+        else:
+            at = positions
+            bits = 8 * int(self.ends[b]) + rows * length + at
+        inside = (bits >= 0) & (bits < 8 * len(self.data))
+        bytes_ = torch.cat((self.data, self.data.new_zeros(1)))[torch.where(inside, bits // 8, -1)]
+        return (bytes_ >> (bits % 8) & 1 != 0) | (at < 0)
+
+
 def paged_attention(
     q: torch.Tensor,
     k: Side,
@@ -62,6 +88,7 @@ def paged_attention(
     causal: bool = True,
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
+    mask: Mask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(bmm1_scale * q k) v * bmm2_scale for each request, causal to the end.
 
@@ -72,6 +99,7 @@ def paged_attention(
             beginning.
         soft_cap: if positive, a logit x becomes soft_cap * tanh(x / soft_cap), but for those of sinks.
         sinks: [heads], a logit that takes part in the softmax and has no value.
+        mask: which tokens a query sees besides, within the window.
     Returns:
         out [tokens, heads, D] and the base-2 logarithm of the softmax's denominator [tokens, heads], both float64.
         A row that sees nothing gives 0 and -inf. One that sees a NaN, or a product of +inf, gives NaN; in V alone, NaN
@@ -93,6 +121,8 @@ def paged_attention(
         if soft_cap > 0:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         seen = positions <= at if causal else torch.ones_like(positions <= at)
+        if mask is not None:
+            seen &= mask.seen(b, begin, count, length, positions)
         if window_left >= 0:
             seen &= positions >= at - window_left
         logits = logits.masked_fill(~seen, -math.inf)

@@ -170,8 +170,7 @@ class SmallCopies:
         ids, keys = self.arrivals.popleft()
         self.wait(ids, None)
         barriers = self.machine.unit(MBarriers)
-        if self.machine.races is not None:
-            self.machine.races.publish(barriers.clock, self.machine.lanes(ids), keys)
+        barriers.publish(self.machine.lanes(ids), keys)
         for key in np.unique(keys):
             where = ids[keys == key]
             barriers.arrive(int(key), len(where), where)

@@ -43,7 +43,7 @@ class CopyRaces:
         known = np.zeros((TRAVELS, clocks.known.shape[2]), np.int32)
         known[ORDERED, clocks.column[agent]] = time + 1
         cluster = clocks.first_cluster + int(clocks.cluster[one.ids[0]])
-        self.races.join(self.machine.unit(MBarriers).clock, key, Release(cluster, known, {}))
+        self.machine.unit(MBarriers).publish_async(key, Release(cluster, known, {}))
 
     def take(self, one: Lanes, source: tuple[str, Array, Array], key: int) -> None:
         """A copy that signals mbarrier ``key`` reads: space, the memory's bytes and the offsets in them."""

@@ -16,8 +16,10 @@ from jitfp4.sim.ptx import Array
 
 if TYPE_CHECKING:
     from jitfp4.sim.machine import Machine
+    from jitfp4.sim.races import Races
 
 SIZE = 8
+_ALL = -1  # in place of a CTA: the async proxy, whose work a wait of any scope finds complete
 MAX_COUNT = (1 << 20) - 1
 
 
@@ -40,6 +42,8 @@ class MBarriers:
         self.waits_at = np.full(machine.total, -1, np.int64)
         self.clock: dict[int, Release] = {}  # what arrivals and completions published, for the race detector
         self.done: dict[int, Release] = {}  # the same when the last phase completed
+        self.near: dict[int, dict[int, Release]] = {}  # in clusters: by CTA what it published, of whatever scope
+        self.near_done: dict[int, dict[int, Release]] = {}
         self.unpublished: dict[int, int] = {}  # mbarriers that the async proxy may not know yet: who made them
         self.remote: dict[int, dict[int, tuple[int, int]]] = {}  # by CTA, threads of others: when, where they last used
 
@@ -107,8 +111,8 @@ class MBarriers:
 
     def invalidate(self, key: int, ids: Array) -> None:
         self.get(key, ids)
-        self.clock.pop(key, None)
-        self.done.pop(key, None)
+        for known in (self.clock, self.done, self.near, self.near_done):
+            known.pop(key, None)
         del self.table[key]
         self.machine.memory.mark(key, SIZE, UNWRITTEN)
 
@@ -137,6 +141,49 @@ class MBarriers:
             left -= count
         yield np.arange(start, len(arrivals))
 
+    def publish(self, lanes: Lanes, keys: Array, *, relaxed: bool = False, narrow: bool = False) -> None:
+        """Threads arrive: what lies behind them goes with the phase; to their own CTA only if ``narrow``.
+
+        A relaxed arrival orders nothing but what tcgen05.fence has ordered.
+        """
+        m = self.machine
+        if m.races is None:
+            return
+        if m.cluster_size == 1:
+            m.races.publish(self.clock, lanes, keys, relaxed=relaxed)
+            return
+        for cta in np.unique(m.cta[lanes.ids]).tolist():
+            mine = m.cta[lanes.ids] == cta
+            for key, release in m.races.clocks.release_by(lanes.ids[mine], keys[mine]).items():
+                self._join(m.races, key, cta, release.of_tensor_memory() if relaxed else release, narrow=narrow)
+
+    def publish_async(self, key: int, release: Release) -> None:
+        """Asynchronous work that signals an mbarrier is complete."""
+        if self.machine.races is not None:
+            self._join(self.machine.races, key, _ALL, release, narrow=False)
+
+    def _join(self, races: Races, key: int, cta: int, release: Release, *, narrow: bool) -> None:
+        if not narrow:
+            races.join(self.clock, key, release)
+        if self.machine.cluster_size > 1:
+            races.join(self.near.setdefault(key, {}), cta, release)
+
+    def acquire(self, ids: Array, keys: Array, *, relaxed: bool = False, narrow: bool = False) -> None:
+        """Threads found phases complete: they learn what was published; by their own CTA only if ``narrow``."""
+        m = self.machine
+        if m.races is None or not len(ids):
+            return
+        if not narrow:
+            m.races.acquire(self.done, ids, keys, relaxed=relaxed)
+        if m.cluster_size == 1:
+            return
+        for cta in np.unique(m.cta[ids]).tolist():
+            mine = m.cta[ids] == cta
+            for whose in (cta, _ALL):
+                near = {key: self.near_done.get(key, {}) for key in np.unique(keys[mine]).tolist()}
+                found = {key: by[whose] for key, by in near.items() if whose in by}
+                m.races.acquire(found, ids[mine], keys[mine], relaxed=relaxed)
+
     def expect(self, key: int, size: int, ids: Array) -> None:
         barrier = self.get(key, ids)
         barrier.tx += size
@@ -156,6 +203,8 @@ class MBarriers:
         barrier.pending = barrier.count
         if key in self.clock:
             self.done[key] = self.clock[key]
+        if key in self.near:
+            self.near_done[key] = dict(self.near[key])
         ids = np.flatnonzero(self.waits_at == key)
         self.waits_at[ids] = -1
         m = self.machine

@@ -31,6 +31,8 @@ CASES = {
     "d_64": {"head_dim": 64, "kv_heads": 3},
     "d_256": {"head_dim": 256, "kv_heads": 1},
     "group_16": {"group": 16, "kv_heads": 1, "window_left": 30, "with_sinks": True},
+    "group_17": {"group": 17, "kv_heads": 2, "q_lens": 2, "window_left": 30},
+    "group_128": {"group": 128, "kv_heads": 1, "lengths": (40, 3), "head_dim": 64, "with_sinks": True},
     "q_len_4": {"q_lens": 4, "lengths": (60, 3), "group": 5},
     "q_len_8": {"q_lens": 8, "lengths": (90,), "group": 16, "kv_heads": 1, "window_left": 20},
     "ragged": {"q_lens": (3, 0, 5, 1), "lengths": (40, 50, 2, 0), "window_left": 20},

@@ -100,7 +100,7 @@ def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
         "float queries": ("query", {"query": case.query.float()}),
         "heads that do not divide": ("query", {"query": case.query[:, :-1]}),
         "a query too many": ("query", {"query": case.query[:1]}),
-        "nine queries": ("q_len_per_req", {"q_len_per_req": 9}),
+        "no queries": ("q_len_per_req", {"q_len_per_req": 0}),
         "long lengths": ("seq_lens", {"seq_lens": case.seq_lens.long()}),
         "tables for K and V": ("block_tables", {"uses_shared_paged_kv_idx": False}),
         "fewer tables": ("block_tables", {"block_tables": case.block_tables[:1]}),

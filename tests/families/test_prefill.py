@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "page": 5,
         "missing": ((0, 0, 1, -1), (1, 0, 0, 2**30)),
     },
+    "group_71": {"lengths": (70,), "q_lens": (3,), "kv_heads": 1, "group": 71, "window_left": 40},
     "all_tokens": _SMALL
     | {"lengths": (70, 3), "q_lens": (33, 1), "causal": False, "with_sinks": True, "window_left": 50},
     "two_tables": _SMALL
@@ -200,6 +201,8 @@ def test_what_counts_as_few_rows() -> None:
         (1, 8, False, 8),
         (8, 1, True, 8),
         (8, 16, True, 16),
+        (1, 128, True, 16),
+        (2, 65, True, 256),
         (2, 1, False, 64),
         (9, 7, True, 64),
         (9, 8, True, 128),

@@ -157,8 +157,8 @@ def test_the_wrapper_refuses() -> None:
     sizes, kinds = (2, 1, 128, 16), {"q_data_type": "bfloat16", "kv_data_type": torch.uint8}
     for name, value in {
         "head_dim_vo": 64,
-        "custom_mask": torch.ones(3, dtype=torch.bool),
-        "packed_custom_mask": torch.ones(3, dtype=torch.uint8),
+        "custom_mask": torch.ones(3, 3, dtype=torch.bool),
+        "packed_custom_mask": torch.ones(3, dtype=torch.bool),
         "pos_encoding_mode": "ROPE_LLAMA",
         "logits_soft_cap": -30.0,
         "rope_theta": 1e4,
@@ -206,7 +206,7 @@ def test_a_single_request_without_pages(kv_layout: str) -> None:
     assert (lse - expected[1]).abs().max() < 1e-5
     for name, value in {
         "scale_q": torch.ones(4),
-        "custom_mask": torch.ones(20, 48, dtype=torch.bool),
+        "custom_mask": torch.ones(48, 20, dtype=torch.bool),
         "pos_encoding_mode": "ALIBI",
         "backend": "trtllm-gen",
     }.items():

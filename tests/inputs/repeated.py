@@ -80,6 +80,13 @@ def _more() -> Calls:
             "topk_weights": None,
         }
 
+    def drafted(tokens: int) -> Arguments:
+        """Two requests of so many new tokens, under masks."""
+        words = torch.ones(2, tokens, 2 * -(-tokens // 32), dtype=torch.int16)
+        rows = {name: _half(2 * tokens, 2, 64) for name in ("query", "out")}
+        given = good["xqa_batch_decode_with_kv_cache"]() | rows
+        return given | {"mask": words.view(torch.uint16), "q_len_per_req": tokens}
+
     append, dequantize = "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "nvfp4_kv_dequantize_paged"
     return {
         "nvfp4_quantize many": lambda: {"a": torch.zeros(8192, 4096).bfloat16(), "a_global_sf": torch.ones(1)},
@@ -113,6 +120,8 @@ def _more() -> Calls:
             **good["single_prefill_with_kv_cache"](),
             "q": _half(80, 2, 64),
         },
+        "xqa_batch_decode_with_kv_cache tree": lambda: drafted(10),
+        "xqa_batch_decode_with_kv_cache wide tree": lambda: drafted(80),
         "fp4_experts listed": lambda: layer(9),
         "fp4_experts wide": lambda: layer(40),
         f"{append} sides": lambda: sides(append),

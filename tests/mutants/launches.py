@@ -15,6 +15,11 @@ import torch
 import jitfp4
 from jitfp4 import engine, sim
 from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.kernels.decode_masked import MaskedDecodeTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic as RowsTactic
+from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
+from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
@@ -27,6 +32,7 @@ from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -41,7 +47,9 @@ from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.formats import NVFP4
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
+from tests.inputs.calls import function_of
 from tests.inputs.good import good_calls
+from tests.inputs.repeated import repeated_calls
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
 from tests.support.attention import Case
@@ -61,6 +69,8 @@ CONSTANT = {
     "gemm_wide_fp4": (1, 2),
     "norm_rmsnorm_fp4quant": (2,),
     "norm_rows_fp4quant": (2,),
+    "kv_rope_append": (3, 4),
+    "norm_rmsnorm": (2,),
 }
 """Parameters by entry that no grid writes that may still run: weights. They may be read ahead of a wait."""
 
@@ -113,8 +123,8 @@ def recording(name: str, arch: str, into: list[Recorded]) -> Iterator[None]:
 
     def keep(ptx: str, args: Any, geometry: Geometry, target: Any, **options: Any) -> sim.Stats:
         if not any(one.ptx == ptx for one in into):
-            one = Recorded(name, arch, ptx, options.get("entry"), tuple(args), geometry)
-            into.append(Recorded(name, arch, ptx, one.entry, tuple(one.fresh()), geometry))
+            one = Recorded(name, getattr(target, "name", target), ptx, options.get("entry"), tuple(args), geometry)
+            into.append(replace(one, args=tuple(one.fresh())))
         return run(ptx, args, geometry, target, **options)
 
     with mock.patch.object(sim, "run", keep), sim.device(arch):
@@ -202,6 +212,33 @@ def _attention(tactic: DecodeTactic, **options: Any) -> None:
     made = attention_case(**({"lengths": (70, 33), "kv_heads": 2, "group": 8} | options))
     with _few_sms(), ATTENTION.forced(tactic):
         made.run()
+
+
+def _prefill(
+    tactic: RowsTactic | WgmmaTactic | DecodeTactic, *, masked: bool = False, arch: str | None = None, **options: Any
+) -> None:
+    """A request with more rows than an item, and a short one."""
+    device = sim.active_device()
+    if device is None or arch not in (None, device.arch.name):
+        return
+    fields = {"lengths": (150, 20), "q_lens": (40, 9), "kv_heads": 1, "group": 4, "head_dim": 64}
+    made = attention_case(**(fields | options))
+    mask = torch.full((made.ends[-1], 4), -21846, dtype=torch.int16).view(torch.uint16)
+    with _few_sms(), ATTENTION.forced(tactic):
+        if masked:
+            made.run(mask=mask[:, : 2 * -(-max(made.q_lens) // 32)].contiguous())  # type: ignore[arg-type]
+        else:
+            made.run_context()
+
+
+def _call(name: str) -> None:
+    """A call that others repeat."""
+    function_of(name)(**repeated_calls()[name]())
+
+
+def _portable(tactic: PortableTactic) -> None:
+    with MM_FP4.forced(tactic):
+        assert_fp4_product(20, 72, 416)
 
 
 def _narrow(tactic: NarrowTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
@@ -345,6 +382,16 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
     "mm_fp4, masked": lambda: _masked(MaskedTactic(64, 1, 2), 100, [100, 0, 33]),
     "mm_fp4, masked rows": lambda: _masked(MaskedTactic(16, 1, 2, swap_ab=True), 16, [16, 0, 2, 16]),
+    "mm_fp4, portable": lambda: _portable(PortableTactic(16, 128, 16, 32, 2, 3)),
+    "attention, masked": lambda: _prefill(MaskedDecodeTactic(2, 2, 1), masked=True, q_lens=(5, 8)),
+    "prefill, rows": lambda: _prefill(RowsTactic(4, 16, 32, 1)),
+    "prefill, rows of bf16": lambda: _prefill(RowsTactic(4, 16, 32, 1), cache=torch.bfloat16),
+    "prefill, rows masked": lambda: _prefill(MaskedPrefillTactic(4, 16, 32, 1), masked=True),
+    "prefill, wgmma": lambda: _prefill(WgmmaTactic(2, 1, 64, 2), arch="sm_90a"),
+    "prefill, wgmma masked": lambda: _prefill(MaskedWgmmaTactic(2, 1, 64, 2), masked=True, arch="sm_90a"),
+    "kv, rope append": lambda: _call("rope_append_paged_kv_cache"),
+    "norm, plain": lambda: _call("rmsnorm"),
+    "norm, plain residual": lambda: _call("fused_add_rmsnorm"),
     "experts, topk": _topk,
     "conv, prompts": lambda: _conv(decode=False),
     "conv, tokens": lambda: _conv(decode=True),

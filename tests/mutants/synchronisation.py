@@ -63,7 +63,8 @@ def mutants(pc: int, instr: Instr) -> Iterator[Mutant]:
         mods = tuple(_WEAKER.get(mod, mod) for mod in instr.mods)
         if mods != instr.mods and "wait" not in instr.mods:
             yield Mutant(pc, "relaxed", replace(instr, mods=mods))
-    if instr.name in ("fence", "membar") and "proxy" not in instr.mods and "mbarrier_init" not in instr.mods:
+    ordering = instr.name in ("fence", "membar") and "proxy" not in instr.mods and "mbarrier_init" not in instr.mods
+    if ordering or instr.name == "mbarrier":
         mods = tuple(_NARROWER.get(mod, mod) for mod in instr.mods)
         if mods != instr.mods:
             yield Mutant(pc, "of the CTA only", replace(instr, mods=mods))

@@ -258,6 +258,26 @@ def prefill_wgmma_cases() -> Iterator[Case]:
         yield partial(_context_call, cache, (40, 20), tactic)
 
 
+def decode_masked_cases() -> Iterator[Case]:
+    for cache in _CACHES:
+        yield partial(_masked_call, cache, {"lengths": (70, 33), "kv_heads": 1, "q_lens": (3, 7), "window_left": 20})
+
+
+def prefill_masked_cases(tactic: Any) -> Iterator[Case]:
+    for cache in _CACHES[:3]:
+        yield partial(_masked_call, cache, {"lengths": (90, 20), "kv_heads": 1, "group": 4, "q_lens": (40, 20)}, tactic)
+
+
+def _masked_call(cache: Arguments, fields: Arguments, tactic: Any = None) -> Call:
+    """Random new tokens are seen."""
+    call = _attention_call("decode", cache, fields)
+    words = 2 * -(-max(fields["q_lens"]) // 32)
+    mask = torch.randint(-(1 << 15), 1 << 15, (sum(fields["q_lens"]), words), dtype=torch.int16).view(torch.uint16)
+    return call._replace(
+        arguments=call.arguments | {"mask": mask}, forced=None if tactic is None else (ATTENTION, tactic)
+    )
+
+
 def _context_call(cache: Arguments, q_lens: tuple[int, ...], tactic: Any) -> Call:
     fields = {"lengths": (90, 20), "q_lens": q_lens, "kv_heads": 1, "group": 2}
     return _attention_call("context", cache, fields)._replace(forced=(ATTENTION, tactic))

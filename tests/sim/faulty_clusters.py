@@ -19,7 +19,60 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y
 """
 """Nobody waits for the arrivals: the CTAs have to leave together."""
 
+_PASSED = """
+extern "C" __global__ void __cluster_dims__(2, 1, 1) kernel(const int* x, int* y) {
+  __shared__ __align__(8) uint64 b; __shared__ int cells[64]; const int t = threadIdx.x;
+  if (t == 0) init(&b, 64);
+  cluster_sync();
+  cells[t] = x[t] + blockIdx.x;
+  unsigned to, from; int v = 0, done = 0;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(&b)), "r"(RANK));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(from) : "r"(address(cells + (t ^ 32))), "r"(RANK));
+  asm volatile("mbarrier.arrive.ARRIVAL.shared::cluster.b64 _, [%0];" :: "r"(to) : "memory");
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.WAIT.shared::cta.b64 p, [%1], 0; selp.s32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(address(&b)) : "memory");
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  y[64 * blockIdx.x + t] = v;
+  cluster_sync();
+}
+"""
+"""Each thread reads what another one wrote before it arrived."""
+
 CLUSTERS = [
+    Case(
+        name="wait for arrivals of the neighbour that is of the CTA",
+        section="mbarrier.try_wait: .scope",
+        source=_PASSED,
+        right="acquire.cluster",
+        wrong="acquire.cta",
+        message="unordered write by another warp",
+        args=ints(64, 128),
+        grid=2,
+        extra={"ARRIVAL": "release.cluster", "WAIT": "PIECE", "RANK": "cluster_rank() ^ 1"},
+    ),
+    Case(
+        name="arrival at the neighbour's mbarrier that is of the CTA",
+        section="mbarrier.arrive: .scope",
+        source=_PASSED,
+        right="release.cluster",
+        wrong="release.cta",
+        message="unordered write by another warp",
+        args=ints(64, 128),
+        grid=2,
+        extra={"ARRIVAL": "PIECE", "WAIT": "acquire.cluster", "RANK": "cluster_rank() ^ 1"},
+    ),
+    Case(
+        name="mbarrier with operations of the CTA between neighbours, not in a CTA",
+        section="mbarrier.arrive, mbarrier.try_wait: .scope",
+        source=_PASSED,
+        right="cluster_rank()",
+        wrong="cluster_rank() ^ 1",
+        message="unordered write by another warp",
+        args=ints(64, 128),
+        grid=2,
+        extra={"ARRIVAL": "release.cta", "WAIT": "acquire.cta", "RANK": "PIECE"},
+    ),
     Case(
         name="CTA that ends while its neighbour reads its memory",
         section=_LIFETIME,

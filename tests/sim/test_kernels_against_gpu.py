@@ -19,6 +19,8 @@ import torch
 import jitfp4
 import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
+from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
+from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gdn.kernels.prefill import PrefillTactic
@@ -62,8 +64,11 @@ def gdn_prefill_cases(tactic: PrefillTactic | WgmmaTactic) -> Iterator[Case]:
 
 CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "attention/decode": engine_calls.decode_cases,
+    "attention/decode_masked": engine_calls.decode_masked_cases,
     "attention/prefill": engine_calls.prefill_cases,
+    "attention/prefill_masked": partial(engine_calls.prefill_masked_cases, MaskedPrefillTactic(4, 16, 16, 1)),
     "attention/prefill_wgmma": engine_calls.prefill_wgmma_cases,
+    "attention/prefill_wgmma_masked": partial(engine_calls.prefill_masked_cases, MaskedWgmmaTactic(tile=64)),
     "conv/causal": partial(good_cases, "causal_conv1d_fn", "causal_conv1d_update", bounds={torch.bfloat16: 2.0**-12}),
     "gdn/chunk": partial(quantize_calls.gdn_cases, CHUNK),
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),

@@ -57,6 +57,7 @@ class Case:
     shared: bool = True
     window_left: int = -1
     causal: bool = True
+    masks: tuple[torch.Tensor, ...] = ()  # of each request, bool [queries, tokens]; then causal says nothing
     with_sinks: bool = False
     q_dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype | None = None
@@ -196,6 +197,8 @@ class Case:
             for i in range(count):
                 row, last = self.ends[b] + i, length - count + i
                 seen = [t for t, position in enumerate(at) if position <= last or not self.causal]
+                if self.masks:
+                    seen = [t for t, position in enumerate(at) if self.masks[b][i, position]]
                 if self.window_left >= 0:
                     seen = [t for t in seen if at[t] >= last - self.window_left]
                 for head in range(self.query.shape[1]):

@@ -16,7 +16,10 @@ from tests.inputs.calls import function_of
 from tests.inputs.repeated import repeated_calls
 from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
 
-LENT = ("attention/decode", "attention/prefill_wgmma")
+LENT = (
+    *("attention/decode", "attention/decode_masked"),
+    *("attention/prefill_wgmma", "attention/prefill_wgmma_masked"),
+)
 """Kernels whose bind() asks for counters, which are memory of the library."""
 
 

@@ -8,8 +8,11 @@ from jitfp4 import nvrtc
 from jitfp4.kernel import AnyKernel, kernels, lookup
 from tests.support.ledger import NVRTC, builds, code_of, measure, read, sample
 
-# Loads and stores of local memory in a build at most, by parts of its name; the first that fits counts.
+# Loads and stores of local memory in a build at most, by parts of its kernel and name; the first that fits counts.
 _SPILLED = {
+    # Under a mask: what is beside its bits, for a tile that some of 16 query rows does not see in full.
+    ("attention/decode_masked", "rows=16"): 12,
+    ("attention/prefill_masked sm_80", "soft_cap=true", "warp_rows=32"): 19,
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow.
     ("cache=", "head_dim=256,rows=16"): 1400,
     # A part of the next segment's queries, once for a segment.
@@ -39,9 +42,10 @@ _SPILLED = {
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled
 
 
-def allowed(build: str) -> int:
+def allowed(kernel: AnyKernel, build: str) -> int:
     """How often a build may touch local memory."""
-    return next((most for parts, most in _SPILLED.items() if all(part in build for part in parts)), 0)
+    name = f"{kernel.name} {build}"
+    return next((most for parts, most in _SPILLED.items() if all(part in name for part in parts)), 0)
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
@@ -55,7 +59,7 @@ def test_the_ledger_has_every_build_of_todays_sources(kernel: AnyKernel) -> None
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: k.name)
 def test_local_memory_is_used_only_where_it_is_known(kernel: AnyKernel) -> None:
     for name, row in read(kernel).items():
-        assert int(row["LDL"]) + int(row["STL"]) <= allowed(name), name
+        assert int(row["LDL"]) + int(row["STL"]) <= allowed(kernel, name), name
         assert int(row["instructions"]) > 0 and int(row["registers"]) > 0
 
 
@@ -72,7 +76,7 @@ def test_builds_compile_to_what_the_ledger_says(kernel: AnyKernel, whole: bool) 
         row = measure(build)
         if toolchain.version == NVRTC:
             assert row == known[build.name]
-        assert int(row["LDL"]) + int(row["STL"]) <= allowed(build.name), build.name
+        assert int(row["LDL"]) + int(row["STL"]) <= allowed(kernel, build.name), build.name
 
 
 @pytest.mark.compile

@@ -9,7 +9,7 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, attend
-from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.families.attention.masks import draft_mask
 from jitfp4.public import public
 
 BACKENDS = ("auto", "trtllm-gen", "xqa", "cake")
@@ -57,7 +57,7 @@ def trtllm_batch_decode_with_kv_cache(
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one to eight query tokens of each request over a paged cache: NVFP4, E4M3 or 16-bit floats.
+    """Attention of a few query tokens of each request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
     Args:
         query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
@@ -66,7 +66,7 @@ def trtllm_batch_decode_with_kv_cache(
             kv_heads, page, d/2] for "HND", [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte
             j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
             the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
-            1 to 16 query heads.
+            1 to 128 query heads.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
             it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
             may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
@@ -85,12 +85,13 @@ def trtllm_batch_decode_with_kv_cache(
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
         backend: "auto", "trtllm-gen", "xqa" or "cake", which are the same kernels: see v_scale_layout.
-        q_len_per_req: 1 to 8. The last token of a request sees all of it, each one before it one token less.
+        q_len_per_req: 1 or more. The last token of a request sees all of it, each one before it one token less. More
+            than 8 are for the kernels of trtllm_batch_context_with_kv_cache().
         o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
-        mask: XQA's draft mask, uint16 [batch, q_len_per_req, 2] or, with cum_seq_lens_q, [tokens, 2]; bit j of the
-            first element for a token says whether it sees token j of its request's new ones. None is a causal one; with
-            one that is not causal, out is NaN.
-        max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 to 8, and int32
+        mask: XQA's draft mask, uint16 [batch, q_len_per_req, 2 w] or, with cum_seq_lens_q, [tokens, 2 w], where w is
+            ceil(q_len_per_req / 32), or of max_q_len. Bit j of a token's elements, from the lowest of the first on,
+            says whether it sees token j of its request's new ones; it sees all that are older. None is a causal one.
+        max_q_len, cum_seq_lens_q: instead of q_len_per_req (which is then None or 1), a bound of 1 or more, and int32
             [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged as kv_cache with d/16 in the last
@@ -141,10 +142,9 @@ def trtllm_batch_decode_with_kv_cache(
     if max_q_len is not None and q_len_per_req not in (None, 1):
         raise ArgumentError("q_len_per_req", q_len_per_req, "None or 1 together with max_q_len")
     q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
-    checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len, MAX_Q_LEN)
+    checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len)
     checks.check_o_scale(o_scale, out, out_dtype or query.dtype)
-    if mask is not None:
-        bmm2_scale = checks.causal_or_nan(mask, q_len, cum_seq_lens_q, query, bmm2_scale)
+    drafted = draft_mask(mask, q_len, cum_seq_lens_q, query)
     if v_scale_layout is None:
         v_scale_layout = "linear" if backend == "xqa" else "interleaved4"
     key, value = checks.pair("kv_cache", kv_cache)
@@ -174,6 +174,8 @@ def trtllm_batch_decode_with_kv_cache(
             shared_pages=uses_shared_paged_kv_idx,
             with_lse=return_lse or lse is not None,
             enable_pdl=enable_pdl,
+            mask=drafted.data,
+            mask_row_bytes=drafted.row_bytes,
         )
     )
     return (result[0], result[1]) if return_lse else result[0]

@@ -22,6 +22,10 @@ class Arguments(NamedTuple):
     With ``soft_cap``, which is 0 or positive, a logit x becomes ``soft_cap * tanh(x / soft_cap)``.
     Where ``causal``, query i of n sees tokens up to seq_lens[b] - n + i; a window begins ``window_left`` tokens before
     that one. Where ``whole``, no request's tokens are divided among CTAs: its results depend on no other request.
+    ``mask`` is None, or the bytes of a mask, the lowest bit of each first; ``causal`` is then False. With
+    ``mask_ends``, the bits of request b begin at byte mask_ends[b], a row of bits for each query, a bit for each token.
+    Without it, each query has a row of ``mask_row_bytes``, with a bit for each of its request's new tokens; it sees all
+    tokens before those.
     """
 
     query: torch.Tensor
@@ -50,6 +54,9 @@ class Arguments(NamedTuple):
     enable_pdl: bool | None
     soft_cap: float = 0.0
     whole: bool = False
+    mask: torch.Tensor | None = None
+    mask_ends: torch.Tensor | None = None
+    mask_row_bytes: int = 0
     names: str = (
         "key_cache=kv_cache,value_cache=kv_cache,key_scales=kv_cache_sf,value_scales=kv_cache_sf,page_ends=indptr"
     )

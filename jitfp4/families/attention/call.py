@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """The arguments of a call, with K and V as two tensors.
 
     Each request has ``q_len`` query tokens; with ``cum_seq_lens_q``, at most so many. With ``page_ends``,
-    ``block_tables`` is one list of pages for all requests.
+    ``block_tables`` is one list of pages for all requests. With a ``mask``, ``causal`` says nothing.
     """
 
     query: torch.Tensor
@@ -52,6 +52,9 @@ class Call(NamedTuple):
     shared_pages: bool = True
     with_lse: bool = False
     enable_pdl: bool | None = None
+    mask: torch.Tensor | None = None
+    mask_ends: torch.Tensor | None = None
+    mask_row_bytes: int = 0
 
 
 def attend(call: Call) -> tuple[torch.Tensor, ...]:
@@ -70,7 +73,7 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
     sides = call.key, call.value, call.key_scales, call.value_scales
     cache = checks.check_cache(*sides, query, hnd=hnd, interleaved=call.v_scale_layout == "interleaved4")
     max_seq_len = _check_lists(call, cache.page)
-    checks.check_work(query, cache, call.q_len, max_seq_len)
+    checks.check_work(query, call.q_len, max_seq_len)
     if call.window_left < -1:
         raise ArgumentError("window_left", call.window_left, "-1 or more")
     checks.check_sinks(call.sinks, query)
@@ -99,8 +102,11 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
             soft_cap=call.soft_cap,
             q_len_per_req=call.q_len,
             window_left=call.window_left,
-            causal=call.causal,
+            causal=call.causal and call.mask is None,
             whole=call.whole,
+            mask=call.mask,
+            mask_ends=call.mask_ends,
+            mask_row_bytes=call.mask_row_bytes,
             max_tokens=max_seq_len,
             hnd=hnd,
             interleaved=cache.interleaved,

@@ -145,12 +145,12 @@ def check_q_len(name: str, q_len: int, most: int = MAX_TOKENS) -> None:
         raise ArgumentError(name, q_len, f"1 to {most}")
 
 
-def check_work(query: torch.Tensor, cache: Cache, q_len: int, max_tokens: int) -> None:
+def check_work(query: torch.Tensor, q_len: int, max_tokens: int) -> None:
     """Check that 32 bits hold all positions and, for few query tokens, units of work; for many, query rows."""
     if not 0 <= max_tokens <= MAX_TOKENS:
         raise ArgumentError("max_seq_len", max_tokens, f"0 to {MAX_TOKENS}")
     tiles = ceil_div(max(1, max_tokens), TILE) if q_len <= MAX_Q_LEN else 1
-    if reaches(query.shape[0] * cache.heads * MAX_GROUP * tiles, _MAX_WORK):
+    if reaches(query.shape[0] * query.shape[1] * tiles, _MAX_WORK):
         raise ArgumentError("query", f"{query.shape[0]} tokens over {max_tokens}", "less work than 2**31 tiles")
 
 
@@ -225,49 +225,6 @@ def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[
 def signed(integers: torch.Tensor) -> torch.Tensor:
     """uint32 as int32, which holds every length; others as they are."""
     return integers.view(torch.int32) if integers.dtype == torch.uint32 else integers
-
-
-def causal_or_nan(
-    mask: torch.Tensor, q_len: int, q_ends: torch.Tensor | None, query: torch.Tensor, factor: torch.Tensor | float
-) -> torch.Tensor:
-    """``factor``, or NaN where XQA's draft mask is not causal, which only the device knows; float32 [1].
-
-    Bit j of a query token's first word says whether it sees token j of its request's new ones. Such tokens are
-    ``q_len`` for each request, or between ``q_ends``, where tokens behind the last one belong to none.
-    """
-    check_query(query)
-    if q_ends is not None:
-        check_ints("cum_seq_lens_q", q_ends, (None,), query)
-        if not q_ends.numel():
-            raise ArgumentError("cum_seq_lens_q", "no element", "[batch + 1]")
-    tokens, width = query.shape[0], 2 * ceil_div(q_len, 32)
-    shape = (tokens // q_len, q_len, width) if q_ends is None else (tokens, width)
-    check_dtype("mask", mask, (torch.uint16,))
-    check_same_device("mask", mask, query)
-    if differ(mask.shape, shape):
-        raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"{shape}")
-    number, tensor = scale("bmm2_scale", factor, query)
-    given = [each for each in (q_ends, tensor) if each is not None]
-    return replay.temporary(functools.partial(_nan_unless_causal, q_len, number, q_ends is not None), mask, *given)
-
-
-def _nan_unless_causal(
-    q_len: int, number: float, ragged: bool, mask: torch.Tensor, *given: torch.Tensor
-) -> torch.Tensor:
-    """What causal_or_nan() gives; ``given`` are the queries' ends, if ``ragged``, and a factor, if there is one."""
-    words = mask.view(torch.int16)[..., 0].flatten().int()
-    at = torch.arange(len(words), dtype=torch.int32, device=mask.device)
-    seen = words & (2 << torch.full_like(at, q_len - 1)) - 1
-    if not ragged:
-        causal = seen == (2 << at % q_len) - 1
-    else:
-        q_ends = given[0]
-        behind = at >= q_ends[-1]
-        first = q_ends[(torch.searchsorted(q_ends, at, right=True) - 1).clamp(0, len(q_ends) - 1)]
-        causal = behind | (seen == (2 << (at - first).clamp(0, q_len)) - 1)
-    factors = given[ragged:]
-    factor = factors[0] if factors else torch.full((1,), number, device=mask.device, dtype=torch.float32)
-    return torch.where(causal.all(), factor, torch.nan)
 
 
 def soft_cap(logits_soft_cap: float | None) -> float:

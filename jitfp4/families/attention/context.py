@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.masks import check_whole_mask, whole_mask
 from jitfp4.families.attention.single import single
+from jitfp4.layouts import ceil_div
 from jitfp4.public import checked, public
+from jitfp4.tensors import check_contiguous, check_same_device
 
 _BACKENDS = ("auto", "fa2", "fa3")
 
@@ -179,7 +183,10 @@ def single_prefill_with_kv_cache(
             float4_e2m1fn_x2 with d/2 for NVFP4.
         scale_q, scale_k, scale_v: None.
         o_dtype: bf16, fp16 or float8_e4m3fn; None means q's.
-        custom_mask, packed_custom_mask: None.
+        custom_mask: bool [tokens of q, tokens of k], contiguous: which tokens of k a token of q sees, within its
+            window; then causal says nothing.
+        packed_custom_mask: the same as bits, uint8 [n / 8, rounded up], the lowest of a byte first; custom_mask is then
+            not read.
         causal: as in trtllm_batch_context_with_kv_cache().
         kv_layout: "NHD" or "HND".
         pos_encoding_mode: "NONE".
@@ -199,7 +206,6 @@ def single_prefill_with_kv_cache(
     """
     del use_fp16_qk_reduction
     check_plain(pos_encoding_mode, rope_scale, rope_theta)
-    check_masks(custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
     for name, scale in (("scale_q", scale_q), ("scale_k", scale_k), ("scale_v", scale_v)):
         checks.unused(name, scale, None, "scale queries, keys and values by head beforehand, or by k_scale and v_scale")
     checks.check_backend(backend, _BACKENDS)
@@ -216,11 +222,26 @@ def single_prefill_with_kv_cache(
         "causal": causal,
         "with_lse": return_lse,
     }
-    result = single(q, (k, v), kv_cache_sf, options)
+    result = single(q, (k, v), kv_cache_sf, options | _mask(q, k, kv_layout, custom_mask, packed_custom_mask))
     return (result[0], result[1]) if return_lse else result[0]
 
 
-def check_masks(**masks: object) -> None:
-    """Check that every mask is None."""
-    for name, mask in masks.items():
-        checks.unused(name, mask, None, "masks are causal, windows, or none")
+def _mask(
+    q: torch.Tensor, k: torch.Tensor, kv_layout: str, custom: torch.Tensor | None, packed: torch.Tensor | None
+) -> dict[str, torch.Tensor | None]:
+    """The mask of one request, as fields of the Call."""
+    tokens = k.shape[1 if kv_layout == "HND" else 0] if k.dim() == 3 else 0
+    for name, mask, shape in (
+        ("custom_mask", custom if packed is None else None, (q.shape[0], tokens)),
+        ("packed_custom_mask", packed, (ceil_div(q.shape[0] * tokens, 8),)),
+    ):
+        if mask is not None and differ(mask.shape, shape):
+            raise ArgumentError(name, f"shape {tuple(mask.shape)}", f"{shape}")
+        if mask is not None:
+            check_same_device(name, mask, q)
+            check_contiguous(name, mask)
+    custom = None if custom is None or packed is not None else custom.flatten()
+    check_whole_mask(custom, packed)
+    lengths = (torch.full((1,), size, dtype=torch.int32, device=q.device) for size in (q.shape[0], tokens))
+    whole = whole_mask(custom, packed, *lengths)
+    return {"mask": whole.data, "mask_ends": whole.ends}

@@ -9,7 +9,7 @@ import torch
 
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
-from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
+from jitfp4.families.attention.problem import CACHES
 from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtype, dtypes
 from jitfp4.public import checked
 from jitfp4.replay import replayed
@@ -38,7 +38,7 @@ def _run(
     """run() with what the wrapper has."""
     checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
     q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
-    checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+    checks.check_q_len("q_len_per_req", q_len)
     return attention(
         plan,
         Run(
@@ -68,7 +68,7 @@ def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, 
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
-    """Attention of one to eight query tokens over a paged cache, whose page numbers are one list for all requests.
+    """Attention of a few query tokens over a paged cache, whose page numbers are one list for all requests.
 
     Args:
         float_workspace_buffer: as workspace_buffer of trtllm_batch_decode_with_kv_cache().
@@ -145,7 +145,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             sm_scale: None means ``head_dim ** -0.5``.
             seq_lens: int32 [batch], the tokens of each request; None computes them from indptr and last_page_len.
             block_tables: not read, because indices has the same pages.
-            q_len_per_req: query tokens of a request, 1 to 8.
+            q_len_per_req: query tokens of a request, 1 or more.
             is_causal: whether the queries of a request see only tokens up to their own; None is True.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
             disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
@@ -166,7 +166,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         given = older if kv_data_type is None else kv_data_type
         q_dtype, cache_dtype, out_dtype = dtypes(q_data_type, given, o_data_type)
         check_sizes((num_qo_heads, num_kv_heads), ("head_dim", head_dim), page_size, window_left)
-        checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
+        checks.check_q_len("q_len_per_req", q_len_per_req)
         lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         self._cached_o_data_type = out_dtype
         plan = Plan(

@@ -21,6 +21,7 @@ class EngineNames:
     _max_total_num_rows: int | None = None
     _cached_o_data_type: torch.dtype | None = None
     _custom_mask_buf: torch.Tensor | None = None
+    _mask_indptr_buf: torch.Tensor | None = None
     _int_workspace_buffer: torch.Tensor | None = None
     _pin_memory_int_workspace_buffer: torch.Tensor | None = None
     _paged_kv_indptr_buf: torch.Tensor | None = None

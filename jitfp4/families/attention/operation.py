@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from jitfp4.families.attention.arguments import Arguments, by_token, heads_and_page
-from jitfp4.families.attention.kernels import decode, prefill, prefill_wgmma
+from jitfp4.families.attention.kernels import (
+    decode,
+    decode_masked,
+    prefill,
+    prefill_masked,
+    prefill_wgmma,
+    prefill_wgmma_masked,
+)
 from jitfp4.families.attention.problem import problem_of
 from jitfp4.families.attention.tables import TABLE, problems
 from jitfp4.operation import Operation
@@ -43,6 +50,7 @@ def _reference(a: Arguments) -> None:
         causal=a.causal,
         window_left=a.window_left,
         sinks=a.sinks,
+        mask=None if a.mask is None else reference.Mask(a.mask, a.mask_ends, a.mask_row_bytes),
     )
     a.out.copy_(reference.rounded(out, a.out.dtype))
     if a.lse is not None:
@@ -52,7 +60,14 @@ def _reference(a: Arguments) -> None:
 ATTENTION = Operation(
     Arguments,
     name="attention",
-    kernels=(decode.KERNEL, prefill.KERNEL, prefill_wgmma.KERNEL),
+    kernels=(
+        decode.KERNEL,
+        prefill.KERNEL,
+        prefill_wgmma.KERNEL,
+        decode_masked.KERNEL,
+        prefill_masked.KERNEL,
+        prefill_wgmma_masked.KERNEL,
+    ),
     problem=problem_of,
     problems=problems,
     tables=(TABLE,),

@@ -57,6 +57,12 @@ SIZES: tuple[Param, ...] = (
 )
 
 SOFT_CAP = F32("soft_cap", "of logits")
+MASK: tuple[Param, ...] = (
+    Ptr("mask", "const uint8", "[mask_bytes], the lowest bit of a byte first"),
+    Ptr("mask_ends", "const int32", "[batch + 1], bytes; null: rows of mask_row_bytes for each query"),
+    I64("mask_bytes"),
+    I64("mask_row_bytes", member="int"),
+)
 SCRATCH = (
     Ptr("workspace", "uint8", "16-byte aligned, of any content"),
     Ptr("counters", "uint32", "zero between launches"),
@@ -103,6 +109,16 @@ def bind(a: Arguments) -> dict[str, Any]:
         steps = (0, 0, 0) if side is None else strides(side, a.hnd)
         bound |= {f"{name}_{of}_stride": stride for of, stride in zip(("page", "token", "head"), steps, strict=True)}
     return bound
+
+
+def bind_mask(a: Arguments) -> dict[str, Any]:
+    """The parameters of a mask."""
+    return {
+        "mask": a.mask,
+        "mask_ends": a.mask_ends,
+        "mask_bytes": 0 if a.mask is None else a.mask.numel(),
+        "mask_row_bytes": a.mask_row_bytes,
+    }
 
 
 def scratch(arguments: Arguments, needed: int) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
-from jitfp4.families.attention.context import check_masks
 from jitfp4.families.attention.engine_names import BufferPlanner
-from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, attention, check_sizes, dtypes
+from jitfp4.families.attention.masks import check_buffers, check_room, check_whole_mask, fill, whole_mask
+from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtypes
 from jitfp4.public import checked
 from jitfp4.replay import replayed
 from jitfp4.tensors import output
@@ -33,7 +34,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         kv_layout: "NHD" or "HND".
         use_cuda_graph: if True, plan() copies its tensors into the four buffers, whose addresses a captured run()
             reads; the batch is the length of paged_kv_last_page_len_buf.
-        custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs: None.
+        custom_mask_buf, mask_indptr_buf: None, or with use_cuda_graph two more buffers, uint8 and int32 [batch + 1],
+            into which plan() copies a mask and where the bytes of each request begin. Every run() then has a mask.
+        jit_args, jit_kwargs: None.
         variant_owns_mask: False.
         backend: with "auto", "fa2" or "fa3" V's block scales are linear; with "trtllm-gen" they are interleaved, as
             nvfp4_quantize_paged_kv_cache() returns them. The kernels are the same.
@@ -56,7 +59,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_kwargs: dict[str, object] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        check_masks(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
         checks.unused("jit_args", jit_args, None)
         checks.unused("jit_kwargs", jit_kwargs, None)
         checks.unused("variant_owns_mask", variant_owns_mask, False, "there are no kernels of the caller's own")
@@ -67,6 +69,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             "qo_indptr_buf": qo_indptr_buf,
         }
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
+        check_buffers(custom_mask_buf, mask_indptr_buf, self._qo_indptr_buf)
+        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
 
     @checked
     def plan(
@@ -116,7 +120,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_indices: int32, page numbers.
             paged_kv_last_page_len: int32 [batch], tokens in the last page of each request, 1 to page_size.
             head_dim_vo: None or head_dim_qk.
-            causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i.
+            causal: whether query i of n in a request of s tokens sees only tokens up to s - n + i. With a mask it says
+                nothing.
+            custom_mask: bool, one dimension: for each request in order and each of its queries, which of the request's
+                tokens it sees, within its window. On any device. Tokens behind its end are not seen.
+            packed_custom_mask: the same as bits, uint8, the lowest of a byte first, where each request begins with a
+                byte; custom_mask is then not read. Without either, a wrapper with buffers for masks keeps what is in
+                them.
             use_fp16_qk_reduction: accepted; sums are float32.
             sm_scale: None means ``head_dim_qk ** -0.5``.
             window_left: as in trtllm_batch_context_with_kv_cache().
@@ -129,9 +139,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             max_token_per_sequence: at least the queries of every request; only the choice of a kernel depends on it.
             uniform_q_len: the queries of every request, if all have as many; it says the same.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
-            custom_mask, packed_custom_mask, pos_encoding_mode, rope_scale, rope_theta, prefix_len_ptr,
-                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size: any value but the
-                default is an error, except -1 for fixed_split_size.
+            pos_encoding_mode, rope_scale, rope_theta, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+                max_item_len_ptr, fixed_split_size: any value but the default is an error, except -1 for
+                fixed_split_size.
             disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
                 other request; on sm_90a slower by a kernel without wgmma.
         Raises:
@@ -141,14 +151,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         if max_sequence_kv is not None and max_sequence_kv < 0:
             raise ArgumentError("max_sequence_kv", max_sequence_kv, "0 or more")
         check_plain(pos_encoding_mode, rope_scale, rope_theta)
-        check_masks(
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-            prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr,
-            max_item_len_ptr=max_item_len_ptr,
-        )
         for name, value, default in (
+            ("prefix_len_ptr", prefix_len_ptr, None),
+            ("token_pos_in_items_ptr", token_pos_in_items_ptr, None),
+            ("max_item_len_ptr", max_item_len_ptr, None),
             ("token_pos_in_items_len", token_pos_in_items_len, 0),
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
         ):
@@ -182,7 +188,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             causal=causal,
             whole=disable_split_kv,
         )
-        self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
+        check_whole_mask(custom_mask, packed_custom_mask)
+        if self._buffers is not None:
+            check_room(self._custom_mask_buf, custom_mask, packed_custom_mask, len(self._buffers[2]))
+        taken = self._take(lists, page_size, seq_lens, non_blocking)
+        self._store(plan, self._with_mask(taken, custom_mask, packed_custom_mask))
+
+    def _with_mask(self, lists: Lists, custom: torch.Tensor | None, packed: torch.Tensor | None) -> Lists:
+        """The lists of a plan with its mask, which is in the wrapper's buffers if it has such."""
+        mask = whole_mask(custom, packed, cast("torch.Tensor", lists.q_ends).diff(), lists.seq_lens)
+        if self._custom_mask_buf is None or self._mask_indptr_buf is None:
+            return lists._replace(mask=mask.data, mask_ends=mask.ends)
+        fill(self._custom_mask_buf, self._mask_indptr_buf, mask)
+        return lists._replace(mask=self._custom_mask_buf, mask_ends=self._mask_indptr_buf)
 
     begin_forward = plan
 

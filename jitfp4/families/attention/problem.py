@@ -20,9 +20,10 @@ HEAD_DIMS = (64, 128, 256)
 TILE = 32  # tokens of a tile of one warp
 MAX_PAGE = 128
 MAX_TOKENS = 1 << 24  # of a request: up to it, kernels divide by the page size with a multiplication
-MAX_Q_LEN = 8  # of a decode call
-MAX_GROUP = 16
+MAX_Q_LEN = 8  # of a request, that the decode kernel takes
+MAX_GROUP = 128
 MAX_ROWS = 16  # query rows that the decode kernel takes at a time
+DECODE_ROWS = 8 * MAX_ROWS  # of a request and a KV head, for which it reads K and V again
 ROW_BLOCK = 64
 MANY_ROWS = 32 * ROW_BLOCK  # of a request and a KV head: more are not told apart
 
@@ -83,7 +84,8 @@ class Problem(NamedTuple):
     tile for one KV head, and with many rows at most ``blocks`` blocks of ROW_BLOCK rows; with few rows that is 0.
 
     Where each request has one query token, ``causal`` is True. With ``listed``, requests share one list of pages, and
-    ``tiles`` is a mean. With ``whole``, the tokens of a request are not divided among CTAs.
+    ``tiles`` is a mean. With ``whole``, the tokens of a request are not divided among CTAs. With ``masked``, which is
+    never causal, a mask of the caller's says which tokens a query sees.
     """
 
     cache: Cache
@@ -103,6 +105,7 @@ class Problem(NamedTuple):
     soft_cap: bool = False
     listed: bool = False
     whole: bool = False
+    masked: bool = False
 
     def units_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.units, arch.num_sms)
@@ -128,8 +131,9 @@ def problem_of(a: Arguments) -> Problem:
     sides = (a.key_cache, a.value_cache, a.key_scales, a.value_scales)
     packed = all(strides(side, a.hnd)[1] == side.shape[3] * side.element_size() for side in sides if side is not None)
     batch, group = a.seq_lens.shape[0], a.query.shape[1] // heads
-    causal = a.causal or a.q_len_per_req == 1
-    few, rows = causal and a.q_len_per_req <= MAX_Q_LEN, group * a.q_len_per_req
+    masked, rows = a.mask is not None, group * a.q_len_per_req
+    causal = not masked and (a.causal or a.q_len_per_req == 1)
+    few = (causal or masked) and a.q_len_per_req <= MAX_Q_LEN and rows <= DECODE_ROWS
     blocks = heads * (ceil_div(a.query.shape[0] * group, ROW_BLOCK) + 2 * batch)
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all requests
@@ -153,6 +157,7 @@ def problem_of(a: Arguments) -> Problem:
         soft_cap=a.soft_cap > 0,
         listed=a.page_ends is not None and batch > 1,
         whole=a.whole,
+        masked=masked,
     )
 
 

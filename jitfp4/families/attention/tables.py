@@ -22,11 +22,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from jitfp4.arch import Arch
+from jitfp4.families.attention.kernels import (
+    decode,
+    decode_masked,
+    prefill,
+    prefill_masked,
+    prefill_wgmma,
+    prefill_wgmma_masked,
+)
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, Cache, Pages, Problem
 from jitfp4.formats import DType
+from jitfp4.kernel import AnyKernel
 from jitfp4.selection import Row, Table, rows
 
 _FEW_UNITS = 32  # for each SM
@@ -45,64 +54,91 @@ _SMALL = (  # items, and tiles of a request, that clusters are done with first
     (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
 )
 
-TABLE: Table[Any] = Table(
-    (
-        *rows(*_SMALL, cache=Cache.NVFP4, wide=False, listed=False),
-        *rows(
-            (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
-            (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
-            (DecodeTactic(4, 3, 1), {"cache": Cache.BF16}),
-            (DecodeTactic(4, 3, 1), {"cache": Cache.F16}),
-        ),
-        *rows(
-            (DecodeTactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
-            (DecodeTactic(12, 2, 1), {"packed": True, "items_per_sm": 1}),
-            (DecodeTactic(6, 2, 2, head_warps=2), {"packed": True, "tiles": _SHORT}),
-            (DecodeTactic(6, 2, 2), {"packed": True, "tiles": _SHORT}),
-            (DecodeTactic(8, 2, 1), {"packed": False, "items_per_sm": 1, "units_per_sm": _SOME_UNITS}),
-            (DecodeTactic(12, 2, 1, head_warps=4), {}),
-            (DecodeTactic(12, 2, 1, head_warps=2), {}),
-            (DecodeTactic(12, 2, 1), {}),
-            (DecodeTactic(4, 3, 1), {}),
-            wide=False,
-        ),
-        Row(DecodeTactic(4, 3, 2)),
-        Row(DecodeTactic(4, 2, 2)),
-        Row(DecodeTactic(4, 2, 1)),
-        Row(DecodeTactic(2, 2, 1)),
-        Row(DecodeTactic(1, 2, 1)),
-        *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
-        # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
-        *rows(
-            (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-            (WgmmaTactic(2, 1, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
-            (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
-            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
-            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": 2 * ROW_BLOCK}),
-            (
-                WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
-                {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
-            ),
-            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": _SOME_ROWS}),
-            (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
-            (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
-            (WgmmaTactic(3, 1, 64, 3, turns=True), {"head_dim": 128}),
-            (WgmmaTactic(tile=64), {}),
-            rows=MANY_ROWS,
-        ),
-        # Many query rows, mma.sync: by model, not measured
-        *rows(
-            (PrefillTactic(4, 16, 64, 2), {"head_dim": 128}),
-            (PrefillTactic(4, 16, 32, 1), {}),
-            rows=ROW_BLOCK,
-        ),
-        Row(PrefillTactic(4, 32, 64, 2), {"head_dim": 64}),
-        Row(PrefillTactic(8, 16, 64, 1), {"head_dim": 128}),
-        Row(PrefillTactic(8, 16, 32, 1)),
-        Row(PrefillTactic(4, 16, 32, 1)),
-        Row(PrefillTactic(4, 16, 16, 1)),
+_ROWS: tuple[Row[Any], ...] = (
+    *rows(*_SMALL, cache=Cache.NVFP4, wide=False, listed=False),
+    *rows(
+        (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
+        (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
+        (DecodeTactic(4, 3, 1), {"cache": Cache.BF16}),
+        (DecodeTactic(4, 3, 1), {"cache": Cache.F16}),
     ),
+    *rows(
+        (DecodeTactic(8, 2, 1), {"units_per_sm": _FEW_UNITS}),
+        (DecodeTactic(12, 2, 1), {"packed": True, "items_per_sm": 1}),
+        (DecodeTactic(6, 2, 2, head_warps=2), {"packed": True, "tiles": _SHORT}),
+        (DecodeTactic(6, 2, 2), {"packed": True, "tiles": _SHORT}),
+        (DecodeTactic(8, 2, 1), {"packed": False, "items_per_sm": 1, "units_per_sm": _SOME_UNITS}),
+        (DecodeTactic(12, 2, 1, head_warps=4), {}),
+        (DecodeTactic(12, 2, 1, head_warps=2), {}),
+        (DecodeTactic(12, 2, 1), {}),
+        (DecodeTactic(4, 3, 1), {}),
+        wide=False,
+    ),
+    Row(DecodeTactic(4, 3, 2)),
+    Row(DecodeTactic(4, 2, 2)),
+    Row(DecodeTactic(4, 2, 1)),
+    Row(DecodeTactic(2, 2, 1)),
+    Row(DecodeTactic(1, 2, 1)),
+    *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
+    # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
+    *rows(
+        (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
+        (WgmmaTactic(2, 1, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
+        (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": 2 * ROW_BLOCK}),
+        (
+            WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
+            {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
+        ),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": _SOME_ROWS}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
+        (WgmmaTactic(3, 1, 64, 3, turns=True), {"head_dim": 128}),
+        (WgmmaTactic(tile=64), {}),
+        rows=MANY_ROWS,
+    ),
+    # Many query rows, mma.sync: by model, not measured
+    *rows(
+        (PrefillTactic(4, 16, 64, 2), {"head_dim": 128}),
+        (PrefillTactic(4, 16, 32, 1), {}),
+        rows=ROW_BLOCK,
+    ),
+    Row(PrefillTactic(4, 32, 64, 2), {"head_dim": 64}),
+    Row(PrefillTactic(8, 16, 64, 1), {"head_dim": 128}),
+    Row(PrefillTactic(8, 16, 32, 1)),
+    Row(PrefillTactic(4, 16, 32, 1)),
+    Row(PrefillTactic(4, 16, 16, 1)),
+)
+
+
+_MASKS: dict[AnyKernel, AnyKernel] = {
+    decode.KERNEL: decode_masked.KERNEL,
+    prefill.KERNEL: prefill_masked.KERNEL,
+    prefill_wgmma.KERNEL: prefill_wgmma_masked.KERNEL,
+}
+_MASKED: dict[Any, tuple[AnyKernel, Any]] = {
+    plain: (kernel, tactic)
+    for of, kernel in _MASKS.items()
+    for plain, tactic in zip(of.tactics, kernel.tactics, strict=True)
+}
+"""The kernel and its tactic that do under a mask what a tactic does without one."""
+
+
+def _with_mask(problem: Problem, arch: Arch) -> Any:
+    """What the same problem gets without a mask; where registers do not suffice, the next that fits."""
+    plain = problem._replace(masked=False, causal=problem.blocks == 0)
+    for row in _ROWS:
+        kernel, tactic = _MASKED.get(row.of(plain, arch), (None, None))
+        if kernel is not None and kernel.rejects(problem, tactic, arch) is None:
+            return tactic
+    return None
+
+
+TABLE: Table[Any] = Table(
+    (*_ROWS, Row(_with_mask, {"masked": True})),
     measured="h200/attention_search.csv",
+    elsewhere=dict.fromkeys(kernel.tactic for kernel in _MASKS.values()),
 )
 
 
@@ -145,6 +181,15 @@ def problems(arch: Arch) -> Iterator[Problem]:
     for cache in Cache:
         yield _problem(arch, Pages.HALVES, *loads[3], cache=cache)._replace(whole=True)
     yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.BF16, head_dim=256, rows=16)._replace(whole=True)
+    for cache, rows_ in itertools.product(Cache, (16, _SOME_ROWS)):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)._replace(masked=True, causal=False)
+    for rows_ in (8, ROW_BLOCK):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_)._replace(masked=True, causal=False)
+    for rows_ in (8, _SOME_ROWS):  # all that a spec tells apart
+        every = _problem(
+            arch, Pages.WHOLE, *loads[3], rows=rows_, head_dim=64, interleaved=True, packed=False, two_tables=True
+        )
+        yield every._replace(soft_cap=True, masked=True, causal=False)
     for rows_ in (_SOME_ROWS, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, two_tables=True)

@@ -26,13 +26,15 @@ class Lists(NamedTuple):
     """Lists of a batch on the device.
 
     ``page_ends`` says where the pages of each request begin and end in ``pages``, ``q_ends`` where its queries do, and
-    ``seq_lens`` how many tokens it has.
+    ``seq_lens`` how many tokens it has. ``mask`` and ``mask_ends`` are those of Arguments.
     """
 
     page_ends: torch.Tensor
     pages: torch.Tensor
     seq_lens: torch.Tensor
     q_ends: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    mask_ends: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class Run(NamedTuple):
     pages: torch.Tensor
     seq_lens: torch.Tensor
     q_ends: torch.Tensor | None
+    mask: torch.Tensor | None
+    mask_ends: torch.Tensor | None
     q: torch.Tensor
     paged_kv_cache: checks.Pair
     kv_cache_sf: checks.Pair | None
@@ -256,6 +260,8 @@ def attention(plan: Plan, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.
                 whole=plan.whole,
                 with_lse=run.return_lse or run.lse is not None,
                 enable_pdl=run.enable_pdl,
+                mask=run.mask,
+                mask_ends=run.mask_ends,
             )
         )
     except ArgumentError as error:

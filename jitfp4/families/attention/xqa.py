@@ -7,7 +7,7 @@ import torch
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, attend
-from jitfp4.families.attention.problem import MAX_Q_LEN
+from jitfp4.families.attention.masks import draft_mask
 from jitfp4.public import public
 
 
@@ -40,9 +40,9 @@ def xqa_batch_decode_with_kv_cache(
         sinks: float32 [heads], logits that take part in each softmax and have no value.
         kv_layout: "NHD" or "HND".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
-        q_len_per_req: 1 to 8 query tokens of each request; with q_cu_seq_lens, a bound.
+        q_len_per_req: query tokens of each request, 1 or more; with q_cu_seq_lens, a bound.
         o_scale: what bmm2_scale is divided by already, for a float8_e4m3fn output; 1 for others.
-        mask: as there. None is a causal one; with one that is not causal, out is NaN.
+        mask: as there; with q_cu_seq_lens, [tokens, 2 w]. None is a causal one.
         kv_cache_sf: the block scales of an NVFP4 cache, arranged like kv_cache.
         q_cu_seq_lens: int32 or uint32 [batch + 1], where each request's queries end; a request may have none.
     Returns:
@@ -51,14 +51,13 @@ def xqa_batch_decode_with_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     q_len = 1 if q_len_per_req is None else q_len_per_req
-    checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+    checks.check_q_len("q_len_per_req", q_len)
     checks.check_o_scale(o_scale, out, query.dtype)
     ends = None if q_cu_seq_lens is None else checks.signed(q_cu_seq_lens)
     key, value = checks.pair("kv_cache", kv_cache)
     scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
     try:
-        if mask is not None:
-            bmm2_scale = checks.causal_or_nan(mask, q_len, ends, query, bmm2_scale)
+        drafted = draft_mask(mask, q_len, ends, query)
         return attend(
             Call(
                 query=query,
@@ -80,6 +79,8 @@ def xqa_batch_decode_with_kv_cache(
                 v_scale_layout="linear",
                 q_len=q_len,
                 enable_pdl=enable_pdl,
+                mask=drafted.data,
+                mask_row_bytes=drafted.row_bytes,
             )
         )[0]
     except ArgumentError as error:

@@ -234,7 +234,7 @@ class Jitfp4MetadataBuilder(AttentionMetadataBuilder[Jitfp4Metadata]):
 class Jitfp4AttentionImpl(AttentionImpl[Jitfp4Metadata]):
     """One attention layer.
 
-    Raises NotImplementedError for ALiBi, a cap of logits, encoders, and more than 16 query heads for a KV head.
+    Raises NotImplementedError for ALiBi, a cap of logits, encoders, and more than 128 query heads for a KV head.
     """
 
     supports_quant_query_input: bool = False

@@ -1,4 +1,8 @@
-"""mbarrier: initialise, arrive, expect bytes, wait."""
+"""mbarrier: initialise, arrive, expect bytes, wait.
+
+Operations that name no scope are taken as those of the cluster, because kernels rely on it across CTAs; the manual says
+that they are of the CTA.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +71,8 @@ def _grouped(keys: Array, amounts: Array) -> list[tuple[int, int, Array]]:
 def _arrive(d: Decode) -> Step:
     """Arrive, optionally after expecting bytes. The result is the state before the arrival."""
     drop = d.instr.mods[0] == "arrive_drop"
-    expect, no_complete, relaxed = d.flag("expect_tx"), d.flag("noComplete"), "relaxed" in d.mods
+    expect, no_complete = d.flag("expect_tx"), d.flag("noComplete")
+    relaxed, narrow = "relaxed" in d.mods, "cta" in d.mods
     space = _scope(d)
     has_state = not isinstance(d.operands[0], Addr)
     dst = d.dst(U64) if has_state else None
@@ -84,16 +89,16 @@ def _arrive(d: Decode) -> Step:
         groups = _grouped(keys, given)
         arrivals = one if expect else given
         apart = any(arrivals[where].sum() > units.get(key, lanes.ids[where]).pending for key, _, where in groups)
-        if m.races is not None and not apart:
-            m.races.publish(units.clock, lanes, keys, relaxed=relaxed)
+        if not apart:
+            units.publish(lanes, keys, relaxed=relaxed, narrow=narrow)
         for key, total, where in groups:
             ids = lanes.ids[where]
             if expect:
                 units.expect(key, total, ids)
             before = units.get(key, ids).phase
             for turn in units.by_phase(key, arrivals[where], ids) if apart else (np.arange(len(where)),):
-                if m.races is not None and apart:
-                    m.races.publish(units.clock, m.lanes(ids[turn]), keys[where[turn]], relaxed=relaxed)
+                if apart:
+                    units.publish(m.lanes(ids[turn]), keys[where[turn]], relaxed=relaxed, narrow=narrow)
                 base = units.arrive(key, int(arrivals[where[turn]].sum()), ids[turn], drop=drop)
                 state[where[turn]] = base - np.arange(len(turn))
             if no_complete and units.get(key, ids).phase != before:
@@ -128,7 +133,7 @@ def _pending(d: Decode) -> Step:
 
 def _phase_done(d: Decode) -> tuple[Any, Callable[[Machine, Lanes], tuple[MBarriers, Array, Array]]]:
     """Destination, and a test of which lanes' phases have completed; it acquires what they published."""
-    parity, relaxed = d.flag("parity"), "relaxed" in d.mods
+    parity, relaxed, narrow = d.flag("parity"), "relaxed" in d.mods, "cta" in d.mods
     space = _scope(d)
     dst, address = d.dst(PRED), d.address()
     phase = d.src(U32 if parity else U64)
@@ -140,8 +145,7 @@ def _phase_done(d: Decode) -> tuple[Any, Callable[[Machine, Lanes], tuple[MBarri
         wanted = broadcast(phase(m, lanes), lanes.n)
         at = np.array([units.get(int(k), lanes.ids[i : i + 1]).phase for i, k in enumerate(keys)], np.int64)
         done = at & 1 != wanted.astype(np.int64) & 1 if parity else at > (wanted >> np.uint64(20)).astype(np.int64)
-        if m.races is not None and done.any():
-            m.races.acquire(units.done, lanes.ids[done], keys[done], relaxed=relaxed)
+        units.acquire(lanes.ids[done], keys[done], relaxed=relaxed, narrow=narrow)
         return units, keys, done
 
     return dst, test

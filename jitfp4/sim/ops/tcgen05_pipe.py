@@ -218,8 +218,8 @@ def _commit(d: Decode) -> Step:
                 barriers.use_async(key, ids)
 
             def arrive(key: int) -> None:
-                if m.races is not None and known is not None:
-                    m.races.join(barriers.clock, key, known)
+                if known is not None:
+                    barriers.publish_async(key, known)
                 barriers.arrive(key, 1, ids)
 
             def perform() -> None:

@@ -84,6 +84,8 @@ class DecodeSpec(KernelSpec):
     head_warps: int
     cluster: int
 
+    masked = False  # no mask of the caller's
+
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a tile: K and V, their scales."""
@@ -119,14 +121,16 @@ def _share_bytes(warps: int) -> int:
     return round_up(warps * 4, 16) + 48
 
 
-def specialise(problem: Problem, tactic: DecodeTactic) -> DecodeSpec:
-    """The kernel that a tactic makes for a problem."""
+def specialise(problem: Problem, tactic: DecodeTactic, kind: type[DecodeSpec] = DecodeSpec) -> DecodeSpec:
+    """The kernel, of a kind of specs, that a tactic makes for a problem."""
     fields = {name: value for name, value in problem._asdict().items() if name in DecodeSpec.__slots__}
-    return DecodeSpec(**fields, **asdict(tactic))
+    return kind(**fields, **asdict(tactic))
 
 
-def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
+def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch, kind: type[DecodeSpec] = DecodeSpec) -> str | None:
     """Why a tactic cannot run a problem; None where it can."""
+    if problem.masked != kind.masked:
+        return "it takes no mask" if problem.masked else "it takes a mask"
     if problem.rows > MAX_ROWS:
         return f"it takes {MAX_ROWS} query rows at a time, and reads K and V again for more"
     if problem.heads % tactic.head_warps:
@@ -144,7 +148,7 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
         return f"a launch has {_MOST_ITEMS} CTAs at most"
     if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
         return f"there are {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
-    shared = specialise(problem, tactic).shared_bytes
+    shared = specialise(problem, tactic, kind).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
     return None
@@ -166,18 +170,21 @@ def geometry(problem: Problem, tactic: DecodeTactic, arch: Arch) -> Geometry:
     )
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+def bind_all(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    """The parameters, but those of a mask."""
     bound = bind(arguments) | scratch(arguments, plan.spec.workspace_bytes(plan.geometry.grid[0]))
     return bound | {"group_inverse": ceil_div(1 << 30, bound["group"])}
 
 
+PARAMS = (*INPUTS, *SCRATCH, *SIZES, I64("group_inverse", "2^30 / group, rounded up", member="int"), SOFT_CAP)
+
 KERNEL = Kernel(
     name="attention/decode",
     spec=DecodeSpec,
-    params=(*INPUTS, *SCRATCH, *SIZES, I64("group_inverse", "2^30 / group, rounded up", member="int"), SOFT_CAP),
+    params=PARAMS,
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind,
+    bind=bind_all,
 )

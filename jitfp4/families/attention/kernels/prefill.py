@@ -56,6 +56,8 @@ class PrefillSpec(KernelSpec):
     tile: int
     min_ctas: int
 
+    masked = False  # no mask of the caller's
+
     @property
     def rows(self) -> int:
         return self.warps * self.warp_rows
@@ -71,20 +73,22 @@ class PrefillSpec(KernelSpec):
         return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
 
 
-def specialise(problem: Problem, tactic: PrefillTactic) -> PrefillSpec:
-    """The kernel that a tactic makes for a problem."""
+def specialise(problem: Problem, tactic: PrefillTactic, kind: type[PrefillSpec] = PrefillSpec) -> PrefillSpec:
+    """The kernel, of a kind of specs, that a tactic makes for a problem."""
     fields = {name: value for name, value in problem._asdict().items() if name in PrefillSpec.__slots__}
-    return PrefillSpec(**fields, **asdict(tactic))
+    return kind(**fields, **asdict(tactic))
 
 
-def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch) -> str | None:
+def rejects(problem: Problem, tactic: PrefillTactic, arch: Arch, kind: type[PrefillSpec] = PrefillSpec) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
+    if problem.masked != kind.masked:
+        return "it takes no mask" if problem.masked else "it takes a mask"
     if problem.rows <= MAX_ROWS:
         return "few query rows leave most of its products empty"
     sums = (problem.head_dim + tactic.tile) * tactic.warp_rows // _WARP
     if sums > _MOST_SUMS:
         return f"{sums} registers of a thread for sums of outputs and scores are more than {_MOST_SUMS}"
-    shared = specialise(problem, tactic).shared_bytes
+    shared = specialise(problem, tactic, kind).shared_bytes
     if shared > arch.shared_of(tactic.min_ctas):
         return f"{tactic.min_ctas} CTAs need {shared} bytes of shared memory each"
     return None
@@ -101,18 +105,21 @@ def geometry(problem: Problem, tactic: PrefillTactic, arch: Arch) -> Geometry:
     )
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+def bind_all(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    """The parameters, but those of a mask."""
     del plan  # no parameter depends on it
     return bind(arguments) | {"causal": int(arguments.causal)}
 
 
+PARAMS = (*INPUTS, *SIZES, I64("causal", "0 or 1", member="int"), SOFT_CAP)
+
 KERNEL = Kernel(
     name="attention/prefill",
     spec=PrefillSpec,
-    params=(*INPUTS, *SIZES, I64("causal", "0 or 1", member="int"), SOFT_CAP),
+    params=PARAMS,
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind,
+    bind=bind_all,
 )

@@ -38,15 +38,12 @@ TILES = (64, 128)
 _TEAM_ROWS = 64
 _WARPGROUP = 128  # threads
 _REGISTERS = 65536  # of an SM
-_WORK_REGISTERS = 44  # of a producer, beside what is on its way
 _LEAST_REGISTERS = 56  # of a producer: one of them finds the items
-_SPARE_REGISTERS = 32  # of a consumer, beside outputs, scores and weights
 _UNIFORM_COLUMNS = 128  # of queries, whose descriptors fit in uniform registers
 _PRODUCT_REGISTERS = 30  # of the largest product, beside its sums
 _SHARED_BYTES = shared_bytes_with("has_wgmma")  # of a CTA
 _BARRIER_BYTES = 8
 _PLACES = 16  # of items in shared memory
-_ITEM_BYTES = 64
 _PARTS_BYTES = 32 << 20  # of a workspace that suffices
 
 
@@ -105,6 +102,11 @@ class WgmmaSpec(KernelSpec):
     turns: bool
     ctas: int
 
+    masked = False  # no mask of the caller's
+    item_bytes = 64
+    work_registers = 32  # of a consumer, beside outputs, scores and weights
+    other_registers = 44  # of a producer, beside what is on its way
+
     def __post_init__(self) -> None:
         fields = (("teams", (2, 3)), ("producers", (1, 2)), ("tile", TILES), ("stages", (2, 3, 4)), ("ctas", (1, 2)))
         for name, allowed in fields:
@@ -135,7 +137,7 @@ class WgmmaSpec(KernelSpec):
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
         units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
-        return max(_LEAST_REGISTERS, round_up(_WORK_REGISTERS + units * unit * self.sides, 8))
+        return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
 
     @property
     def launch_registers(self) -> int:
@@ -161,14 +163,14 @@ class WgmmaSpec(KernelSpec):
         for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
         """
         kept = max(0, self.head_dim - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
-        return _SPARE_REGISTERS + 3 * kept
+        return self.work_registers + 3 * kept
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses."""
         queries = self.teams * _TEAM_ROWS * self.head_dim * 2
         tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
-        places = _PLACES * (_ITEM_BYTES + _BARRIER_BYTES)
+        places = _PLACES * (self.item_bytes + _BARRIER_BYTES)
         return round_up(queries + tiles + self.stages * self.tile_warps * 4 + places, 1024)
 
     @property
@@ -182,21 +184,23 @@ class WgmmaSpec(KernelSpec):
         return min(min(workspace_bytes, _PARTS_BYTES) // self.part_bytes, (COUNTER_BYTES // 4 - 1) // warps)
 
 
-def specialise(problem: Problem, tactic: WgmmaTactic) -> WgmmaSpec:
-    """The kernel that a tactic makes for a problem."""
+def specialise(problem: Problem, tactic: WgmmaTactic, kind: type[WgmmaSpec] = WgmmaSpec) -> WgmmaSpec:
+    """The kernel, of a kind of specs, that a tactic makes for a problem."""
     fields = {name: value for name, value in problem._asdict().items() if name in WgmmaSpec.__slots__}
-    return WgmmaSpec(**fields, **asdict(tactic))
+    return kind(**fields, **asdict(tactic))
 
 
-def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
+def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaSpec] = WgmmaSpec) -> str | None:
     """Why a tactic cannot run a problem."""
+    if problem.masked != kind.masked:
+        return "it takes no mask" if problem.masked else "it takes a mask"
     if not arch.has_wgmma:
         return f"its products are instructions of {names_with('has_wgmma')}"
     if problem.whole:
         return "it divides the tokens of the last items among clusters"
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
-    spec = specialise(problem, tactic)
+    spec = specialise(problem, tactic, kind)
     if spec.ctas > 1 and spec.cache.bits == 16:
         return "16-bit floats are copied: there is no expansion to share"
     if spec.sums + spec.spare_registers > spec.consumer_registers:
@@ -211,9 +215,9 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     return None
 
 
-def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
+def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaSpec] = WgmmaSpec) -> Geometry:
     """CTAs that stay, one on each SM, and take items one after the other."""
-    spec = specialise(problem, tactic)
+    spec = specialise(problem, tactic, kind)
     return Geometry(
         grid=(arch.num_sms // spec.ctas * spec.ctas, 1, 1),
         block=(spec.threads, 1, 1),
@@ -222,25 +226,28 @@ def geometry(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> Geometry:
     )
 
 
-def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+def bind_all(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    """The parameters, but those of a mask."""
     bound = bind(arguments) | {"causal": int(arguments.causal)} | scratch(arguments, plan.spec.part_bytes)
     return bound | {"most_parts": plan.spec.most_parts(arguments.workspace_buffer.numel())}
 
 
+PARAMS = (
+    *INPUTS,
+    *SIZES,
+    I64("causal", "0 or 1", member="int"),
+    *SCRATCH,
+    I64("most_parts", "that the workspace holds", member="int"),
+    SOFT_CAP,
+)
+
 KERNEL = Kernel(
     name="attention/prefill_wgmma",
     spec=WgmmaSpec,
-    params=(
-        *INPUTS,
-        *SIZES,
-        I64("causal", "0 or 1", member="int"),
-        *SCRATCH,
-        I64("most_parts", "that the workspace holds", member="int"),
-        SOFT_CAP,
-    ),
+    params=PARAMS,
     tactics=TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind,
+    bind=bind_all,
 )

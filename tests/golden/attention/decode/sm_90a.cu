@@ -558,7 +558,7 @@ __device__ __forceinline__ int quotient(int a, int b) {
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 // The query token of a row
 __device__ __forceinline__ int token_of(const Operands& p, int row) {
-  return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^26
+  return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^23
 }
 
 // The tokens that a query row sees: from `first` to before `end`.

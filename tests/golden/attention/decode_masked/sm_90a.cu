@@ -1,0 +1,2235 @@
+// attention_decode_masked, generated from templates/attention/decode_masked.cu.j2
+// spec: {"cache":"nvfp4","cluster":0,"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":16,"soft_cap":false,"stages":3,"two_tables":false,"warps":4}
+//
+// Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
+// of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
+// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads; or, where
+// there is little work, each cluster takes one item.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
+template <int kBytes, bool kPresent>
+__device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
+  const int bytes = present ? kBytes : 0;
+  if constexpr (kBytes == 16 && kPresent) {
+    copy_async(to, from);
+  } else if constexpr (kBytes == 16) {
+    copy_async_or_zero(to, from, bytes);
+  } else if constexpr (kPresent) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
+  }
+}
+
+// base + a b bytes
+__device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
+  const uint8* d;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
+  return d;
+}
+
+// Adds to what other CTAs read and write: what they wrote before is seen after, and the other way round.
+__device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
+  uint32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+}  // namespace ptx
+
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
+// ---- spec ------------------------------------------------------------------
+enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
+
+constexpr int  kCacheBits   = 4;  // of an element of K and V
+constexpr bool kIsBf16Cache = false;
+
+using Query = bf16;
+using Out   = bf16;
+constexpr int  kHeadDim     = 128;
+constexpr int  kRows        = 16;  // query rows of a segment
+constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kSoftCap     = false;  // logits are capped
+constexpr Pages kPages      = Pages::kHalves;
+constexpr bool kPacked      = true;  // rows of a page and head follow each other
+constexpr bool kTwoTables   = false;  // K and V have different page numbers
+constexpr int  kWarps       = 4;
+constexpr int  kHeadWarps   = 1;  // warps that take the same tokens for different KV heads
+constexpr int  kStages      = 3;
+constexpr int  kMinCtas     = 2;  // that an SM must hold at once; bounds the registers
+constexpr int  kCluster     = 0;  // CTAs that share an item; 0: all CTAs share all items
+
+constexpr int   kTile     = 32;  // tokens
+constexpr int   kSubs     = kTile / 16;
+constexpr int   kThreads  = kWarps * kWarp;
+constexpr int   kTokenWarps = kWarps / kHeadWarps;  // warps that take different tokens
+constexpr int   kBlocks   = kRows / 8;
+constexpr int   kSteps    = kHeadDim / 16;
+constexpr bool  kHalves   = kCacheBits == 16;
+constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+constexpr int   kQueryWords = kHeadDim / 32;
+
+struct Operands {
+  const Query* q;
+  const uint8* k;
+  const uint8* v;
+  const uint8* k_scales;
+  const uint8* v_scales;
+  const int32* tables;
+  const int32* seq_lens;
+  const int32* page_ends;
+  const int32* cum_q;
+  const float* sinks;
+  const float* bmm1_tensor;
+  const float* bmm2_tensor;
+  uint8* workspace;
+  uint32* counters;
+  Out* out;
+  float* lse;
+  float bmm1;
+  float bmm2;
+  int batch;
+  int kv_heads;
+  int group;
+  int q_len;
+  int total_q;
+  int num_pages;
+  int page;
+  int max_pages;
+  int window_left;
+  int64 q_token_stride;
+  int64 q_head_stride;
+  int k_page_stride;
+  int k_token_stride;
+  int64 k_head_stride;
+  int v_page_stride;
+  int v_token_stride;
+  int64 v_head_stride;
+  int k_scales_page_stride;
+  int k_scales_token_stride;
+  int64 k_scales_head_stride;
+  int v_scales_page_stride;
+  int v_scales_token_stride;
+  int64 v_scales_head_stride;
+  int table_stride;
+  int v_table;
+  int group_inverse;
+  float soft_cap;
+  const uint8* mask;
+  const int32* mask_ends;
+  int64 mask_bytes;
+  int mask_row_bytes;
+};
+using Request = TiledRequest<kTile, kRows, kHeadWarps>;
+
+struct Queries { uint32 words[kBlocks][kSteps][2]; };
+
+// ---- partials/prefetch_line ------------------------------------------------
+namespace ptx {
+// Prefetches the 128-byte line of *p into L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
+
+// ---- attention/token_mask --------------------------------------------------
+// A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
+// sees the tokens before `first`, and those whose bit is 1. Bits behind the end of the mask are 0.
+struct TokenMask {
+  int64 begin;  // bits
+  int   first, row_bits;
+
+  TokenMask() = default;
+  // For request b: rows of its tokens from byte mask_ends[b] on, or rows of its new tokens at its queries.
+  template <class Operands, class Request>
+  __device__ __forceinline__ TokenMask(const Operands& p, const Request& r, int b) : first(first_of(p, r)) {
+    row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
+    begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
+  }
+  // The first token of request r that a query may not see
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
+    return p.mask_ends ? 0 : r.tokens - r.q_len;
+  }
+  // Bit i says whether a query token of the request sees token `at` + i.
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands& p, int query, int at) const {
+    const int   before = min(max(first - at, 0), 32);
+    const int64 from = begin + int64(query) * row_bits + max(at - first, 0);
+    const int   left = from < 0 ? 0 : int(min(max(p.mask_bytes - from / 8, int64(0)), int64(5)));
+    const uint8* bytes = p.mask + from / 8;
+    uint32 low = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) low |= uint32(bytes[i]) << 8 * i;
+    }
+    const uint32 high = left == 5 ? bytes[4] : 0;
+    const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
+    return uint32(seen << before) | uint32((uint64(1) << before) - 1);
+  }
+};
+
+// ---- attention/work --------------------------------------------------------
+// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
+// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
+// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
+// without tokens counts as one unit, in which no token is present.
+// a / b for a >= 0 and b > 0; fast in the most frequent cases, where it is 0 or a
+__device__ __forceinline__ int quotient(int a, int b) {
+  if (a < b) return 0;
+  return b == 1 ? a : a / b;
+}
+// A value that is the same in all lanes, as the compiler now sees: branches on it need no reconvergence.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+// The query token of a row
+__device__ __forceinline__ int token_of(const Operands& p, int row) {
+  return int(__umulhi(4 * row, p.group_inverse));  // exact below 2^23
+}
+
+// The tokens that a query row sees: from `first` to before `end`.
+struct Span {
+  int first, end;
+
+  __device__ __forceinline__ Span(const Operands& p, const Request& r, int row) {
+    end   = r.tokens - r.q_len + min(token_of(p, row), r.q_len - 1) + 1;
+    first = p.window_left < 0 ? 0 : end - 1 - p.window_left;
+    end = r.tokens;
+  }
+};
+
+// Tiles that all query rows of a request see in full: those that begin at `first` to `first + width`.
+struct Inner {
+  int first, width;
+
+  __device__ __forceinline__ Inner(const Operands& p, const Request& r) {
+    const int begin = max(0, Span(p, r, r.q_len * p.group - 1).first), end = TokenMask::first_of(p, r) - kTile;
+    first = uniform(end < begin ? kMostTokens : begin), width = uniform(max(end - begin, 0));
+  }
+  __device__ __forceinline__ bool has(int start) const { return uint32(start - first) <= uint32(width); }
+};
+
+constexpr int kSenders = kCluster > 1 ? kCluster : 1;  // CTAs that add up an item together in their shared memory
+constexpr int kStep    = kSenders * kTokenWarps * kTile;  // tokens from a tile of a warp to its next
+
+// Which of a cluster's warps with the same heads this one is
+__device__ __forceinline__ int turn_in_cluster() {
+  return int(threadIdx.x) / kWarp / kHeadWarps * kSenders + int(blockIdx.x) % kSenders;
+}
+// The request of this cluster's item
+__device__ __forceinline__ int request_of_cluster(const Operands& p) {
+  return quotient(int(blockIdx.x) / kSenders, p.kv_heads / kHeadWarps);
+}
+
+// The units of one item that this CTA takes.
+struct Segment {
+  Request request;
+  int b, heads, block;  // numbers of the request, of a group of kHeadWarps heads, and of a block of rows
+  int tile, count;  // the first of the request's tiles, and how many
+  int begin, left;  // the first of the units, and how many this CTA has after them
+
+  // The KV head of warp i of those that take the same tokens
+  __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
+  __device__ __forceinline__ int first_row() const { return block * kRows; }
+  __device__ __forceinline__ bool whole() const { return count == request.tiles; }
+  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments; or
+  // all warps of a cluster take those of an item, its CTAs one after the other.
+  __device__ __forceinline__ int first_token() const {
+    if constexpr (kCluster > 0) return request.first_tile * kTile + turn_in_cluster() * kTile;
+    const int turn = int(threadIdx.x) / kWarp / kHeadWarps;
+    return (request.first_tile + tile + (left + count - turn + kTokenWarps) % kTokenWarps) * kTile;
+  }
+  __device__ __forceinline__ int end_token() const { return (request.first_tile + tile + count) * kTile; }
+
+  // The tiles that this warp takes
+  __device__ __forceinline__ int own_tiles() const {
+    return (end_token() - first_token() + kStep - 1) / kStep;
+  }
+
+  __device__ __forceinline__ bool next(const Operands& p) {
+    if constexpr (kCluster > 0) return ++block < request.row_blocks;  // the same tokens for the next rows
+    if (left == 0) return false;
+    begin += count;
+    if (++block == request.row_blocks) {
+      block = 0;
+      if (++heads == p.kv_heads / kHeadWarps) {
+        heads = 0;
+        do request.load(p, ++b);
+        while (request.q_len == 0);
+      }
+    }
+    tile  = 0;
+    count = min(request.tiles, left);
+    left -= count;
+    return true;
+  }
+};
+
+// Replaces a warp's segment, which is in shared memory to save registers, by the next one; false where there is none.
+__device__ __forceinline__ bool advance(const Operands& p, Segment& own) {
+  Segment s = own;
+  __syncwarp();
+  if (!uniform(s.next(p))) return false;
+  if (threadIdx.x % kWarp == 0) own = s;
+  __syncwarp();
+  return true;
+}
+
+// Prefetches line i of `bytes` bytes into L2; none if the bytes end before it.
+__device__ __forceinline__ void prefetch_line(const void* from, int64 bytes, int i) {
+  constexpr int kLine = 128;
+  if (int64(i) * kLine < bytes) ptx::prefetch_line(static_cast<const uint8*>(from) + int64(i) * kLine);
+}
+
+// Prefetches into L2 what CTAs read first, while the previous kernel ends. It may still write this memory, so nothing
+// is loaded.
+__device__ __forceinline__ void prefetch_inputs(const Operands& p) {
+  const int line = blockIdx.x * kThreads + threadIdx.x;
+  prefetch_line(p.seq_lens, int64(p.batch) * 4, line);
+  prefetch_line(p.tables, (p.page_ends ? int64(p.max_pages) : int64(p.batch) * p.table_stride) * 4, line);
+  prefetch_line(p.q, p.total_q * p.q_token_stride * int64(sizeof(Query)), line);
+}
+
+struct Shares {
+  int units[kWarps];  // units of the requests that each warp has counted
+  alignas(16) Request request;  // the one in which this CTA's share begins
+  int b, before;      // its number, and the units of all requests before it
+  int size;           // units of every CTA but the last
+  int tiles;          // of the first request
+};
+
+// Rounds the size of a share up a little, if shares then end where items of `tiles` units end: whole items need no sum
+// over CTAs, and such a sum costs more than the memory traffic of kRounding units.
+constexpr int kRounding = 32;
+__device__ __forceinline__ int rounded(int size, int tiles) {
+  const int parts = max(1, tiles / size);
+  const int next  = size <= tiles ? (tiles + parts - 1) / parts : (size + tiles - 1) / tiles * tiles;
+  return next - size <= min(kRounding, size / 16) ? next : size;
+}
+
+// Finds the share of this CTA and its first segment; false where no unit is left for it. Every thread counts the units
+// of a part of the requests.
+__device__ __forceinline__ bool find_share(
+    const Operands& p, Shares& s, Segment& now, Segment& ahead) {
+  const int each = (p.batch + kThreads - 1) / kThreads, b0 = threadIdx.x * each, b1 = min(b0 + each, p.batch);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  int units = 0;
+  for (int b = b0; b < b1; ++b) {
+    Request r;
+    r.load(p, b);
+    units += r.items(p) * r.tiles;
+    if (b == 0) s.tiles = r.tiles;
+  }
+  int upto = units;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) {
+    const int other = __shfl_up_sync(~0u, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  if (lane == kWarp - 1) s.units[warp] = upto;
+  __syncthreads();
+  int total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w == warp) upto += total;
+    total += s.units[w];
+  }
+  int size = max(kTokenWarps, (total + int(gridDim.x) - 1) / int(gridDim.x));
+  if (size >= kRounding && total % s.tiles == 0) size = rounded(size, s.tiles);
+  const int begin = blockIdx.x * size;
+  if (begin >= total) return false;
+  if (threadIdx.x == 0) s.size = size;
+  int before = upto - units;
+  if (before <= begin && begin < upto) {
+    for (int b = b0; b < b1; ++b) {
+      Request r;
+      r.load(p, b);
+      const int own = r.items(p) * r.tiles;
+      if (begin < before + own) {
+        s.b = b, s.before = before, s.request = r;
+        break;
+      }
+      before += own;
+    }
+  }
+  __syncthreads();
+  Segment first;
+  first.b = s.b, first.request = s.request;
+  const int inside = begin - s.before, mine = min(size, total - begin);
+  const int item = quotient(inside, first.request.tiles), blocks = first.request.row_blocks;
+  first.heads = quotient(item, blocks);
+  first.block = item - first.heads * blocks;
+  first.tile  = inside - item * first.request.tiles;
+  first.count = min(first.request.tiles - first.tile, mine);
+  first.left  = mine - first.count;
+  first.begin = begin;
+  if (lane == 0) now = ahead = first;
+  __syncwarp();
+  return true;
+}
+
+// ---- attention/pages -------------------------------------------------------
+// Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
+// A stage: K, then V, kTile rows each; their block scales.
+constexpr int kChunks     = kRowBytes / 16;  // of a row
+constexpr int kPassRows   = kWarp / kChunks;  // rows of a pass: those that a warp copies at a time
+constexpr int kPasses     = kTile / kPassRows;
+constexpr int kValuesAt   = kTile * kRowBytes;
+constexpr int kScalesAt   = 2 * kTile * kRowBytes;
+constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
+constexpr int kStageBytes = kVScalesAt + kTile * kScaleBytes;
+constexpr int kPartialAt  = kStages * kStageBytes;
+constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
+static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
+static_assert(kStageBytes % 128 == 0, "a line that is copied to two of shared memory costs half as many sectors more");
+
+// Where a tile begins, and a bit for each of its tokens that has no page
+struct Partial {
+  int    start;
+  uint32 absent;
+};
+
+struct alignas(128) Ring {
+  uint8   stages[kStages][kStageBytes];
+  Partial partial[kStages];  // of tiles that rows do not see in full
+};
+
+// The offset of a chunk of a row in a tile, in bytes. The chunks of each 128 bytes are permuted, so that reads of K and
+// V have few bank conflicts.
+__device__ __forceinline__ int place(int row, int chunk) {
+  const int at = row * kChunks + chunk;
+  return (kChunks == 2 ? at : kChunks == 4 ? at ^ (row & 6) : at ^ (row & 7)) * 16;
+}
+
+template <int kWords> __device__ __forceinline__ void ld_words(const uint8* p, uint32 (&w)[kWords]) {
+  if constexpr (kWords == 1) w[0] = *reinterpret_cast<const uint32*>(p);
+  if constexpr (kWords == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (kWords == 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+
+// kWords words of a row; `place` is the offset of the first chunk.
+template <int kWords>
+__device__ __forceinline__ void ld_row(const uint8* tile, int place, uint32 (&w)[kWords]) {
+  if constexpr (kWords <= 4) {
+    ld_words<kWords>(tile + place, w);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      uint32 four[4];
+      ld_words<4>(tile + (place ^ i * 4), four);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[i + j] = four[j];
+    }
+  }
+}
+
+// Hides how x was computed, so that the compiler keeps it in a register and does not compute it again.
+__device__ __forceinline__ int keep(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ uint32 inverse_of_page(const Operands& p) { return (0x80000000u + p.page - 1) / p.page; }
+__device__ __forceinline__ int column_of(int token, uint32 inverse) {
+  return int(__umulhi(2 * token, inverse));  // exact below 2^24
+}
+// The token of a tile whose page a lane looks up
+__device__ __forceinline__ int lookup_of(int i) {
+  return kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2);
+}
+
+// The page numbers of a warp's first tile, where it is known before the request's length is: both are then read at the
+// same time. Those behind the request's end mean nothing.
+struct FirstPages {
+  bool known = false;
+  int  k[kLookups], v[kLookups];
+
+  FirstPages() = default;
+  __device__ __forceinline__ explicit FirstPages(const Operands& p) {
+    if constexpr (kCluster > 0) {
+      const int b = request_of_cluster(p);
+      known = p.page_ends == nullptr && p.window_left < 0 && b < p.batch;
+#pragma unroll
+      for (int i = 0; i < kLookups; ++i) {
+        const int column = column_of(turn_in_cluster() * kTile + lookup_of(i), inverse_of_page(p));
+        k[i] = v[i] = -1;
+        if (known && column < p.max_pages) {
+          k[i] = p.tables[b * p.table_stride + column];
+          v[i] = kTwoTables ? p.tables[b * p.table_stride + column + p.v_table] : k[i];
+        }
+      }
+    }
+  }
+};
+
+class Producer {
+ public:
+  // `segment` is the one that this warp copies, ahead of the one that it works on.
+  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring, const FirstPages& first)
+      : p_(p), segment_(segment), inner_(p, segment.request), inverse_(inverse_of_page(p)) {
+    const int lane = threadIdx.x % kWarp;
+    rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
+    scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
+    enter();
+    if (kCluster > 0 && first.known && token_ < end_) look_up<true>(first);
+    else seek();
+  }
+
+  // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
+  // call makes one group.
+  __device__ __forceinline__ void issue(int stage) {
+    partial_ <<= 1;
+    if (token_ < end_) {
+      bool there[kLookups], all = inner_.has(token_);
+#pragma unroll
+      for (int i = 0; i < kLookups; ++i) {
+        there[i] = uint32(k_page_[i]) < uint32(p_.num_pages);
+        if constexpr (kTwoTables) there[i] &= uint32(v_page_[i]) < uint32(p_.num_pages);
+        all &= there[i];
+      }
+      if (__all_sync(~0u, all)) {
+        copy<true>(stage, there);
+      } else {
+        partial_ |= 1;
+        copy<false>(stage, there);
+      }
+      token_ += kStep;
+      seek();
+    }
+    ptx::copy_async_commit();
+  }
+
+  // Whether the tile that is used next lacks tokens: then the ring has its Partial.
+  __device__ __forceinline__ bool partial() const { return partial_ >> (kStages - 1) & 1; }
+
+ private:
+  // Goes to the first tile of this warp in the segment. The pointers are to what this lane copies if it is in page 0.
+  __device__ __forceinline__ void enter() {
+    const int lane = threadIdx.x % kWarp, row = lane / kChunks, chunk = lane % kChunks * 16;
+    const int head = segment_.head(threadIdx.x / kWarp % kHeadWarps);
+    token_  = uniform(segment_.first_token());
+    end_    = uniform(segment_.end_token());
+    tokens_ = uniform(segment_.request.tokens);
+    inner_  = Inner(p_, segment_.request);
+    table_  = p_.tables + segment_.request.table;
+    k_ = p_.k + head * p_.k_head_stride + row * k_token_stride() + chunk;
+    v_ = p_.v + head * p_.v_head_stride + row * v_token_stride() + chunk;
+    if constexpr (kScaleBytes > 0) {
+      k_scales_ = p_.k_scales + head * p_.k_scales_head_stride + lane * k_scales_token_stride();
+      v_scales_ = p_.v_scales + head * p_.v_scales_head_stride + lane * v_scales_token_stride();
+    }
+  }
+
+  // Looks up the pages of the next tile, so that their numbers are known when its copies start.
+  __device__ __forceinline__ void seek() {
+    while (token_ >= end_) {
+      if (!advance(p_, segment_)) return;
+      enter();
+    }
+    look_up<false>(FirstPages());
+  }
+
+  // The pages of the next tile, which is the `first` one if kFirst
+  template <bool kFirst> __device__ __forceinline__ void look_up(const FirstPages& first) {
+#pragma unroll
+    for (int i = 0; i < kLookups; ++i) {
+      const int token  = token_ + lookup_of(i);
+      const int column = column_of(token, inverse_);
+      slot_[i] = token - column * p_.page;
+      k_page_[i] = v_page_[i] = -1;
+      if ((kInterleaved ? token & ~3 : token) < tokens_) {
+        k_page_[i] = kFirst ? first.k[i] : table_[column];
+        v_page_[i] = kFirst ? first.v[i] : kTwoTables ? table_[column + p_.v_table] : k_page_[i];
+      }
+    }
+  }
+
+  struct Page {
+    int k, v, slot;  // slot: of the first row of the pass, if all rows of the pass were in this page
+    bool there;
+  };
+
+  // The page of `row`; `pass` is the first row of its pass.
+  __device__ __forceinline__ Page page_of(const bool (&there)[kLookups], int row, int pass) const {
+    if constexpr (kPages == Pages::kMany) {
+      const int slot = __shfl_sync(~0u, slot_[0], row);
+      return {__shfl_sync(~0u, k_page_[0], row), __shfl_sync(~0u, v_page_[0], row), slot - (row - pass),
+              __shfl_sync(~0u, int(there[0]), row) != 0};
+    }
+    const bool upper = kLookups == 2 && row >= kTile / 2;
+    const int  i = kLookups - 1, first = upper ? kTile / 2 : 0;
+    return {upper ? k_page_[i] : k_page_[0], upper ? v_page_[i] : v_page_[0],
+            (upper ? slot_[i] : slot_[0]) + pass - first, upper ? there[i] : there[0]};
+  }
+
+  // With kAll every token of the tile has a page and is seen. Else tokens without one, and those before the first that
+  // is seen, are not read, and become 0.
+  template <bool kAll>
+  __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
+    const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
+    const int hidden = kAll ? 0 : segment_.request.first_token(p_) - token_;
+    if constexpr (!kAll) {
+      const uint32 absent = __ballot_sync(~0u, !page_of(there, lane, 0).there);
+      if (lane == 0) st_partial(scales_to_ + kPartialAt - kScalesAt + stage / kStageBytes * sizeof(Partial), absent);
+    }
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = i * kPassRows + lane / kChunks;
+      // The permutation of chunks repeats every eight rows.
+      const int on = kPassRows % 8 == 0 ? i * kPassRows * kRowBytes
+                                        : place(row, lane % kChunks) - place(lane / kChunks, lane % kChunks);
+      // In a packed page, one address serves all passes.
+      const int  start = kPacked && kPages != Pages::kMany ? row_of_lookup(i * kPassRows) : i * kPassRows;
+      const Page page  = page_of(there, kPages == Pages::kMany ? row : start, start);
+      const int  skip  = (i * kPassRows - start) * kRowBytes;
+      const bool copied = kAll || (page.there && row >= hidden && row < rows);
+      ptx::copy_or_clear<16, kAll>(
+          rows_to_ + stage + on, at(k_, page.k, p_.k_page_stride, page.slot, k_token_stride()) + skip, copied);
+      ptx::copy_or_clear<16, kAll>(rows_to_ + stage + on + kValuesAt,
+                                   at(v_, page.v, p_.v_page_stride, page.slot, v_token_stride()) + skip, copied);
+    }
+    if constexpr (kScaleBytes > 0) {
+      const Page page = page_of(there, lane, 0);
+      // Interleaved, a group of four rows holds the scales of its four tokens.
+      const int  first = kInterleaved ? lane & ~3 : lane, last = kInterleaved ? lane | 3 : lane;
+      const bool k_copied = kAll || (page.there && lane >= hidden && lane < rows);
+      const bool v_copied = kAll || (page.there && last >= hidden && first < rows);
+      ptx::copy_or_clear<kScaleBytes, kAll>(
+          scales_to_ + stage,
+          at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
+      ptx::copy_or_clear<kScaleBytes, kAll>(
+          scales_to_ + stage + kVScalesAt - kScalesAt,
+          at(v_scales_, page.v, p_.v_scales_page_stride, page.slot, v_scales_token_stride()), v_copied);
+    }
+  }
+
+  __device__ __forceinline__ static constexpr int row_of_lookup(int row) {
+    return row / (kTile / kLookups) * (kTile / kLookups);
+  }
+  __device__ __forceinline__ static const uint8* at(
+      const uint8* base, int page, int page_stride, int slot, int token_stride) {
+    return ptx::mad_wide(slot, token_stride, ptx::mad_wide(page, page_stride, base));
+  }
+  __device__ __forceinline__ void st_partial(uint32 p, uint32 absent) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(p), "r"(token_), "r"(absent) : "memory");
+  }
+  __device__ __forceinline__ int k_token_stride() const { return kPacked ? kRowBytes : p_.k_token_stride; }
+  __device__ __forceinline__ int v_token_stride() const { return kPacked ? kRowBytes : p_.v_token_stride; }
+  __device__ __forceinline__ int k_scales_token_stride() const {
+    return kPacked ? kScaleBytes : p_.k_scales_token_stride;
+  }
+  __device__ __forceinline__ int v_scales_token_stride() const {
+    return kPacked ? kScaleBytes : p_.v_scales_token_stride;
+  }
+
+  const Operands& p_;
+  Segment& segment_;
+  const uint32 inverse_;
+  uint32 partial_ = 0;  // a bit for each of the last tiles
+  int rows_to_, scales_to_;  // where this lane copies to in the first stage
+  int token_, end_, tokens_;  // where this warp's next tile begins, the segment's and the request's ends
+  Inner inner_;
+  int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
+  const int32* table_;
+  const uint8 *k_, *v_, *k_scales_, *v_scales_;
+};
+
+// ---- attention/cvt_e2m1 ----------------------------------------------------
+namespace ptx {
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// ---- attention/codes -------------------------------------------------------
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks, by software times 2^7
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
+// ---- attention/nvfp4_tile --------------------------------------------------
+// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
+// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
+// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// queries and outputs use the same order.
+//
+// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
+// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
+// converts, it is the value itself.
+namespace nvfp4_tile {
+using Mma = f16;
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
+constexpr float kValueUnit = kKeyUnit;
+constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
+
+// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
+  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
+}
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+
+// Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
+__device__ __forceinline__ uint32 low_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {lo, lo};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
+}
+__device__ __forceinline__ uint32 high_twice(uint32 pair) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b16 lo, hi;\n"
+      "  mov.b32 {lo, hi}, %1;\n"
+      "  mov.b32 %0, {hi, hi};\n"
+      "}" : "=r"(d) : "r"(pair));
+  return d;
+}
+
+// Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
+constexpr bool kTransposed = !kInterleaved && kScaleBytes == 8;
+
+// The offsets in a stage of what a lane reads.
+struct Lane {
+  int key, key_scale;    // of row g; row g + 8 is 8 rows further
+  int value[2];          // of tokens 2 c and 2 c + 1, likewise
+  int value_scale;       // of token 2 c; of token g where they are transposed
+
+  __device__ __forceinline__ Lane() {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+    const int k = c * (kHeadDim / 8), v = g * (kHeadDim / 16), block = g * (kHeadDim / 8) / 16;
+    key       = keep(place(g, k / 16) + k % 16);
+    key_scale = keep(kScalesAt + g * kScaleBytes + c * (kScaleBytes / 4));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
+    }
+    value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt
+                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2
+                                                                : 2 * c * kScaleBytes + block));
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
+    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
+    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
+    if constexpr (kScaleBytes > 4) {
+#pragma unroll
+      for (int j = 0; j < kScaleBytes / 4; j += 2) {
+        const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
+        scale[i][j]     = low_twice(two);
+        scale[i][j + 1] = high_twice(two);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kKeyWords; ++w) {
+    uint32 low[4], high[4];
+    decode(codes[0][w], low);
+    decode(codes[1][w], high);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint32 a[4] = {
+          ptx::mul_f16x2(low[2 * j], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j], scale[1][w / 2]),
+          ptx::mul_f16x2(low[2 * j + 1], scale[0][w / 2]), ptx::mul_f16x2(high[2 * j + 1], scale[1][w / 2])};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        ptx::mma_half<Mma>(s[n], a, q.words[n][2 * w + j][0], q.words[n][2 * w + j][1]);
+      }
+    }
+  }
+}
+
+// Decodes a word of each of two tokens: pair i has dimension i of both.
+__device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8]) {
+  uint32 half[2][4];
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a, b << 4), half[0]);
+    ptx::cvt_f16x2_e2m1x8(ptx::select_bits(0x0F0F0F0Fu, a >> 4, b), half[1]);
+  } else {
+    decode(__byte_perm(a, b, 0x5410), half[0]);
+    decode(__byte_perm(a, b, 0x7632), half[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) pairs[i] = kHasE2m1Cvt ? half[i % 2][i / 2] : half[i / 4][i % 4];
+}
+
+// V of 16 tokens, as codes and scales. It is loaded before the weights are known.
+struct Values {
+  uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+  uint32 scales[2][(kValueWords + 1) / 2];
+
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], codes[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int b = 0; b < (kValueWords + 1) / 2; ++b) {
+        const uint8* at = stage + lane.value_scale + (first + i * 8) * kScaleBytes + b * (kInterleaved ? 4 : 1);
+        if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
+        else scales[i][b] = at[0] | at[kScaleBytes] << 8;
+      }
+    }
+  }
+
+  // Interleaved scales of tokens without a bit in `present` become 0. Linear ones are 0 already, by their copy.
+  __device__ __forceinline__ void keep(uint32 present) {
+    present >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int b = 0; b < (kValueWords + 1) / 2 && kInterleaved; ++b) {
+        scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
+      }
+    }
+  }
+
+  // The scales of this lane's block for two tokens
+  static __device__ __forceinline__ uint32 decode_two(uint32 scales) {
+    const uint32 pair = decode_e4m3x2(scales);
+    return kTransposed ? ptx::transpose(pair) : pair;
+  }
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int w = 0; w < kValueWords; ++w) {
+      const uint32 scale0 = decode_two(scales[0][w / 2]), scale1 = decode_two(scales[1][w / 2]);
+      uint32 first[8], second[8];
+      interleave(codes[0][w], codes[1][w], first);
+      interleave(codes[2][w], codes[3][w], second);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32 a[4] = {ptx::mul_f16x2(first[2 * j], scale0), ptx::mul_f16x2(first[2 * j + 1], scale0),
+                             ptx::mul_f16x2(second[2 * j], scale1), ptx::mul_f16x2(second[2 * j + 1], scale1)};
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][4 * w + j], a, p[n][0], p[n][1]);
+      }
+    }
+  }
+};
+}  // namespace nvfp4_tile
+
+// ---- attention/byte_tile ---------------------------------------------------
+// Fragments of an E4M3 tile, which float16 holds exactly. The order of dimensions is that of attention/nvfp4_tile: lane
+// c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8.
+namespace byte_tile {
+using Mma = f16;
+constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
+constexpr int   kKeyWords   = kHeadDim / 16;  // words that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 32;  // and of a row of V
+
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+
+// The offsets in a stage of what a lane reads.
+struct Lane {
+  int key;       // of row g; row g + 8 is 8 rows further
+  int value[2];  // of tokens 2 c and 2 c + 1, likewise
+
+  __device__ __forceinline__ Lane() {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, k = c * (kHeadDim / 4), v = g * (kHeadDim / 8);
+    key = keep(place(g, k / 16) + k % 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  uint32 bytes[2][kKeyWords];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, bytes[i]);
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kKeyWords; ++w) {
+    const uint32 a[4] = {decode_e4m3x2(uint16(bytes[0][w])), decode_e4m3x2(uint16(bytes[1][w])),
+                         decode_e4m3x2(uint16(bytes[0][w] >> 16)), decode_e4m3x2(uint16(bytes[1][w] >> 16))};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(s[n], a, q.words[n][w][0], q.words[n][w][1]);
+  }
+}
+
+// V of 16 tokens, as bytes. Tokens without a page are 0.
+struct Values {
+  uint32 bytes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
+
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], bytes[i]);
+  }
+  __device__ __forceinline__ void keep(uint32) {}
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      const int w = m / 2;
+      const uint32 order = m % 2 ? 0x7362 : 0x5140;  // two dimensions of two tokens
+      const uint32 first = __byte_perm(bytes[0][w], bytes[1][w], order);
+      const uint32 second = __byte_perm(bytes[2][w], bytes[3][w], order);
+      const uint32 a[4] = {decode_e4m3x2(uint16(first)), decode_e4m3x2(uint16(first >> 16)),
+                           decode_e4m3x2(uint16(second)), decode_e4m3x2(uint16(second >> 16))};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][m], a, p[n][0], p[n][1]);
+    }
+  }
+};
+}  // namespace byte_tile
+
+// ---- attention/half_tile ---------------------------------------------------
+// Fragments of a tile of 16-bit floats, as ldmatrix makes them: dimensions and tokens stay in order.
+namespace half_tile {
+using Mma = Select<kIsBf16Cache, bf16, f16>;
+constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
+
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1: the dimensions that it gets of K by ldmatrix.
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+#pragma unroll
+  for (int i = 0; i < kRegs; ++i) x[i] = ptx::ld<uint32>(row + 8 * (4 * w + i) + 2 * c);
+}
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return 16 * m + 8 * upper + g; }
+
+// The rows whose addresses a lane gives to ldmatrix. In step m an address is XORed with 32 m.
+struct Lane {
+  int key, value;
+
+  __device__ __forceinline__ Lane() {
+    const int lane = threadIdx.x % kWarp;
+    key   = keep(place(lane % 16, lane / 16));
+    value = keep(kValuesAt + place(lane % 8 + lane / 16 * 8, lane / 8 % 2));
+  }
+};
+
+// s = K q for the tokens from `first` on
+__device__ __forceinline__ void scores(
+    const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
+  const uint32 rows = ptx::shared_address(stage) + first * kRowBytes;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint4  k    = ptx::load_matrices(rows + (lane.key ^ 32 * i));
+    const uint32 a[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(s[n], a, q.words[n][i][0], q.words[n][i][1]);
+  }
+}
+
+// V of 16 tokens. Tokens without a page are 0.
+struct Values {
+  const uint32 rows, at;
+
+  __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane)
+      : rows(ptx::shared_address(stage) + first * kRowBytes), at(lane.value) {}
+  __device__ __forceinline__ void keep(uint32) {}
+
+  // o += V p
+  __device__ __forceinline__ void multiply(const uint32 (&p)[kBlocks][2], float (&o)[kBlocks][kSteps][4]) const {
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      const uint4  v    = ptx::load_matrices_transposed(rows + (at ^ 32 * m));
+      const uint32 a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) ptx::mma_half<Mma>(o[n][m], a, p[n][0], p[n][1]);
+    }
+  }
+};
+}  // namespace half_tile
+
+using namespace nvfp4_tile;
+
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
+// ---- attention/queries -----------------------------------------------------
+// kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
+// float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
+// over 28 binades; Scales has the inverse.
+constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
+
+// Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
+struct Scales {
+  float x[kBlocks][2];
+  __device__ __forceinline__ static Scales ones() {
+    Scales scales;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// The rows as they are stored. They are loaded while the results of the segment before are written.
+struct RawQueries {
+  uint32 x[kBlocks][kQueryWords][kQueryRegs];
+
+  __device__ __forceinline__ void load(const Operands& p, const Segment& s) {
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, head = s.head(threadIdx.x / kWarp % kHeadWarps);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const int  row  = s.first_row() + 8 * n + g;
+      const bool used = row < s.request.q_len * p.group;
+      const int  token = token_of(p, row);
+      const Query* from = p.q + (s.request.q_begin + token) * p.q_token_stride +
+                          (head * p.group + row - token * p.group) * p.q_head_stride;
+#pragma unroll
+      for (int w = 0; w < kQueryWords; ++w) {
+#pragma unroll
+        for (int i = 0; i < kQueryRegs; ++i) x[n][w][i] = 0;
+        if (used) ld_query(from, w, c, x[n][w]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void get(int n, int w, float (&v)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(Query) == 1) {
+        const uint32 two = decode_e4m3x2(uint16(x[n][w][i / 2] >> i % 2 * 16));
+        v[2 * i] = low<f16>(two), v[2 * i + 1] = high<f16>(two);
+      } else {
+        using Half = Select<sizeof(Query) == 2, Query, f16>;
+        v[2 * i] = low<Half>(x[n][w][i]), v[2 * i + 1] = high<Half>(x[n][w][i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void convert(float unit, Queries& q, Scales& scales) const {
+    const int c = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      float factor = 1.0f, inverse = 1.0f;  // the factor gets the sign of the unit
+      if constexpr (!kIsBf16<Mma>) {
+        float amax = 0.0f, v[8];
+#pragma unroll
+        for (int w = 0; w < kQueryWords; ++w) {
+          get(n, w, v);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(v[i]));
+        }
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+        const uint32 exponent = query_exponent(amax);
+        factor = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
+      }
+      factor = copysignf(factor, unit);
+#pragma unroll
+      for (int w = 0; w < kQueryWords; ++w) {
+        float v[8];
+        get(n, w, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          q.words[n][2 * w + i / 2][i % 2] =
+              to_pair<Mma>(v[word_dim(i / 2, i % 2, 0)] * factor, v[word_dim(i / 2, i % 2, 1)] * factor);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = fabsf(unit) * __shfl_sync(~0u, inverse, (2 * c + i) * 4);
+        scales.x[n][i] = scale == 0.0f ? 0x1p-126f : scale;
+      }
+    }
+  }
+};
+
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
+
+// ---- attention/softmax -----------------------------------------------------
+// Online softmax of a warp's tiles, in powers of two. A weight is 2^(x - reference). The reference is near the maximum
+// of x so far: the x that set it has the weight 2^kHeadroom, and it moves only when a weight would be above 2^kLargest,
+// so that float16 holds every weight.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
+constexpr float kNone = -0x1p126f;  // the reference before the first token
+
+using Logits = float[kSubs][kBlocks][4];  // of 16 tokens each; times Scales, the exponents of powers of two
+
+struct State {
+  float reference[kBlocks][2];
+  float sum[kBlocks][2];  // of the weights of this lane's tokens
+  float o[kBlocks][kSteps][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][m][i] = 0.0f;
+      }
+    }
+  }
+
+  // Makes products exponents. Moves a reference up where one would be above kLargest.
+  __device__ __forceinline__ void to_exponents(Logits& x, const Scales& scales) {
+    Logits y;
+    int most = __float_as_int(kNone);  // if one is positive, the largest float is the largest integer, too
+    set_exponents(x, scales, y);
+#pragma unroll
+    for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          most = max(max(most, __float_as_int(y[u][n][i])), __float_as_int(y[u][n][i + 1]));
+        }
+      }
+    }
+    if (__any_sync(~0u, most > __float_as_int(kLargest))) {
+      raise(x, scales);
+      set_exponents(x, scales, y);
+    }
+#pragma unroll
+    for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[u][n][i] = y[u][n][i];
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void set_exponents(const Logits& x, const Scales& scales, Logits& y) const {
+#pragma unroll
+    for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[u][n][i] = fmaf(x[u][n][i], scales.x[n][i % 2], -reference[n][i % 2]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise(const Logits& x, const Scales& scales) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float next = fmaxf(x[0][n][i], x[0][n][i + 2]);
+#pragma unroll
+        for (int u = 1; u < kSubs; ++u) next = fmaxf(next, fmaxf(x[u][n][i], x[u][n][i + 2]));
+#pragma unroll
+        for (int distance = 4; distance < kWarp; distance *= 2) {
+          next = fmaxf(next, __shfl_xor_sync(~0u, next, distance));
+        }
+        next *= scales.x[n][i];
+        next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
+        const float factor = ptx::ex2_approx(reference[n][i] - next);
+        reference[n][i] = next;
+        sum[n][i] *= factor;
+#pragma unroll
+        for (int m = 0; m < kSteps; ++m) o[n][m][i] *= factor, o[n][m][i + 2] *= factor;
+      }
+    }
+  }
+};
+
+// Makes products capped exponents.
+__device__ __forceinline__ void cap(const Operands& p, Logits& x, const Scales& scales) {
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[u][n][i] = soft_capped(p.soft_cap, x[u][n][i], scales.x[n][i % 2]);
+    }
+  }
+}
+
+// Sets x to -inf for tokens that a row does not see or that have no page. Returns a bit for each token that is there,
+// none for those before the first that is seen.
+__device__ __forceinline__ uint32 mask(const Operands& p, const Segment& s, const Partial& tile, Logits& x) {
+  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+  const TokenMask given(p, s.request, s.b);
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int query = min(token_of(p, s.first_row() + 8 * n + 2 * c + i), s.request.q_len - 1);
+      const uint32 unseen = tile.absent | ~given.bits(p, query, tile.start);
+      const Span span(p, s.request, s.first_row() + 8 * n + 2 * c + i);
+#pragma unroll
+      for (int u = 0; u < 2 * kSubs; ++u) {
+        const int token = g + u * 8, at = tile.start + token;
+        const bool seen = at >= span.first && at < span.end && !(unseen >> token & 1);
+        if (!seen) x[u / 2][n][u % 2 * 2 + i] = __uint_as_float(0xFF800000u);
+      }
+    }
+  }
+  const int rest = s.request.tokens - tile.start, hidden = max(0, s.request.first_token(p) - tile.start);
+  return ~tile.absent & ~0u << hidden & (rest >= kTile ? ~0u : (1u << max(rest, 0)) - 1);
+}
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/combine -----------------------------------------------------
+// Adds up parts of a softmax, each of which has its own reference. Parts of warps are added in shared memory. Parts of
+// CTAs that share an item are in the workspace. The last CTA to write its part of a line adds up the line, in the order
+// of the tokens. If many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the
+// groups: one warp would take long to read all parts.
+constexpr int kPitch = kHeadDim + 4;  // floats of a row in shared memory; rows start in different banks
+constexpr int kLines = kHeadWarps * kRows;  // lines of a CTA: the query rows of all its heads
+constexpr int kQuads = kLines * kHeadDim / 4;
+constexpr int kCounterWords = (kLines + 3) / 4;
+constexpr int kMostLines = 8 * kWarp;  // lines of all parts that are added up in one round, at most
+
+struct Part {
+  float o[kRows][kPitch];
+  float reference[kRows], sum[kRows];
+};
+
+struct Quad {
+  float reference, sum;
+  float4 o;
+  __device__ __forceinline__ void add(float f, float4 other) {
+    o = {fmaf(f, other.x, o.x), fmaf(f, other.y, o.y), fmaf(f, other.z, o.z), fmaf(f, other.w, o.w)};
+  }
+};
+
+// The workspace has the parts; of what it holds, a launch reads only what it wrote. Counters are zero between launches.
+// A CTA has two counters of a byte for each line, one for the item that begins in it and one for the group that ends
+// with it, and two parts, one of an item that began in an earlier CTA and one of an item that goes on in the next CTA.
+struct Slot {
+  float* p;
+  __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
+      : p(reinterpret_cast<float*>(operands.workspace) +
+          (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
+  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
+  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
+  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kHeadDim + 1) + line; }
+  __device__ __forceinline__ void put(const Quad& quad, int line, int dim) const {
+    *reinterpret_cast<float4*>(o(line, dim)) = quad.o;
+    if (dim == 0) *reference(line) = quad.reference, *sum(line) = quad.sum;
+  }
+};
+
+__device__ __forceinline__ void store_out(Out* out, float4 v) {
+  if constexpr (sizeof(Out) == 1) {
+    *reinterpret_cast<uint32*>(out) =
+        encode_e4m3(v.x) | encode_e4m3(v.y) << 8 | encode_e4m3(v.z) << 16 | uint32(encode_e4m3(v.w)) << 24;
+  } else {
+    using Half = Select<sizeof(Out) == 2, Out, f16>;
+    *reinterpret_cast<uint2*>(out) = {to_pair<Half>(v.x, v.y), to_pair<Half>(v.z, v.w)};
+  }
+}
+
+__device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
+  const int block_row = s.first_row() + line % kRows;
+  if (block_row >= s.request.q_len * p.group) return;
+  const int   token = token_of(p, block_row);
+  const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
+  const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
+  float factor = add_sink(p, head, quad.reference, quad.sum);
+  if (p.lse && dim == 0) p.lse[at] = row_lse(quad.reference, quad.sum);
+  const float scale = output_scale(p, kValueUnit);
+  factor = output_factor(factor, scale, quad.sum);
+  store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
+}
+
+// Writes the state of a warp to its part.
+__device__ __forceinline__ void put(State& state, Part& part) {
+  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * n + 2 * c + i;
+      float sum = state.sum[n][i];
+#pragma unroll
+      for (int distance = 4; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      if (g == 0) part.reference[row] = state.reference[n][i], part.sum[row] = sum;
+      if constexpr (kHalves) {
+#pragma unroll
+        for (int m = 0; m < kSteps; ++m) {
+          part.o[row][value_dim(m, false, g)] = state.o[n][m][i];
+          part.o[row][value_dim(m, true, g)]  = state.o[n][m][i + 2];
+        }
+      } else {  // a lane has four neighbouring dimensions
+#pragma unroll
+        for (int m = 0; m < kSteps; m += 2) {
+          *reinterpret_cast<float4*>(&part.o[row][value_dim(m, false, g)]) = {
+              state.o[n][m][i], state.o[n][m][i + 2], state.o[n][m + 1][i], state.o[n][m + 1][i + 2]};
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ Quad sum_of_warps(const Part (&parts)[kWarps], int line, int dim) {
+  const int first = line / kRows, row = line % kRows;
+  Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < kTokenWarps; ++i) {
+    quad.reference = fmaxf(quad.reference, parts[first + i * kHeadWarps].reference[row]);
+  }
+#pragma unroll
+  for (int i = 0; i < kTokenWarps; ++i) {
+    const int w = first + i * kHeadWarps;
+    const float f = ptx::ex2_approx(parts[w].reference[row] - quad.reference);
+    quad.sum = fmaf(f, parts[w].sum[row], quad.sum);
+    quad.add(f, *reinterpret_cast<const float4*>(&parts[w].o[row][dim]));
+  }
+  return quad;
+}
+
+// The parts that one CTA adds up: the last part of every `step` CTAs from `begin` on, and that of CTA `last`.
+struct Round {
+  int first;  // the CTA in which the item begins
+  int begin, step, last;
+
+  __device__ __forceinline__ int count() const { return (last - begin) / step + 1; }
+  __device__ __forceinline__ Slot slot(const Operands& p, int i) const {
+    const int cta = min(begin + (i + 1) * step - 1, last);
+    return Slot(p, cta, cta == first);
+  }
+};
+
+// Adds up a line of the parts of a round, at most as many as a warp has lanes, and writes the outputs of the item
+// (`finishes`) or the last of the parts. A warp takes a line, and reads kAtOnce parts at a time.
+__device__ __forceinline__ void merge(
+    const Operands& p, const Segment& s, const Round& round, bool finishes, int line) {
+  constexpr int kDims = kHeadDim < 4 * kWarp ? kHeadDim : 4 * kWarp, kAtOnce = 8;
+  const int lane = threadIdx.x % kWarp, count = round.count();
+  const bool used = lane * 4 < kDims;
+  uint4 parts[kAtOnce];
+  const auto load = [&](int from, int dim) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      parts[i] = {};
+      if (used && from + i < count) parts[i] = ptx::ld<uint4>(round.slot(p, from + i).o(line, dim));
+    }
+  };
+  float reference = kNone, sum = 0.0f;
+  if (lane < count) {
+    const Slot slot = round.slot(p, lane);
+    reference = ptx::ld_f32(slot.reference(line)), sum = ptx::ld_f32(slot.sum(line));
+  }
+  load(0, lane * 4);
+  float top = reference;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  const float factor = ptx::ex2_approx(reference - top);
+  sum *= factor;
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+#pragma unroll 1
+  for (int dim = lane * 4; dim - lane * 4 < kHeadDim; dim += kDims) {
+    Quad quad = {top, sum, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll 1
+    for (int from = 0; from < count; from += kAtOnce) {
+      if (from > 0 || dim >= kDims) load(from, dim);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint4 v = parts[i];
+        quad.add(__shfl_sync(~0u, factor, from + i),
+                 {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)});
+      }
+    }
+    if (!used) continue;
+    if (finishes) finish(p, s, quad, line, dim);
+    else round.slot(p, count - 1).put(quad, line, dim);
+  }
+}
+
+// Counts this warp, which has written a line of its CTA's part, in byte `line` % 4 of a counter. Returns whether
+// `others` CTAs were counted before it.
+__device__ __forceinline__ bool comes_last(uint32* counter, int line, int others) {
+  const int shift = line % 4 * 8;
+  uint32 before = 0;
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) {
+    before = ptx::atom_add_acq_rel(counter, 1u << shift) >> shift & 0xFFu;
+    if (before == uint32(others)) atomicSub(counter, uint32(others + 1) << shift);  // for the next launch
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before == uint32(others);
+}
+
+// Items that a CTA has whole are added up by a few of its warps, the settlers, each after its next tile; the other
+// warps need not wait for that.
+constexpr int kSettlers = kWarps < 4 ? 0 : kWarps < 8 ? 2 : kWarps / 3, kFirstSettler = kWarps - kSettlers;
+enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
+
+__device__ __forceinline__ void settle(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
+  ptx::barrier_sync(kUnsettled, kThreads);
+  for (int i = threadIdx.x - kFirstSettler * kWarp; i < kQuads; i += kSettlers * kWarp) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+  }
+  ptx::barrier_arrive(kSettled, kThreads);
+  ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
+}
+
+// Adds up the parts of the warps of a CTA that has an item whole, and writes its outputs.
+__device__ __forceinline__ void write(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+  }
+}
+
+// Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace. The warp
+// that writes the last of an item's parts of a line adds them up.
+__device__ __forceinline__ void combine(
+    const Operands& p, const Segment& s, const Shares& shares, const Part (&parts)[kWarps], bool) {
+  const int share = shares.size, cta = blockIdx.x, lane = threadIdx.x % kWarp;
+  if (s.whole()) {
+    write(p, s, parts);
+    return;
+  }
+  const int item_begin = s.begin - s.tile;
+  const int first = quotient(item_begin, share), end = (item_begin + s.request.tiles - 1) / share;
+  const int count = end - first + 1;
+  int group = 1;
+  if (count * kLines > kMostLines) {
+    do group *= 2;
+    while (group * group < count);
+  }
+  const int begin = first + (cta - first) / group * group;
+#pragma unroll 1
+  for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
+    for (int dim = lane * 4; dim < kHeadDim; dim += 4 * kWarp) {
+      Slot(p, cta, s.tile == 0).put(sum_of_warps(parts, line, dim), line, dim);
+    }
+    Round round = {first, first, 1, end};
+    if (group > 1) round.begin = begin, round.last = min(begin + group - 1, end);
+    int counter = group > 1 ? gridDim.x + round.last : first;
+#pragma unroll 1
+    while (comes_last(p.counters + counter * kCounterWords + line / 4, line, round.count() - 1)) {
+      const bool finishes = round.begin == first && round.last == end;
+      merge(p, s, round, finishes, line);
+      if (finishes) break;
+      round   = {first, first, group, end};
+      counter = first;
+    }
+  }
+}
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/cluster_items -----------------------------------------------
+// One item for each cluster: the warps of its CTAs take the tiles in turn, and nothing goes through the workspace. A
+// CTA adds up the parts of its warps, and sends each line to the CTA that owns it, which adds up what comes and writes
+// it out. A request with more rows than a segment has gives the cluster one item after the other.
+//
+//   all CTAs of a cluster  started   sums of warps | stores to owners | sums of CTAs, outputs  (the next item)
+//   barrier of the cluster arrive             wait   arrive      wait                   arrive  wait
+namespace ptx {
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+}  // namespace ptx
+
+constexpr int kOwned = kLines / kSenders;  // lines that a CTA owns
+static_assert(kOwned * kSenders == kLines, "all CTAs own as many lines");
+
+struct alignas(16) Incoming {
+  float o[kSenders][kOwned][kHeadDim];
+  float reference[kSenders][kOwned], sum[kSenders][kOwned];
+};
+
+// Finds the item of this cluster; false for all CTAs of a cluster that has none.
+__device__ __forceinline__ bool find_share(const Operands& p, Incoming&, Segment& now, Segment& ahead) {
+  Segment s;
+  s.b = request_of_cluster(p);
+  if (s.b >= p.batch) return false;
+  s.request.load(p, s.b);
+  if (s.request.q_len == 0) return false;
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();  // nothing was written
+  s.heads = blockIdx.x / kSenders - s.b * (p.kv_heads / kHeadWarps), s.block = 0;
+  s.tile = s.begin = s.left = 0, s.count = s.request.tiles;
+  if (threadIdx.x % kWarp == 0) now = ahead = s;
+  __syncwarp();
+  return true;
+}
+
+// Adds up the parts of the warps of all CTAs of a cluster, and writes the outputs of their item.
+__device__ __forceinline__ void combine(
+    const Operands& p, const Segment& s, Incoming& incoming, const Part (&parts)[kWarps], bool more) {
+  if constexpr (kCluster == 1) return write(p, s, parts);
+  constexpr int kRowQuads = kHeadDim / 4;
+  const int rank = blockIdx.x % kSenders;
+  const auto is_used = [&](int line) { return s.first_row() + line % kRows < s.request.q_len * p.group; };
+  ptx::cluster_wait();  // all CTAs have started, or have read what came last
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / kRowQuads, dim = i % kRowQuads * 4, owner = line / kOwned, own = line % kOwned;
+    if (!is_used(line)) continue;
+    const Quad quad = sum_of_warps(parts, line, dim);
+    const uint32 o[4] = {__float_as_uint(quad.o.x), __float_as_uint(quad.o.y), __float_as_uint(quad.o.z),
+                         __float_as_uint(quad.o.w)};
+    ptx::st_cluster(ptx::cluster_address(&incoming.o[rank][own][dim], owner), o);
+    if (dim == 0) {
+      ptx::st_cluster(&incoming.reference[rank][own], owner, quad.reference);
+      ptx::st_cluster(&incoming.sum[rank][own], owner, quad.sum);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int i = threadIdx.x; i < kOwned * kRowQuads; i += kThreads) {
+    const int own = i / kRowQuads, dim = i % kRowQuads * 4, line = rank * kOwned + own;
+    if (!is_used(line)) continue;
+    Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) quad.reference = fmaxf(quad.reference, incoming.reference[c][own]);
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) {
+      const float f = ptx::ex2_approx(incoming.reference[c][own] - quad.reference);
+      quad.sum = fmaf(f, incoming.sum[c][own], quad.sum);
+      quad.add(f, *reinterpret_cast<const float4*>(&incoming.o[c][own][dim]));
+    }
+    finish(p, s, quad, line, dim);
+  }
+  if (more) ptx::cluster_arrive();
+}
+// ---- shared memory ---------------------------------------------------------
+struct Shared {
+  Ring   rings[kWarps];
+  Part   parts[kWarps];
+  Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
+  Segment done[kWarps];  // whose parts wait to be added up
+  Select<(kCluster > 0), Incoming, Shares> shares;
+};
+
+static_assert(sizeof(Shared) == 90880, "the launch counts on it");
+
+// ---- a tile ----------------------------------------------------------------
+__device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
+                                       const Ring& ring, int stage, bool partial, const Queries& q,
+                                       const Scales& scales, State& state) {
+  const uint8* tile = ring.stages[0] + stage;
+  Logits x;
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) scores(tile, 16 * u, lane, q, x[u]);
+  if constexpr (kSoftCap) cap(p, x, scales);
+  uint32 present = ~0u;
+  if (__any_sync(~0u, partial)) present = mask(p, s, ring.partial[stage / kStageBytes], x);
+  state.to_exponents(x, kSoftCap ? Scales::ones() : scales);
+#pragma unroll
+  for (int u = 0; u < kSubs; ++u) {
+    Values v(tile, 16 * u, lane);
+    v.keep(present >> 16 * u);
+    uint32 weights[kBlocks][2];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[u][n][i] = ptx::ex2_approx(x[u][n][i]);
+        state.sum[n][i % 2] += x[u][n][i];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        weights[n][i] = ptx::transpose(to_pair<Mma>(x[u][n][2 * i], x[u][n][2 * i + 1]));
+      }
+    }
+    v.multiply(weights, state.o);
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decode_masked(
+    const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
+    const uint8* __restrict__ k,            // rows aligned to 16 bytes
+    const uint8* __restrict__ v,
+    const uint8* __restrict__ k_scales,     // rows aligned to D / 16 bytes
+    const uint8* __restrict__ v_scales,
+    const int32* __restrict__ tables,       // [batch, max_pages], twice with v_table, or one list
+    const int32* __restrict__ seq_lens,     // [batch]
+    const int32* __restrict__ page_ends,    // [batch + 1], where requests end in the list; null: a row for each
+    const int32* __restrict__ cum_q,        // [batch + 1]; null: q_len of each request
+    const float* __restrict__ sinks,        // [heads] or null
+    const float* __restrict__ bmm1_tensor,  // [1] or null: multiplies bmm1
+    const float* __restrict__ bmm2_tensor,  // [1] or null: multiplies bmm2
+    uint8* __restrict__ workspace,          // 16-byte aligned, of any content
+    uint32* __restrict__ counters,          // zero between launches
+    Out* __restrict__ out,                  // [tokens, heads, D]
+    float* __restrict__ lse,                // [tokens, heads] or null; base 2
+    float bmm1,
+    float bmm2,
+    int64 batch,
+    int64 kv_heads,
+    int64 group,                            // heads / kv_heads
+    int64 q_len,
+    int64 total_q,                          // tokens of q
+    int64 num_pages,
+    int64 page,                             // tokens
+    int64 max_pages,                        // columns of tables, or the length of the list
+    int64 window_left,                      // negative: none
+    int64 q_token_stride,                   // elements
+    int64 q_head_stride,
+    int64 k_page_stride,                    // bytes, as all of the cache
+    int64 k_token_stride,
+    int64 k_head_stride,
+    int64 v_page_stride,
+    int64 v_token_stride,
+    int64 v_head_stride,
+    int64 k_scales_page_stride,
+    int64 k_scales_token_stride,
+    int64 k_scales_head_stride,
+    int64 v_scales_page_stride,
+    int64 v_scales_token_stride,
+    int64 v_scales_head_stride,
+    int64 table_stride,                     // elements
+    int64 v_table,                          // elements from a request's K pages to its V pages
+    int64 group_inverse,                    // 2^30 / group, rounded up
+    float soft_cap,                         // of logits
+    const uint8* __restrict__ mask,         // [mask_bytes], the lowest bit of a byte first
+    const int32* __restrict__ mask_ends,    // [batch + 1], bytes; null: rows of mask_row_bytes for each query
+    int64 mask_bytes,
+    int64 mask_row_bytes
+) {
+  extern __shared__ __align__(128) uint8 dynamic[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
+      workspace, counters, out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len),
+      int(total_q), int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride,
+      q_head_stride, int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride),
+      int(v_token_stride), v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride),
+      k_scales_head_stride, int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride,
+      int(table_stride), int(v_table), int(group_inverse), soft_cap, mask, mask_ends, mask_bytes,
+      int(mask_row_bytes)};
+  const int warp = uniform(threadIdx.x / kWarp);
+
+  if constexpr (kHasPdl) {
+    prefetch_inputs(p);
+    ptx::griddep_wait();
+  }
+  Segment& now = s.now[warp];
+  const FirstPages first(p);
+  if (!uniform(find_share(p, s.shares, now, s.ahead[warp]))) return;
+  if constexpr (kHasPdl) ptx::griddep_launch();
+
+  RawQueries raw;
+  raw.load(p, now);
+  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]), first);
+#pragma unroll 1
+  for (int i = 0; i < kStages - 1; ++i) ahead.issue(i * kStageBytes);
+  const Lane lane;
+  const float unit = logit_scale(p, kKeyUnit);
+  constexpr int kLast = (kStages - 1) * kStageBytes;
+  const Ring& ring = *reinterpret_cast<const Ring*>(dynamic + keep(warp * int(sizeof(Ring))));
+  int  stage = 0, free = kLast;  // the stage that is used next, and the one that is filled; in bytes from the first
+  bool more, unsettled = false;
+  do {
+    Queries queries;
+    Scales scales;
+    State state;
+    raw.convert(unit, queries, scales);
+    state.clear();
+    bool settles = unsettled && warp >= kFirstSettler;  // after its first tile
+    int  left = uniform(now.own_tiles());
+    if (settles) left = min(left, 1);
+    while (true) {
+#pragma unroll 1
+      for (; left > 0; --left) {
+        ptx::copy_async_wait_for<kStages - 2>();
+        __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
+        ahead.issue(free);
+        attend(p, now, lane, ring, stage, ahead.partial(), queries, scales, state);
+        free = stage, stage = stage == kLast ? 0 : stage + kStageBytes;
+      }
+      if (!settles) break;
+      settle(p, s.done[warp], s.parts);
+      settles = false, left = uniform(now.own_tiles()) - 1;
+    }
+    if (unsettled && warp < kFirstSettler) ptx::barrier_sync(kSettled, kThreads);
+    put(state, s.parts[warp]);
+    Segment next = now;
+    more = uniform(next.next(p));
+    if (more) raw.load(p, next);
+    unsettled = uniform(kCluster == 0 && kSettlers > 0 && more && now.whole());
+    if (!unsettled) {
+      __syncthreads();
+      combine(p, now, s.shares, s.parts, more);
+      if (more && kCluster < 2) __syncthreads();
+    } else if (warp < kFirstSettler) {
+      ptx::barrier_arrive(kUnsettled, kThreads);
+    } else if (threadIdx.x % kWarp == 0) {
+      s.done[warp] = now;
+    }
+    __syncwarp();
+    if (more && threadIdx.x % kWarp == 0) now = next;
+    __syncwarp();
+  } while (more);
+}

@@ -1,0 +1,1271 @@
+// attention_prefill_masked, generated from templates/attention/prefill_masked.cu.j2
+// spec: {"cache":"nvfp4","head_dim":128,"interleaved":false,"min_ctas":2,"out_dtype":"bf16","q_dtype":"bf16","soft_cap":false,"tile":64,"warp_rows":16,"warps":4}
+//
+// Attention of many query rows over a paged cache. A CTA takes kRows query rows of one request and KV head, kWarpRows
+// for each warp, and all tokens that any of them sees, in tiles of kTile: while the warps multiply one tile, the next
+// ones are copied. There is one barrier for each tile.
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
+
+// ---- partials/types --------------------------------------------------------
+using uint8  = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int32  = int;
+using int64  = long long;
+struct bf16 { uint16 bits; };
+struct f16  { uint16 bits; };
+struct e4m3 { uint8 bits; };
+
+constexpr int   kWarp   = 32;
+constexpr float kFltMax = 0x1.fffffep+127f;
+
+__host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
+
+// ---- partials/ptx ----------------------------------------------------------
+// A function for each instruction that several kernels use.
+namespace ptx {
+__device__ __forceinline__ uint32 shared_address(const void* p) { return uint32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Loads are volatile, so that the compiler keeps them after griddep_wait.
+__device__ __forceinline__ float ld_f32(const void* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+// L1 keeps the line: the thread's next load may find the other half of the sector there.
+__device__ __forceinline__ uint4 ld_global_nc_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void ld_global_nc_32(uint32 (&v)[8], const void* p) {
+  asm volatile("ld.global.nc.v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p));
+}
+
+// Pairs of 16-bit floats. Where one operand is NaN, the other is the result. The xorsign forms compare magnitudes
+// and give the result the product of the signs.
+__device__ __forceinline__ uint32 max_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_bf16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 max_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 min_xorsign_abs_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+__device__ __forceinline__ uint32 mul_f16x2(uint32 a, uint32 b) {
+  uint32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// The bits of a where mask has ones, those of b elsewhere.
+__device__ __forceinline__ uint32 select_bits(uint32 mask, uint32 a, uint32 b) {
+  uint32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(d) : "r"(mask), "r"(a), "r"(b));
+  return d;
+}
+
+// 2^v with a relative error of 2^-22; flushes subnormals.
+__device__ __forceinline__ float ex2_approx(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / v with an error of 1 ulp; flushes subnormals.
+__device__ __forceinline__ float rcp_approx(float v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// 1 / sqrt(v) with a relative error of 2^-22.9; flushes subnormals.
+__device__ __forceinline__ float rsqrt_approx(float v) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+// Conversions of pairs: PTX names the high half first.
+__device__ __forceinline__ uint32 cvt_f16x2(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ float cvt_f32_f16(uint16 a) {
+  float d;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(a));
+  return d;
+}
+__device__ __forceinline__ uint16 cvt_e4m3x2(float lo, float hi) {
+  uint16 d;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+__device__ __forceinline__ uint32 cvt_f16x2_e4m3x2(uint16 a) {
+  uint32 d;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(a));
+  return d;
+}
+// Four conversions to E2M1 pairs: v[i] becomes nibble i.
+__device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
+  uint32 d;
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n"
+      "  cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "  mov.b32 %0, {b0, b1, b2, b3};\n"
+      "}"
+      : "=r"(d) : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return d;
+}
+}  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
+
+// ---- partials/select -------------------------------------------------------
+// Select<kFirst, A, B> is the type A where kFirst is true, else B.
+template <bool kFirst, typename A, typename B> struct Choice { using Type = A; };
+template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
+template <bool kFirst, typename A, typename B> using Select = typename Choice<kFirst, A, B>::Type;
+
+// ---- partials/e4m3 ---------------------------------------------------------
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/mma_half -----------------------------------------------------
+// Products of 16-bit floats on the tensor cores. With g = lane / 4 and t = lane % 4:
+namespace ptx {
+// d += a b for a 16 x 16 and a 16 x 8 matrix. a is pairs a[g][2 t], a[g + 8][2 t], a[g][2 t + 8], a[g + 8][2 t + 8]; b
+// is pairs b[2 t][g], b[2 t + 8][g]; d is d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+template <typename T> __device__ void mma_half(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1);
+template <>
+__device__ __forceinline__ void mma_half<bf16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_half<f16>(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+      " {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Four 8 x 8 matrices from shared memory: lane 8 i + r gives the address of row r of matrix i, 16 bytes; of matrix i, a
+// lane gets the pair at row g, columns 2 t and 2 t + 1.
+__device__ __forceinline__ uint4 load_matrices(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/matrices -----------------------------------------------------
+// Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
+namespace ptx {
+__device__ __forceinline__ uint32 transpose(uint32 a) {
+  uint32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+// As load_matrices, transposed: of matrix i, a lane gets rows 2 t and 2 t + 1 of column g.
+__device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
+}
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/copies ------------------------------------------------------
+// Asynchronous copies into shared memory, and other instructions of the attention kernels.
+namespace ptx {
+// Copies kBytes where `present`; else writes zeros, and reads nothing.
+template <int kBytes, bool kPresent>
+__device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool present) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "one copy");
+  const int bytes = present ? kBytes : 0;
+  if constexpr (kBytes == 16 && kPresent) {
+    copy_async(to, from);
+  } else if constexpr (kBytes == 16) {
+    copy_async_or_zero(to, from, bytes);
+  } else if constexpr (kPresent) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
+  }
+}
+
+// base + a b bytes
+__device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
+  const uint8* d;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(base));
+  return d;
+}
+
+// Adds to what other CTAs read and write: what they wrote before is seen after, and the other way round.
+__device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
+  uint32 old;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  return old;
+}
+}  // namespace ptx
+
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
+// ---- attention/cvt_e2m1 ----------------------------------------------------
+namespace ptx {
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// ---- attention/codes -------------------------------------------------------
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks, by software times 2^7
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
+// ---- spec ------------------------------------------------------------------
+constexpr int  kCacheBits   = 4;  // of an element of K and V
+constexpr bool kIsBf16Cache = false;
+
+using Query = bf16;
+using Out   = bf16;
+constexpr int  kHeadDim     = 128;
+constexpr bool kInterleaved = false;  // V's scales, by four tokens
+constexpr bool kSoftCap     = false;  // logits are capped
+constexpr int  kWarps       = 4;
+constexpr int  kWarpRows    = 16;
+constexpr int  kTile        = 64;  // tokens
+constexpr int  kMinCtas     = 2;  // that an SM must hold at once; bounds the registers
+
+constexpr int  kThreads    = kWarps * kWarp;
+constexpr int  kRows       = kWarps * kWarpRows;
+constexpr int  kSteps      = kHeadDim / 16;
+constexpr bool kHalves     = kCacheBits == 16;
+constexpr int  kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
+constexpr bool kHeldQueries = kHeadDim <= 128 && kWarpRows == 16;  // in registers
+constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the sums, which leave few registers
+constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
+using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
+
+struct Operands {
+  const Query* q;
+  const uint8* k;
+  const uint8* v;
+  const uint8* k_scales;
+  const uint8* v_scales;
+  const int32* tables;
+  const int32* seq_lens;
+  const int32* page_ends;
+  const int32* cum_q;
+  const float* sinks;
+  const float* bmm1_tensor;
+  const float* bmm2_tensor;
+  Out* out;
+  float* lse;
+  float bmm1;
+  float bmm2;
+  int batch;
+  int kv_heads;
+  int group;
+  int q_len;
+  int total_q;
+  int num_pages;
+  int page;
+  int max_pages;
+  int window_left;
+  int64 q_token_stride;
+  int64 q_head_stride;
+  int k_page_stride;
+  int k_token_stride;
+  int64 k_head_stride;
+  int v_page_stride;
+  int v_token_stride;
+  int64 v_head_stride;
+  int k_scales_page_stride;
+  int k_scales_token_stride;
+  int64 k_scales_head_stride;
+  int v_scales_page_stride;
+  int v_scales_token_stride;
+  int64 v_scales_head_stride;
+  int table_stride;
+  int v_table;
+  int causal;
+  float soft_cap;
+  const uint8* mask;
+  const int32* mask_ends;
+  int64 mask_bytes;
+  int mask_row_bytes;
+};
+using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
+
+// ---- attention/token_mask --------------------------------------------------
+// A mask of the caller's: a row of bits for each query token of a request, one for each token from `first` on. A query
+// sees the tokens before `first`, and those whose bit is 1. Bits behind the end of the mask are 0.
+struct TokenMask {
+  int64 begin;  // bits
+  int   first, row_bits;
+
+  TokenMask() = default;
+  // For request b: rows of its tokens from byte mask_ends[b] on, or rows of its new tokens at its queries.
+  template <class Operands, class Request>
+  __device__ __forceinline__ TokenMask(const Operands& p, const Request& r, int b) : first(first_of(p, r)) {
+    row_bits = p.mask_ends ? r.tokens : p.mask_row_bytes * 8;
+    begin = p.mask_ends ? int64(p.mask_ends[b]) * 8 : int64(r.q_begin) * row_bits;
+  }
+  // The first token of request r that a query may not see
+  template <class Operands, class Request>
+  __device__ __forceinline__ static int first_of(const Operands& p, const Request& r) {
+    return p.mask_ends ? 0 : r.tokens - r.q_len;
+  }
+  // Bit i says whether a query token of the request sees token `at` + i.
+  template <class Operands> __device__ __forceinline__ uint32 bits(const Operands& p, int query, int at) const {
+    const int   before = min(max(first - at, 0), 32);
+    const int64 from = begin + int64(query) * row_bits + max(at - first, 0);
+    const int   left = from < 0 ? 0 : int(min(max(p.mask_bytes - from / 8, int64(0)), int64(5)));
+    const uint8* bytes = p.mask + from / 8;
+    uint32 low = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) low |= uint32(bytes[i]) << 8 * i;
+    }
+    const uint32 high = left == 5 ? bytes[4] : 0;
+    const uint64 seen = __funnelshift_r(low, high, int(from) % 8);
+    return uint32(seen << before) | uint32((uint64(1) << before) - 1);
+  }
+};
+
+// ---- attention/blocks ------------------------------------------------------
+// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
+// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
+// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
+struct Block {
+  Request request;
+  int head, first_row;
+  TokenMask mask;
+
+  // Finds the block of this CTA; false where it has none. Each warp searches by itself, 32 requests at a time.
+  __device__ __forceinline__ bool find(const Operands& p) {
+    const int lane = threadIdx.x % kWarp;
+    int before = 0;
+    for (int base = 0; base < p.batch; base += kWarp) {
+      int own = 0;
+      if (base + lane < p.batch) {
+        request.load(p, base + lane);
+        own = request.items(p);
+      }
+      int upto = own;
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, distance);
+        if (lane >= distance) upto += other;
+      }
+      const uint32 behind = __ballot_sync(~0u, before + upto > int(blockIdx.x));
+      if (behind != 0) {
+        const int found = __ffs(behind) - 1;
+        const int inside = int(blockIdx.x) - before - __shfl_sync(~0u, upto - own, found);
+        request.load(p, base + found);
+        head = inside / request.row_blocks;
+        mask = TokenMask(p, request, base + found);
+        first_row = (request.row_blocks - 1 - inside % request.row_blocks) * kRows;
+        return true;
+      }
+      before += __shfl_sync(~0u, upto, kWarp - 1);
+    }
+    return false;
+  }
+  __device__ __forceinline__ int rows(const Operands& p) const { return request.q_len * p.group; }
+};
+
+// The tokens that several rows see, from `first` to before `end`: those that some row sees, and those that all see.
+struct Sight {
+  int at_first, at_last;  // the queries' own positions in the request
+  int tokens, window;
+  bool causal;
+
+  // For `count` rows from `row` on
+  __device__ __forceinline__ Sight(const Operands& p, const Block& block, int row, int count) {
+    const Request& r = block.request;
+    const int last = r.q_len - 1;
+    at_first = r.tokens - r.q_len + min(row / p.group, last);
+    at_last  = r.tokens - r.q_len + min((row + count - 1) / p.group, last);
+    tokens = r.tokens, causal = p.causal;
+    window = p.window_left < 0 ? 1 << 29 : min(p.window_left, 1 << 29);
+  }
+  __device__ __forceinline__ int some_first() const { return max(0, at_first - window); }
+  __device__ __forceinline__ int some_end() const { return causal ? max(0, at_last + 1) : tokens; }
+  __device__ __forceinline__ int all_first() const { return at_last - window; }
+  __device__ __forceinline__ int all_end() const { return causal ? at_first + 1 : tokens; }
+};
+
+// ---- attention/tiles -------------------------------------------------------
+// Copies of tiles of kTile tokens from pages to shared memory, where all warps of a CTA read them as 16-bit floats:
+// rows of kHeadDim elements, K, then V, in one of two buffers, or turns. A cache of 16-bit floats is copied to them
+// directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
+// warps.
+constexpr int kHalfRow      = 2 * kHeadDim;  // bytes
+constexpr int kSideBytes    = kTile * kHalfRow;
+constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
+constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScaleBytes);
+constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
+constexpr int kPlaceTurns   = 4;
+constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
+constexpr float kUnit       = !kHalves && kCacheBits == 4 && !kHasE2m1Cvt ? 0x1p-7f : 1.0f;  // of decoded numbers
+
+// Where a token lies. `there` has bit 0 if some row of the CTA sees the token and it has a page, and bit 1 if it has a
+// page and may be one of four tokens of which one is seen, whose V scales are interleaved.
+struct Place { int k_page, v_page, slot, there; };
+
+struct Shared {
+  alignas(1024) uint8 halves[2][2 * kSideBytes];
+  Place  places[kPlaceTurns][kTile];
+  uint32 present[kPlaceTurns][2];
+  alignas(16) uint8 rest[2 * kRawBytes + kQueryBytes + 16];  // tiles as they are in the cache, by turn; query rows
+};
+
+// The offset of a chunk of 16 bytes: those of each 128 bytes are permuted, so that eight rows' are in different banks.
+__device__ __forceinline__ constexpr int place_of(int row, int chunk) {
+  return row * kHalfRow + (chunk ^ (row & 7)) * 16;
+}
+
+// The pages of a tile's tokens, which are loaded from the page table before they are needed.
+struct Lookup {
+  int k_page = -1, v_page = -1, slot = 0, there = 0;
+
+  __device__ __forceinline__ Lookup(
+      const Operands& p, const Request& r, uint32 inverse, int start, int first, int end) {
+    const int token = start + threadIdx.x;
+    if (threadIdx.x < kTile && (kInterleaved ? token & ~3 : token) < end) {
+      const int column = int(__umulhi(2 * token, inverse));  // exact below 2^24
+      slot   = token - column * p.page;
+      k_page = p.tables[r.table + column];
+      v_page = p.tables[r.table + column + p.v_table];
+      there  = token >= first && token < end ? 3 : 2;
+    }
+  }
+  __device__ __forceinline__ void put(const Operands& p, Shared& s, int turn) const {
+    if (threadIdx.x >= kWords * kWarp) return;
+    const bool known = uint32(k_page) < uint32(p.num_pages) && uint32(v_page) < uint32(p.num_pages);
+    const int bits = known ? there : 0;
+    const uint32 present = __ballot_sync(~0u, bits & 1);
+    if (threadIdx.x < kTile) s.places[turn][threadIdx.x] = {k_page, v_page, slot, bits};
+    if (threadIdx.x % kWarp == 0) s.present[turn][threadIdx.x / kWarp] = present;
+  }
+};
+
+__device__ __forceinline__ const uint8* address(
+    const uint8* base, const Place& place, int page, int page_stride, int token_stride) {
+  return ptx::mad_wide(place.slot, token_stride, ptx::mad_wide(page, page_stride, base));
+}
+
+// Starts the copies of a tile. Tokens that have no page are not read, and become 0.
+__device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head, int tile) {
+  constexpr int kChunks = kRowBytes / 16, kCopies = kTile * kChunks;
+  const Place* places = s.places[tile % kPlaceTurns];
+  const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
+  const uint8* k = p.k + head * p.k_head_stride;
+  const uint8* v = p.v + head * p.v_head_stride;
+#pragma unroll kUnroll
+  for (int i = 0; i < kCopies; i += kThreads) {
+    const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
+    if (kCopies % kThreads != 0 && copy >= kCopies) break;
+    const Place place = places[row];
+    const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * 16);
+    ptx::copy_or_clear<16, false>(
+        at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * 16, place.there & 1);
+    ptx::copy_or_clear<16, false>(
+        at + (kHalves ? kSideBytes : kRawSideBytes),
+        address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * 16, place.there & 1);
+  }
+  if constexpr (kScaleBytes > 0) {
+#pragma unroll
+    for (int i = 0; i < 2 * kTile; i += kThreads) {
+      const int copy = i + threadIdx.x, row = copy % kTile;
+      if (2 * kTile % kThreads != 0 && copy >= 2 * kTile) break;
+      const Place place = places[row];
+      const bool  of_v  = copy >= kTile;
+      const uint8* from =
+          of_v ? address(p.v_scales + head * p.v_scales_head_stride, place, place.v_page, p.v_scales_page_stride,
+                         p.v_scales_token_stride)
+               : address(p.k_scales + head * p.k_scales_head_stride, place, place.k_page, p.k_scales_page_stride,
+                         p.k_scales_token_stride);
+      ptx::copy_or_clear<kScaleBytes, false>(
+          to + kRawScalesAt + copy * kScaleBytes, from, place.there & (kInterleaved && of_v ? 2 : 1));
+    }
+  }
+}
+
+// Decodes 16 neighbouring elements to 16-bit floats in their order. `scale` is that of their block.
+__device__ __forceinline__ void decode_block(const uint8* from, uint32 scale, uint4 (&to)[2]) {
+  uint32 pairs[8];
+  if constexpr (kCacheBits == 4) {
+    const uint2 codes = *reinterpret_cast<const uint2*>(from);
+    const uint32 words[2] = {codes.x, codes.y}, both = decode_scales(scale * 0x0101u);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      uint32 four[4];
+      decode(words[w], four);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // by software, a pair has codes i and i + 4
+        const uint32 sorted = __byte_perm(four[i % 2 * 2], four[i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
+        pairs[4 * w + i] = ptx::mul_f16x2(kHasE2m1Cvt ? four[i] : sorted, both);
+      }
+    }
+  } else {
+    const uint4 bytes = *reinterpret_cast<const uint4*>(from);
+    const uint32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = decode_e4m3x2(uint16(words[i / 2] >> i % 2 * 16));
+  }
+  to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]}, to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+}
+
+// Decodes a tile that has been copied to 16-bit floats. V of tokens that have no page becomes 0.
+__device__ __forceinline__ void decode_tile(Shared& s, int tile) {
+  constexpr int kRowBlocks = kHeadDim / 16, kSideBlocks = kTile * kRowBlocks;
+  const uint8*  raw     = s.rest + tile % 2 * kRawBytes;
+  const uint32* present = s.present[tile % kPlaceTurns];
+#pragma unroll kUnroll
+  for (int i = 0; i < kSideBlocks; i += kThreads) {
+    // Eight lanes take four blocks of two rows each, so that they write to different banks.
+    const int at = i + threadIdx.x;
+    if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
+    const int row = at / (2 * kRowBlocks) * 2 + at / 4 % 2, block = at / 8 % (kRowBlocks / 4) * 4 + at % 4;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      uint32 scale = 0;
+      if constexpr (kScaleBytes > 0) {
+        const uint8* scales = raw + kRawScalesAt + side * kTile * kScaleBytes;
+        const bool grouped = kInterleaved && side == 1;
+        scale = scales[grouped ? row / 4 * 4 * kScaleBytes + block * 4 + row % 4 : row * kScaleBytes + block];
+        if (grouped && !(present[row / kWarp] >> row % kWarp & 1)) scale = 0;
+      }
+      uint4 halves[2];
+      decode_block(raw + side * kRawSideBytes + (row * kRowBlocks + block) * (kCacheBits * 2), scale, halves);
+      uint8* to = s.halves[tile % 2] + side * kSideBytes;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) *reinterpret_cast<uint4*>(to + place_of(row, 2 * block + j)) = halves[j];
+    }
+  }
+}
+
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
+// ---- attention/soft_cap ----------------------------------------------------
+// A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
+// two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
+__device__ __forceinline__ float soft_capped(float soft_cap, float product, float scale) {
+  constexpr float kToTwo = 1.44269504f;  // from exponents of e
+  const float cap = soft_cap * kToTwo;
+  const float power = ptx::ex2_approx(product * (scale * (2.0f * kToTwo / cap)));
+  return fmaf(-2.0f * cap, ptx::rcp_approx(1.0f + power), cap);
+}
+
+// ---- attention/rows --------------------------------------------------------
+// The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
+// powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
+// power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
+constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight that sets a reference, of any weight
+constexpr float kNone = -0x1p126f;  // the reference before the first token
+constexpr int   kParts = kWarpRows / 16;
+
+using Products = float[kParts][kTile / 8][4];  // of queries and keys, 8 tokens each
+
+// The row of a lane's elements in part n, half i.
+__device__ __forceinline__ int row_of(const Block& block, int n, int i) {
+  return block.first_row + threadIdx.x / kWarp * kWarpRows + 16 * n + 8 * i + threadIdx.x % kWarp / 4;
+}
+
+// Factors from products to exponents of two. They are positive: the largest product stays largest.
+struct Scales {
+  float x[kParts][2];
+  __device__ __forceinline__ static Scales ones() {
+    Scales scales;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) scales.x[n][0] = scales.x[n][1] = 1.0f;
+    return scales;
+  }
+};
+
+// Makes products capped exponents.
+__device__ __forceinline__ void cap(const Operands& p, Products& x, const Scales& scales) {
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+    for (int u = 0; u < kTile / 8; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][u][i] = soft_capped(p.soft_cap, x[n][u][i], scales.x[n][i / 2]);
+    }
+  }
+}
+
+struct Queries {
+  uint32 words[kHeldQueries ? kParts : 1][kHeldQueries ? kSteps : 1][4];
+  uint32 at;  // address of this lane's words in shared memory
+
+  __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, Scales& scales) {
+    const float unit = logit_scale(p, kUnit);
+    at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      uint32 raw[2][2 * kSteps];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_row(p, block, row_of(block, n, i), raw[i]);
+      float factor[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float scale = fabsf(unit) * normalise(raw[i], factor[i]);
+        scales.x[n][i] = scale < 0x1p-126f ? 0x1p-126f : scale;  // times -inf is -inf
+        factor[i] = copysignf(factor[i], unit);
+      }
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) {
+        uint32 a[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32 two = raw[j % 2][2 * m + j / 2];
+          a[j] = to_pair<Mma>(low<QueryHalf>(two) * factor[j % 2], high<QueryHalf>(two) * factor[j % 2]);
+        }
+        if constexpr (kHeldQueries) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) words[n][m][j] = a[j];
+        } else {
+          ptx::st_shared(at + (n * kSteps + m) * kThreads * 16, {a[0], a[1], a[2], a[3]});
+        }
+      }
+    }
+  }
+  // The left factor of part n in step m: 16 rows by 16 dimensions
+  __device__ __forceinline__ void get(int n, int m, uint32 (&a)[4]) const {
+    if constexpr (kHeldQueries) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[j] = words[n][m][j];
+    } else {
+      const uint4 v = ptx::ld_shared(at + (n * kSteps + m) * kThreads * 16);
+      a[0] = v.x, a[1] = v.y, a[2] = v.z, a[3] = v.w;
+    }
+  }
+
+ private:
+  using QueryHalf = Select<sizeof(Query) == 2, Query, f16>;
+
+  // This lane's elements of a row, zeros beyond the last row: a pair of neighbours of each eight dimensions.
+  __device__ __forceinline__ static void load_row(
+      const Operands& p, const Block& block, int row, uint32 (&x)[2 * kSteps]) {
+    const Query* from = p.q + (block.request.q_begin + row / p.group) * p.q_token_stride +
+                        (block.head * p.group + row % p.group) * p.q_head_stride + threadIdx.x % 4 * 2;
+    const bool used = row < block.rows(p);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      x[i] = 0;
+      if (used) {
+        if constexpr (sizeof(Query) == 1) x[i] = decode_e4m3x2(ptx::ld<uint16>(from + 8 * i));
+        else x[i] = ptx::ld<uint32>(from + 8 * i);
+      }
+    }
+  }
+  // `factor` is the power of two that scales a row; returns its inverse.
+  __device__ __forceinline__ static float normalise(const uint32 (&x)[2 * kSteps], float& factor) {
+    factor = 1.0f;
+    if constexpr (kIsBf16<Mma>) return 1.0f;
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      amax = fmaxf(amax, fmaxf(fabsf(low<QueryHalf>(x[i])), fabsf(high<QueryHalf>(x[i]))));
+    }
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    const uint32 exponent = query_exponent(amax);
+    factor = __uint_as_float(exponent << 23);
+    return __uint_as_float((254 - exponent) << 23);
+  }
+};
+
+struct State {
+  float reference[kParts][2];  // near the maximum so far: exponents are taken against it
+  float sum[kParts][2];  // of the weights of this lane's tokens
+  float o[kParts][kHeadDim / 8][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) reference[n][i] = kNone, sum[n][i] = 0.0f;
+#pragma unroll
+      for (int m = 0; m < kHeadDim / 8; ++m) o[n][m][0] = o[n][m][1] = o[n][m][2] = o[n][m][3] = 0.0f;
+    }
+  }
+
+  // Moves a reference up where an exponent would be above kLargest.
+  __device__ __forceinline__ void keep_above(const Products& x, const Scales& scales) {
+    float most = kNone, top[kParts][2];
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        top[n][i] = fmaxf(x[n][0][2 * i], x[n][0][2 * i + 1]);
+#pragma unroll
+        for (int u = 1; u < kTile / 8; ++u) top[n][i] = fmaxf(top[n][i], fmaxf(x[n][u][2 * i], x[n][u][2 * i + 1]));
+        top[n][i] *= scales.x[n][i];
+        most = fmaxf(most, top[n][i] - reference[n][i]);
+      }
+    }
+    if (!__any_sync(~0u, most > kLargest)) return;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float next = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], 1));
+        next = fmaxf(next, __shfl_xor_sync(~0u, next, 2));
+        next = next - reference[n][i] > kLargest ? next - kHeadroom : reference[n][i];
+        const float factor = ptx::ex2_approx(reference[n][i] - next);
+        reference[n][i] = next;
+        sum[n][i] *= factor;
+#pragma unroll
+        for (int m = 0; m < kHeadDim / 8; ++m) o[n][m][2 * i] *= factor, o[n][m][2 * i + 1] *= factor;
+      }
+    }
+  }
+
+  // Writes the outputs of its rows.
+  __device__ __forceinline__ void finish(const Operands& p, const Block& block) {
+    const float scale = output_scale(p, kUnit);
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float total = sum[n][i], top = reference[n][i];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        int row = row_of(block, n, i);
+        asm volatile("" : "+r"(row));  // keeps the compiler from holding what load() computed of it
+        if (row >= block.rows(p)) continue;
+        const int head = block.head * p.group + row % p.group;
+        const int64 at = int64(block.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
+        float factor = add_sink(p, head, top, total);
+        const int c = threadIdx.x % 4;
+        if (p.lse && c == 0) p.lse[at] = row_lse(top, total);
+        factor = output_factor(factor, scale, total);
+        Out* out = p.out + at * kHeadDim + 2 * c;
+#pragma unroll
+        for (int m = 0; m < kHeadDim / 8; ++m) {
+          store_two(out + 8 * m, o[n][m][2 * i] * factor, o[n][m][2 * i + 1] * factor);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void store_two(Out* out, float a, float b) {
+    if constexpr (sizeof(Out) == 1) {
+      *reinterpret_cast<uint16*>(out) = encode_e4m3(a) | encode_e4m3(b) << 8;
+    } else {
+      *reinterpret_cast<uint32*>(out) = to_pair<Select<sizeof(Out) == 2, Out, f16>>(a, b);
+    }
+  }
+};
+
+static_assert(sizeof(Shared) == 89088, "the launch counts on it");
+
+// ---- a tile ----------------------------------------------------------------
+// Sets x to -inf for tokens that a row does not see or that have no page.
+__device__ __forceinline__ void mask(
+    const Operands& p, const Block& block, int start, const uint32* present, Products& x) {
+  const int first_token = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Sight sight(p, block, row_of(block, n, i), 1);
+      const int first = sight.all_first(), end = sight.all_end();
+      uint32 seen[kWords];
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const int query = sight.at_first - block.request.tokens + block.request.q_len;
+        seen[w] = present[w] & block.mask.bits(p, query, start + w * kWarp);
+      }
+#pragma unroll
+      for (int u = 0; u < kTile / 4; ++u) {
+        const int token = first_token + u / 2 * 8 + u % 2, at = start + token;
+        const bool there = seen[u / 2 * 8 / kWarp] >> token % kWarp & 1;
+        if (at < first || at >= end || !there) x[n][u / 2][2 * i + u % 2] = __uint_as_float(0xFF800000u);
+      }
+    }
+  }
+}
+
+// `partial`: some row of the warp does not see all tokens of the tile.
+__device__ __forceinline__ void attend(const Operands& p, const Block& block, Shared& s, int tile, int start,
+                                       bool partial, const Queries& q, const Scales& scales, State& state) {
+  const int lane = threadIdx.x % kWarp;
+  const uint32 k = ptx::shared_address(s.halves[tile % 2]) + place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const uint32 v = ptx::shared_address(s.halves[tile % 2]) + kSideBytes + place_of(lane % 16, lane / 16);
+  Products x = {};
+#pragma unroll
+  for (int m = 0; m < kSteps; ++m) {
+    uint32 a[kParts][4];
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) q.get(n, m, a[n]);
+#pragma unroll
+    for (int u = 0; u < kTile / 16; ++u) {
+      const uint4 b = ptx::load_matrices((k ^ 32 * m) + u * 16 * kHalfRow);
+#pragma unroll
+      for (int n = 0; n < kParts; ++n) {
+        ptx::mma_half<Mma>(x[n][2 * u], a[n], b.x, b.y);
+        ptx::mma_half<Mma>(x[n][2 * u + 1], a[n], b.z, b.w);
+      }
+    }
+  }
+  if constexpr (kSoftCap) cap(p, x, scales);
+  const uint32* present = s.present[tile % kPlaceTurns];
+  constexpr uint32 kAll = kTile >= kWarp ? ~0u : (1u << kTile % kWarp) - 1;
+  const bool whole = present[0] == kAll && (kWords == 1 || present[kWords - 1] == kAll);
+  if (partial || !whole) mask(p, block, start, present, x);
+  const Scales used = kSoftCap ? Scales::ones() : scales;
+  state.keep_above(x, used);
+#pragma unroll
+  for (int u = 0; u < kTile / 16; ++u) {
+    uint32 weights[kParts][4];
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // rows g, g + 8 of eight tokens, then of the next
+        float w[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float product = x[n][2 * u + j / 2][j % 2 * 2 + i];
+          w[i] = ptx::ex2_approx(fmaf(product, used.x[n][j % 2], -state.reference[n][j % 2]));
+          state.sum[n][j % 2] += w[i];
+        }
+        weights[n][j] = to_pair<Mma>(w[0], w[1]);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+      const uint4 b = ptx::load_matrices_transposed((v ^ 32 * m) + u * 16 * kHalfRow);
+#pragma unroll
+      for (int n = 0; n < kParts; ++n) {
+        ptx::mma_half<Mma>(state.o[n][2 * m], weights[n], b.x, b.y);
+        ptx::mma_half<Mma>(state.o[n][2 * m + 1], weights[n], b.z, b.w);
+      }
+    }
+  }
+}
+
+// ---- kernel ----------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_prefill_masked(
+    const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
+    const uint8* __restrict__ k,            // rows aligned to 16 bytes
+    const uint8* __restrict__ v,
+    const uint8* __restrict__ k_scales,     // rows aligned to D / 16 bytes
+    const uint8* __restrict__ v_scales,
+    const int32* __restrict__ tables,       // [batch, max_pages], twice with v_table, or one list
+    const int32* __restrict__ seq_lens,     // [batch]
+    const int32* __restrict__ page_ends,    // [batch + 1], where requests end in the list; null: a row for each
+    const int32* __restrict__ cum_q,        // [batch + 1]; null: q_len of each request
+    const float* __restrict__ sinks,        // [heads] or null
+    const float* __restrict__ bmm1_tensor,  // [1] or null: multiplies bmm1
+    const float* __restrict__ bmm2_tensor,  // [1] or null: multiplies bmm2
+    Out* __restrict__ out,                  // [tokens, heads, D]
+    float* __restrict__ lse,                // [tokens, heads] or null; base 2
+    float bmm1,
+    float bmm2,
+    int64 batch,
+    int64 kv_heads,
+    int64 group,                            // heads / kv_heads
+    int64 q_len,
+    int64 total_q,                          // tokens of q
+    int64 num_pages,
+    int64 page,                             // tokens
+    int64 max_pages,                        // columns of tables, or the length of the list
+    int64 window_left,                      // negative: none
+    int64 q_token_stride,                   // elements
+    int64 q_head_stride,
+    int64 k_page_stride,                    // bytes, as all of the cache
+    int64 k_token_stride,
+    int64 k_head_stride,
+    int64 v_page_stride,
+    int64 v_token_stride,
+    int64 v_head_stride,
+    int64 k_scales_page_stride,
+    int64 k_scales_token_stride,
+    int64 k_scales_head_stride,
+    int64 v_scales_page_stride,
+    int64 v_scales_token_stride,
+    int64 v_scales_head_stride,
+    int64 table_stride,                     // elements
+    int64 v_table,                          // elements from a request's K pages to its V pages
+    int64 causal,                           // 0 or 1
+    float soft_cap,                         // of logits
+    const uint8* __restrict__ mask,         // [mask_bytes], the lowest bit of a byte first
+    const int32* __restrict__ mask_ends,    // [batch + 1], bytes; null: rows of mask_row_bytes for each query
+    int64 mask_bytes,
+    int64 mask_row_bytes
+) {
+  extern __shared__ __align__(1024) uint8 dynamic[];
+  Shared& s = *reinterpret_cast<Shared*>(dynamic);
+  const Operands p = {q, k, v, k_scales, v_scales, tables, seq_lens, page_ends, cum_q, sinks, bmm1_tensor, bmm2_tensor,
+      out, lse, bmm1, bmm2, int(batch), int(kv_heads), int(group), int(q_len), int(total_q),
+      int(num_pages), int(page), int(max_pages), int(window_left), q_token_stride, q_head_stride,
+      int(k_page_stride), int(k_token_stride), k_head_stride, int(v_page_stride), int(v_token_stride),
+      v_head_stride, int(k_scales_page_stride), int(k_scales_token_stride), k_scales_head_stride,
+      int(v_scales_page_stride), int(v_scales_token_stride), v_scales_head_stride, int(table_stride),
+      int(v_table), int(causal), soft_cap, mask, mask_ends, mask_bytes, int(mask_row_bytes)};
+
+  if constexpr (kHasPdl) ptx::griddep_wait();
+  Block block;
+  if (!block.find(p)) return;
+  if constexpr (kHasPdl) ptx::griddep_launch();
+
+  const Sight all(p, block, block.first_row, min(kRows, block.rows(p) - block.first_row));
+  const int seen = all.some_first(), seen_end = all.some_end();
+  const int begin = seen / kTile * kTile, tiles = int(ceil_div(seen_end - begin, kTile));
+  const uint32 inverse = (0x80000000u + p.page - 1) / p.page;
+  for (int tile = 0; tile <= kAhead; ++tile) {
+    Lookup(p, block.request, inverse, begin + tile * kTile, seen, seen_end).put(p, s, tile);
+  }
+  Queries queries;
+  Scales scales;
+  State state;
+  queries.load(p, block, s, scales);
+  state.clear();
+  __syncthreads();  // the places are known
+  for (int tile = 0; tile < min(kAhead, tiles); ++tile) copy_tile(p, s, block.head, tile);
+  ptx::copy_async_wait();
+  __syncthreads();
+  if constexpr (!kHalves) {
+    if (tiles > 0) decode_tile(s, 0);
+    __syncthreads();
+  }
+  // The tokens that rows of this warp see
+  const int first_row = block.first_row + threadIdx.x / kWarp * kWarpRows;
+  const Sight sight(p, block, first_row, kWarpRows);
+  const int first = sight.some_first(), end = first_row < block.rows(p) ? sight.some_end() : 0;
+  const int all_first = sight.all_first(), all_end = block.mask.first;
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int start = begin + tile * kTile;
+    const Lookup ahead(p, block.request, inverse, start + (kAhead + 1) * kTile, seen, seen_end);
+    if (tile + kAhead < tiles) copy_tile(p, s, block.head, tile + kAhead);
+    if (start < end && start + kTile > first) {
+      const bool partial = start < all_first || start + kTile > all_end;
+      attend(p, block, s, tile, start, partial, queries, scales, state);
+    }
+    if constexpr (!kHalves) {
+      if (tile + 1 < tiles) decode_tile(s, tile + 1);
+    }
+    ahead.put(p, s, (tile + kAhead + 1) % kPlaceTurns);
+    ptx::copy_async_wait();
+    __syncthreads();
+  }
+  state.finish(p, block);
+}
