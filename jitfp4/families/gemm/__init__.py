@@ -2,6 +2,8 @@
 
 from jitfp4.families.gemm.api import mm_bf16_fp4, prepare_fp4_weight
 from jitfp4.families.gemm.fp4_api import mm_fp4
+from jitfp4.families.gemm.fp8_api import mm_fp8_fp4
+from jitfp4.families.gemm.fp8_weight import fp8_row_scale
 from jitfp4.weight import Fp4Weight
 
-__all__ = ["Fp4Weight", "mm_bf16_fp4", "mm_fp4", "prepare_fp4_weight"]
+__all__ = ["Fp4Weight", "fp8_row_scale", "mm_bf16_fp4", "mm_fp4", "mm_fp8_fp4", "prepare_fp4_weight"]

@@ -23,6 +23,20 @@ class Arguments(NamedTuple):
     names: str
 
 
+class Fp8Arguments(NamedTuple):
+    """a [m, k], E4M3 as bytes, a_scale [m] or [1], a prepared weight of n rows, row_scale [round_up(n, 64)], out [m, n]."""
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    data: torch.Tensor
+    row_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: Written
+    enable_pdl: bool | None
+    names: str
+
+
 class Fp4Arguments(NamedTuple):
     """a [m, k / 2], b [n, k / 2] and out [m, n], which becomes a times the transpose of b.
 

@@ -38,6 +38,20 @@ class Problem(NamedTuple):
         return 1 - self.waves(arch) / math.ceil(self.waves(arch))
 
 
+class Fp8Problem(NamedTuple):
+    """x [m, k] in E4M3 times the transpose of a weight [n, k]."""
+
+    out_dtype: DType
+    format: BlockFormat
+    m: int
+    n: int
+    k: int
+
+    def tiles_per_sm(self, arch: Arch) -> float:
+        """Tiles of 128 rows of the weight by 128 rows of x, for each SM."""
+        return ceil_div(self.n, 128) * ceil_div(self.m, 128) / arch.num_sms
+
+
 class Fp4Problem(NamedTuple):
     """a [m, k] times the transpose of b [n, k], both FP4 with block scales; the scales of b are in 128x4."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.arguments import Arguments
-from jitfp4.families.gemm.problem import Fp4Problem, Problem
+from jitfp4.families.gemm.problem import Fp4Problem, Fp8Problem, Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
@@ -87,6 +87,8 @@ class WideSpec(KernelSpec):
     band: int
 
     packed = False  # the weight is prepared
+    fp8 = False
+    step_slots = 2  # of x, for a step of the columns
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -198,7 +200,28 @@ def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
     return launch(specialise(problem, tactic), problem, arch)
 
 
-def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
+class Tiles(Protocol):
+    """What the launch depends on; see WideSpec."""
+
+    @property
+    def tile_m(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def cluster(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+    @property
+    def divided(self) -> bool: ...
+    @property
+    def sharers(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def shared_bytes(self) -> int: ...
+
+
+def launch(spec: Tiles, problem: Problem | Fp4Problem | Fp8Problem, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     width = spec.cluster * spec.split
     rows = TILE_ROWS * spec.groups * spec.cluster

@@ -1,0 +1,47 @@
+"""The tactics for products of E4M3 activations with an FP4 weight, and the problems that reach every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from jitfp4.arch import Arch, names_with
+from jitfp4.dtypes import HALVES
+from jitfp4.errors import UnsupportedArchError
+from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
+from jitfp4.families.gemm.problem import Fp8Problem
+from jitfp4.formats import BlockFormat
+from jitfp4.selection import Row, Table
+
+
+def _refuse(_problem: Fp8Problem, arch: Arch) -> Any:
+    raise UnsupportedArchError(
+        f"mm_fp8_fp4 has kernels for {names_with('has_wgmma')}, not for {arch.name}; mm_bf16_fp4 has for both"
+    )
+
+
+TABLE: Table[Any] = Table((Row(_refuse),), measured=None)
+
+HOPPER: Table[Any] = Table(
+    (
+        Row(Fp8Tactic(64, 64, 2, split=2), {"m": 64, "tiles_per_sm": 0.5}),
+        Row(Fp8Tactic(64, 64, 2, divided=True), {"m": 64}),
+        Row(Fp8Tactic(128, 128, split=2), {"tiles_per_sm": 0.5}),
+        Row(Fp8Tactic(128, 128), {"tiles_per_sm": 1.0}),
+        Row(Fp8Tactic(128, 128, divided=True), {"m": 256}),
+        Row(Fp8Tactic(128, 128)),
+    ),
+    measured=None,
+    needs="has_wgmma",
+)
+
+
+def problems(arch: Arch) -> Iterator[Fp8Problem]:
+    """Few and many rows of x, few and many tiles, for both formats."""
+    if not arch.has_wgmma:
+        return
+    sizes = ((64, 2048), (64, 16384), (512, 2112), (512, 4096), (256, 28672), (2048, 8192), (100, 8))
+    for dtype, block_format, (m, n) in product(HALVES.values(), BlockFormat, sizes):
+        for k in (128, 4096):
+            yield Fp8Problem(dtype, block_format, m=m, n=n, k=k)
