@@ -24,7 +24,10 @@ class Arguments(NamedTuple):
 
 
 class Fp8Arguments(NamedTuple):
-    """a [m, k], E4M3 as bytes, a_scale [m] or [1], a prepared weight of n rows, row_scale [round_up(n, 64)], out [m, n]."""
+    """a [m, k], E4M3 as bytes, a prepared weight of n rows, and out [m, n].
+
+    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight.
+    """
 
     a: torch.Tensor
     a_scale: torch.Tensor

@@ -50,7 +50,9 @@ def rounded(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
     2^-9 that is less than 2^-9 away.
     """
     codes, bytes_ = unpack(weight.data, weight.format)
-    shift = row_scale.unsqueeze(-1) if weight.format is NVFP4 else torch.full_like(row_scale, _MXFP4_SHIFT).unsqueeze(-1)
+    shift = (
+        row_scale.unsqueeze(-1) if weight.format is NVFP4 else torch.full_like(row_scale, _MXFP4_SHIFT).unsqueeze(-1)
+    )
     scales = decode_scales(bytes_)
     scales = (scales + torch.exp2(torch.floor(torch.log2(scales))) * _MARK) / shift
     magnitudes = decode_e2m1(codes & 7) * scales.repeat_interleave(weight.format.block, -1)
@@ -60,4 +62,3 @@ def rounded(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
     cut = torch.floor(magnitudes / (power / 8)) * (power / 8)
     values = torch.where(codes & 8 != 0, -cut, cut) * row_scale.unsqueeze(-1)
     return values[: weight.n, : weight.k]
-

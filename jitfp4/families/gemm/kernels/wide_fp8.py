@@ -24,7 +24,7 @@ _MOST_PRODUCTS = 4  # of a step, which decode a quarter of the next one each
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
-_MOST_FLOATS = 192  # sums of a thread and those of a product
+_MOST_FLOATS = {2: 192, 3: 112, 4: 64}  # sums of a thread and those of a product, by the number of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Fp8Tactic:
 
 
 # rows of x, of a product, groups
-_CUTS = ((64, 64, 2), (64, 64, 3), (128, 128, 2), (128, 64, 2), (128, 64, 3), (256, 64, 2))
+_CUTS = ((64, 64, 2), (64, 64, 3), (128, 128, 2), (128, 64, 2), (128, 64, 3), (256, 64, 2), (256, 128, 2))
 TACTICS: tuple[Fp8Tactic, ...] = (
     *(Fp8Tactic(*cut, split=split) for cut in _CUTS for split in (1, 2)),
     *(
@@ -81,7 +81,7 @@ class Fp8Spec(KernelSpec):
         allowed = [product for product in _PRODUCTS if product <= self.tile_m <= _MOST_PRODUCTS * product]
         if self.product not in allowed:
             raise ArgumentError("product", self.product, f"one of {allowed}, with a tile_m of {self.tile_m}")
-        if (self.tile_m + self.product) // 2 * self.groups > 2 * _MOST_FLOATS:
+        if (self.tile_m + self.product) // 2 > _MOST_FLOATS[self.groups]:
             raise ArgumentError("groups", self.groups, "fewer with these rows of x: registers")
 
     @property
