@@ -35,6 +35,7 @@ POWERS = jitfp4.mxfp4_quantize(A, sfLayout=SfLayout.layout_linear)
 SWIZZLED = jitfp4.nvfp4_quantize(A, SCALE)
 COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
 PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS, sf_layout=SfLayout.layout_128x4)
+ROW_SCALE = jitfp4.fp8_row_scale(PREPARED)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -75,6 +76,10 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         (SWIZZLED[0], COLUMNS[0], SWIZZLED[1], COLUMNS[1]),
     ),
     "mm_bf16_fp4": (lambda a: jitfp4.mm_bf16_fp4(a, PREPARED), (A,)),
+    "mm_fp8_fp4": (
+        lambda a, scale: jitfp4.mm_fp8_fp4(a.to(torch.float8_e4m3fn), scale, PREPARED, ROW_SCALE),
+        (A, torch.ones(6)),
+    ),
     "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
 }
 

@@ -23,6 +23,8 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
+    "bench_fp8": ({"PAUSE_S": 0}, {"fp8"}),
+    "bench_fp8 --part search": ({"LAYERS": ((8192, 8192),)}, {"fp8_search"}),
     "bench_gdn": ({}, {"gdn"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitfp4.dispatch import differ, known
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.gemm.arguments import Fp8Arguments
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
@@ -81,10 +82,11 @@ def _multiply(
     if out_dtype not in DTYPES:
         raise ArgumentError("out_dtype", out_dtype, "torch.bfloat16 or torch.float16")
     rows = as_rows("a", a if a.dim() > 1 else a.unsqueeze(0), COLS)
-    _check_vector("a_scale", a_scale, (rows.shape[0], 1), a)
-    _check_vector("row_scale", row_scale, (round_up(n, TILE_ROWS),), a)
+    one = known(a_scale.numel() == 1)
+    _check_vector("a_scale", a_scale, 1 if one else rows.shape[0], a)
+    _check_vector("row_scale", row_scale, round_up(n, TILE_ROWS), a)
     if alpha is not None:
-        _check_vector("alpha", alpha, (1,), a)
+        _check_vector("alpha", alpha, 1, a)
     if bias is not None:
         check_dtype("bias", bias, (out_dtype,))
         check_same_device("bias", bias, a)
@@ -113,9 +115,9 @@ def _multiply(
     return result
 
 
-def _check_vector(name: str, given: torch.Tensor, sizes: tuple[int, ...], like: torch.Tensor) -> None:
+def _check_vector(name: str, given: torch.Tensor, size: int, like: torch.Tensor) -> None:
     check_dtype(name, given, (torch.float32,))
     check_same_device(name, given, like)
-    if given.numel() not in sizes:
-        raise ArgumentError(name, f"{given.numel()} elements", " or ".join(map(str, sizes)))
+    if differ((given.numel(),), (size,)):
+        raise ArgumentError(name, f"{given.numel()} elements", f"{size}")
     check_contiguous(name, given)
