@@ -82,7 +82,10 @@ def test_it_runs_to_its_end_on_tensors_without_data(
 
 
 @pytest.mark.usefixtures("clean_stamp")
-@pytest.mark.parametrize(("name", "file"), [("accuracy_kv", "kv_accuracy"), ("model_mm_fp4", "mm_fp4_model")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("accuracy_fp8", "fp8_accuracy"), ("accuracy_kv", "kv_accuracy"), ("model_mm_fp4", "mm_fp4_model")],
+)
 def test_committed_results_of_no_gpu_are_what_it_computes(name: str, file: str, tmp_path: Path) -> None:
     run_main(load(name), "--out", tmp_path)
     computed, committed = read(tmp_path / f"{file}.csv"), read(RESULTS / f"cpu/{file}.csv")
