@@ -1,8 +1,8 @@
 """The error of products of E4M3 activations and FP4 weights, and what each step of mm_fp8_fp4 adds to it.
 
 Run anywhere: ``python -m bench.accuracy_fp8 [--out DIR]`` writes ``fp8_accuracy.csv``. Sums are made by the simulator's
-tensor core, which keeps 13 bits of mantissa of a sum of E4M3 products. Each error is the root mean square of a product's
-difference from another product, both in float64 but for the sums, divided by the root mean square of the latter:
+tensor core, which keeps 13 bits of mantissa of a sum of E4M3 products. Each error is the root mean square of what a
+product differs from another one, both in float64 but for the sums, divided by the root mean square of the latter:
 
 - ``fp4_error``: the FP4 weight, from the weight before it was quantized;
 - ``weight_error``: the same weight, rounded to E4M3, from the FP4 weight;
