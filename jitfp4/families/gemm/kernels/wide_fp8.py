@@ -38,6 +38,7 @@ class Fp8Tactic:
     cluster: int = 1
     divided: bool = False
     band: int = 4
+    lead: int = 0
 
 
 # rows of x, of a product, groups
@@ -48,6 +49,11 @@ TACTICS: tuple[Fp8Tactic, ...] = (
         Fp8Tactic(*cut, cluster=cluster, divided=divided, band=4 * cluster)
         for cut in _CUTS
         for cluster, divided in ((2, False), (1, True), (2, True))
+    ),
+    *(
+        Fp8Tactic(*cut, cluster=cluster, divided=divided, band=4 * cluster, lead=lead)
+        for cut, lead in (((128, 128, 2), 3), ((128, 64, 2), 3), ((256, 64, 2), 1), ((256, 128, 2), 1))
+        for cluster, divided in ((1, False), (1, True), (2, True))
     ),
 )
 
@@ -68,6 +74,7 @@ class Fp8Spec(KernelSpec):
     cluster: int
     divided: bool
     band: int
+    lead: int
 
     fp8 = True
     packed = False
