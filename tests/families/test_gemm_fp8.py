@@ -371,7 +371,7 @@ def test_in_a_graph_and_behind_each_other(gpu: str) -> None:
     def chain() -> torch.Tensor:
         x = a
         for _ in range(6):
-            x = mm_fp8_fp4(x, scale, weight, row_scale, alpha).to(E4M3)
+            x = mm_fp8_fp4(x, scale, weight, row_scale, alpha).clamp(-4, 4).to(E4M3)
         return x.float()
 
     for tactic in (None, Fp8Tactic(128, 128, divided=True)):
