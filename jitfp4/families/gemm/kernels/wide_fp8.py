@@ -144,7 +144,8 @@ class Fp8Spec(KernelSpec):
         x = slots * (self.tile_m * TILE_COLS + _BARRIERS)
         weights = (slots + 1) * (self.groups * self.tile_bytes + _BARRIERS)
         out = self.groups * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
-        return round_up(x + weights + out, 1024)
+        decoded = self.groups * 2 * TILE_ROWS * TILE_COLS
+        return round_up(x + weights + decoded + out, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
