@@ -24,6 +24,7 @@ _MOST_PRODUCTS = 4  # of a step, which decode a quarter of the next one each
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
+_PART_ROWS = 64  # 16-bit results of 64 rows of the weight are as large as a decoded tile
 _MOST_FLOATS = {2: 192, 3: 112, 4: 64}  # sums of a thread and those of a product, by the number of groups
 
 
@@ -108,8 +109,8 @@ class Fp8Spec(KernelSpec):
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile, as in WideSpec."""
-        return self.cut.parts
+        """Parts of the rows of x of a tile: with sharers as in WideSpec, else as many rows as a decoded tile holds."""
+        return self.cut.parts if self.sharers > 1 else self.tile_m // _PART_ROWS
 
     @property
     def slots(self) -> int:
@@ -143,9 +144,8 @@ class Fp8Spec(KernelSpec):
     def _bytes(self, slots: int) -> int:
         x = slots * (self.tile_m * TILE_COLS + _BARRIERS)
         weights = (slots + 1) * (self.groups * self.tile_bytes + _BARRIERS)
-        out = self.groups * self.tile_m * 2 * TILE_ROWS if self.sharers == 1 else 0
         decoded = self.groups * 2 * TILE_ROWS * TILE_COLS
-        return round_up(x + weights + decoded + out, 1024)
+        return round_up(x + weights + decoded, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
