@@ -40,22 +40,24 @@ class Fp8Tactic:
     divided: bool = False
     band: int = 4
     lead: int = 0
+    registers: bool = False
+    ahead: bool = False
 
 
 # rows of x, of a product, groups
-_CUTS = ((64, 64, 2), (64, 64, 3), (128, 128, 2), (128, 64, 2), (128, 64, 3), (256, 64, 2), (256, 128, 2))
+_CUTS = ((128, 128, 2), (128, 64, 2), (256, 64, 2), (256, 128, 2))
 TACTICS: tuple[Fp8Tactic, ...] = (
-    *(Fp8Tactic(*cut, split=split) for cut in _CUTS for split in (1, 2)),
     *(
-        Fp8Tactic(*cut, cluster=cluster, divided=divided, band=4 * cluster)
+        Fp8Tactic(*cut, cluster=cluster, band=4 * cluster, divided=divided, registers=registers, ahead=ahead, lead=lead)
         for cut in _CUTS
-        for cluster, divided in ((2, False), (1, True), (2, True))
+        for registers in (False, True)
+        for ahead in (False, True)
+        for cluster, divided, lead in ((1, False, 0), (1, False, 1), (2, False, 0), (1, True, 0))
+        if not (ahead and (registers or cut[1] == 128))
     ),
-    *(
-        Fp8Tactic(*cut, cluster=cluster, divided=divided, band=4 * cluster, lead=lead)
-        for cut, lead in (((128, 128, 2), 3), ((128, 64, 2), 3), ((256, 64, 2), 1), ((256, 128, 2), 1))
-        for cluster, divided in ((1, False), (1, True), (2, True))
-    ),
+    *(Fp8Tactic(*cut, split=2) for cut in ((64, 64, 2), (128, 128, 2), (256, 128, 2))),
+    Fp8Tactic(128, 64, 3, registers=True),
+    Fp8Tactic(64, 64, 2, divided=True),
 )
 
 
@@ -76,6 +78,8 @@ class Fp8Spec(KernelSpec):
     divided: bool
     band: int
     lead: int
+    registers: bool
+    ahead: bool
 
     fp8 = True
     packed = False
