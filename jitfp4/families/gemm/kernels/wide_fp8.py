@@ -40,23 +40,20 @@ class Fp8Tactic:
     divided: bool = False
     band: int = 4
     lead: int = 0
-    registers: bool = False
-    ahead: bool = False
+    registers: bool = True
 
 
 # rows of x, of a product, groups
 _CUTS = ((128, 128, 2), (128, 64, 2), (256, 64, 2), (256, 128, 2))
 TACTICS: tuple[Fp8Tactic, ...] = (
     *(
-        Fp8Tactic(*cut, cluster=cluster, band=4 * cluster, divided=divided, registers=registers, ahead=ahead, lead=lead)
+        Fp8Tactic(*cut, cluster=cluster, band=4 * cluster, divided=divided, lead=lead, registers=registers)
         for cut in _CUTS
         for registers in (False, True)
-        for ahead in (False, True)
-        for cluster, divided, lead in ((1, False, 0), (1, False, 1), (2, False, 0), (1, True, 0))
-        if not (ahead and (registers or cut[1] == 128))
+        for cluster, divided, lead in ((1, False, 0), (1, False, 1), (2, False, 0), (1, True, 0), (2, True, 0))
     ),
     *(Fp8Tactic(*cut, split=2) for cut in ((64, 64, 2), (128, 128, 2), (256, 128, 2))),
-    Fp8Tactic(128, 64, 3, registers=True),
+    Fp8Tactic(128, 64, 3),
     Fp8Tactic(64, 64, 2, divided=True),
 )
 
@@ -79,7 +76,6 @@ class Fp8Spec(KernelSpec):
     band: int
     lead: int
     registers: bool
-    ahead: bool
 
     fp8 = True
     packed = False
