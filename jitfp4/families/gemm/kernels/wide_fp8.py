@@ -25,7 +25,7 @@ _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
 _PART_ROWS = 64  # 16-bit results of 64 rows of the weight are as large as a decoded tile
-_MOST_FLOATS = {2: 192, 3: 112, 4: 64}  # sums of a thread and those of a product, by the number of groups
+_MOST_FLOATS = {2: 192, 3: 112, 4: 64}  # sums of a thread and of a product, by the number of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,17 @@ class Fp8Tactic:
     divided: bool = False
     band: int = 4
     lead: int = 0
-    registers: bool = True
 
 
-# rows of x, of a product, groups
-_CUTS = ((128, 128, 2), (128, 64, 2), (256, 64, 2), (256, 128, 2))
+# rows of x, of a product, most splits
+_CUTS = ((64, 64, 2), (128, 64, 1), (128, 128, 2), (256, 64, 1), (256, 128, 2))
 TACTICS: tuple[Fp8Tactic, ...] = (
+    *(Fp8Tactic(tile_m, product, split=split) for tile_m, product, most in _CUTS for split in range(1, most + 1)),
     *(
-        Fp8Tactic(*cut, cluster=cluster, band=4 * cluster, divided=divided, lead=lead, registers=registers)
-        for cut in _CUTS
-        for registers in (False, True)
-        for cluster, divided, lead in ((1, False, 0), (1, False, 1), (2, False, 0), (1, True, 0), (2, True, 0))
+        Fp8Tactic(tile_m, product, cluster=cluster, divided=divided, band=4 * cluster, lead=lead)
+        for tile_m, product, _ in _CUTS
+        for cluster, divided, lead in ((1, True, 0), (1, False, 1), (2, False, 0), (2, True, 0))
     ),
-    *(Fp8Tactic(*cut, split=2) for cut in ((64, 64, 2), (128, 128, 2), (256, 128, 2))),
-    Fp8Tactic(128, 64, 3),
-    Fp8Tactic(64, 64, 2, divided=True),
 )
 
 
@@ -62,7 +58,8 @@ TACTICS: tuple[Fp8Tactic, ...] = (
 class Fp8Spec(KernelSpec):
     """A WideSpec whose x is E4M3, with one warpgroup for each group.
 
-    Sums of 128 columns, by ``product`` rows of x at a time, are added to sums in float32.
+    Sums of 128 columns, by ``product`` rows of x at a time, are added to sums in float32. Each group is ``lead`` steps
+    ahead of the next one, so that one stores its results while another multiplies.
     """
 
     out_dtype: DType
@@ -75,7 +72,6 @@ class Fp8Spec(KernelSpec):
     divided: bool
     band: int
     lead: int
-    registers: bool
 
     fp8 = True
     packed = False
