@@ -30,6 +30,7 @@ HOPPER: Table[Any] = Table(
         Row(Fp8Tactic(128, 128, split=2), {"tiles_per_sm": 0.5}),
         Row(Fp8Tactic(128, 128), {"tiles_per_sm": 1.0}),
         Row(Fp8Tactic(128, 128, divided=True), {"tiles_per_sm": 2.0}),
+        Row(Fp8Tactic(128, 128), {"m": 128}),
         Row(Fp8Tactic(256, 128)),
     ),
     measured=None,
@@ -41,7 +42,7 @@ def problems(arch: Arch) -> Iterator[Fp8Problem]:
     """Few and many rows of x, few and many tiles, for both formats."""
     if not arch.has_wgmma:
         return
-    sizes = ((64, 2048), (64, 16384), (512, 2112), (512, 4096), (256, 12288), (2048, 8192), (100, 8))
+    sizes = ((64, 2048), (64, 16384), (512, 2112), (512, 4096), (256, 12288), (2048, 8192), (100, 8), (128, 57344))
     for dtype, block_format, (m, n) in product(HALVES.values(), BlockFormat, sizes):
         for k in (128, 4096):
             yield Fp8Problem(dtype, block_format, m=m, n=n, k=k)
