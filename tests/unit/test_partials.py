@@ -23,7 +23,7 @@ TAKES = {
     *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "pieces", "rows", "wide")),
     *(f"gemm/{name}.cuh.j2" for name in ("group_sums", "multiply", "output", "packed_weight", "prepared_weight")),
     *(f"gemm/{name}.cuh.j2" for name in ("products", "wide_mainloop", "wide_place", "wide_results")),
-    *(f"gemm/{name}.cuh.j2" for name in ("fp8_products", "fp8_weight", "wide_fp8_mainloop")),
+    *(f"gemm/{name}.cuh.j2" for name in ("fp8_products", "fp8_weight", "wide_fp8_mainloop", "wide_fp8_results")),
 }
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
 
