@@ -6,7 +6,7 @@ import torch
 
 from jitfp4.families.gemm import fp8_weight
 from jitfp4.families.gemm.arguments import Fp8Arguments
-from jitfp4.families.gemm.fp8_tables import HOPPER, TABLE, problems
+from jitfp4.families.gemm.fp8_tables import TABLE, problems
 from jitfp4.families.gemm.kernels import wide_fp8
 from jitfp4.families.gemm.problem import DTYPES, Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
@@ -44,7 +44,7 @@ MM_FP8_FP4 = Operation(
     kernels=(wide_fp8.KERNEL,),
     problem=_problem,
     problems=problems,
-    tables=(TABLE, HOPPER),
+    tables=(TABLE,),
     reference=_reference,
     output="out",
     aligned=("a", "data", "bias", "out"),

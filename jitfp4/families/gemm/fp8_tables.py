@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
-from jitfp4.arch import Arch, names_with
+from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
-from jitfp4.errors import UnsupportedArchError
 from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import BlockFormat
 from jitfp4.selection import Row, Table
 
-
-def _refuse(_problem: Fp8Problem, arch: Arch) -> Any:
-    raise UnsupportedArchError(
-        f"mm_fp8_fp4 has kernels for {names_with('has_wgmma')}, not for {arch.name}; mm_bf16_fp4 has for both"
-    )
-
-
-TABLE: Table[Any] = Table((Row(_refuse),), measured=None)
-
-HOPPER: Table[Any] = Table(
+TABLE = Table(
     (
         Row(Fp8Tactic(64, 64, split=2), {"m": 64, "tiles_per_sm": 0.5}),
         Row(Fp8Tactic(64, 64, divided=True), {"m": 64}),
@@ -34,7 +23,6 @@ HOPPER: Table[Any] = Table(
         Row(Fp8Tactic(256, 128)),
     ),
     measured=None,
-    needs="has_wgmma",
 )
 
 
