@@ -51,6 +51,7 @@ TACTICS: tuple[Fp8Tactic, ...] = (
         for tile_m, product, _ in _CUTS
         for cluster, divided, lead in ((1, True, 0), (1, False, 1), (2, False, 0), (2, True, 0))
     ),
+    *(Fp8Tactic(tile_m, 64, groups=3) for tile_m in (64, 128)),
 )
 
 
