@@ -23,6 +23,7 @@ import csv
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,12 @@ from jitfp4 import Fp4Experts, fp4_experts, nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
+from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.kernels.narrow import FOUND, TILE_MS, NarrowTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem, Product
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.layouts import ceil_div
@@ -82,11 +85,12 @@ SEARCHED_TOKENS = (1, 8, 64)
 COPIES = 2
 REPLAYS = 7
 PEAK_TFLOPS = 770
+_KERNELS = EXPERTS_UP.kernels, (*EXPERTS_DOWN.kernels, *EXPERTS_RESULTS.kernels)
 _SCALES = 0x88  # every scale is 2^-4
 _NEARLY = 1.08  # times the fastest
 _SEARCH_REPLAYS = 5
 _LEAST_CALLS, _MOST_CALLS = 4, 32
-_LEAST_WIDE, _MOST_ROOM = 6, 2.6  # mean rows of an expert; rows of an item over these
+_FEWEST_ROWS, _MOST_ROOM = 16, 2.6  # of an item of a wide tactic; over the mean rows of an expert
 
 
 class Copies(NamedTuple):
@@ -252,24 +256,28 @@ def searched(layer: Layer, tokens: int, arch: Arch, kinds: Sequence[str]) -> dic
     """By the rows of an item: tactics of both products."""
     chosen = item_rows_of(tokens * layer.slots, layer.experts)
     sizes = {chosen} | ({0, TILE_MS[0]} if tokens * layer.slots <= FOUND else set())
-    mean = tokens * layer.slots / layer.experts
-    if arch.has_wgmma and mean >= _LEAST_WIDE and "wide" in kinds:
-        sizes |= {tactic.tile_m for tactic in WIDE_TACTICS if mean <= tactic.tile_m <= _MOST_ROOM * mean}
+    mean, has_list = tokens * layer.slots / layer.experts, tokens * layer.slots > layer.slots
+    if arch.has_wgmma and has_list and "wide" in kinds:
+        sizes |= {t.tile_m for t in WIDE_TACTICS if mean <= t.tile_m <= max(_FEWEST_ROWS, _MOST_ROOM * mean)}
     found = {}
     for item_rows in sorted(sizes):
         up, down = problems_of(layer, tokens, item_rows)
-        both = tuple(
+        operations = (EXPERTS_UP, up), (EXPERTS_DOWN, down), (EXPERTS_RESULTS, down)
+        ups, downs, results = (
             [tactic for tactic in operation.candidates(problem, arch) if _is_tried(tactic, item_rows, kinds)]
-            for operation, problem in ((EXPERTS_UP, up), (EXPERTS_DOWN, down))
+            for operation, problem in operations
         )
-        if all(both):
-            found[item_rows] = both
-    return found  # type: ignore[return-value]
+        if ups and (downs or results):
+            found[item_rows] = ups, [*downs, *results]
+    return found
 
 
 def _is_tried(tactic: Any, item_rows: int, kinds: Sequence[str]) -> bool:
+    """The sum behind a wide product is no choice."""
     if isinstance(tactic, WideTactic):
         return "wide" in kinds and tactic.tile_m == item_rows
+    if isinstance(tactic, CombineTactic):
+        return False
     return "narrow" in kinds and (not isinstance(tactic, NarrowTactic) or tactic.tile_m == (item_rows or TILE_MS[0]))
 
 
@@ -282,11 +290,9 @@ def search(
         (kernel, kernel.specialise(problem, tactic))
         for layer, count, found in cases
         for item_rows, both in found.items()
-        for operation, problem, tactics in zip(
-            (EXPERTS_UP, EXPERTS_DOWN), problems_of(layer, count, item_rows), both, strict=True
-        )
+        for kernels, problem, tactics in zip(_KERNELS, problems_of(layer, count, item_rows), both, strict=True)
         for tactic in tactics
-        for kernel in operation.kernels
+        for kernel in kernels
         if isinstance(tactic, kernel.tactic)
     }
     with ThreadPoolExecutor() as pool:
@@ -332,12 +338,14 @@ def times_of(case: Case, copies: Copies, pairs: Sequence[tuple[Any, Any]]) -> di
     """Microseconds of whole layers by tactics; None for what the table says."""
     replays = {}
     for up, down in pairs:
-        with EXPERTS_UP.forced(up):
-            if down is None:
-                replays[up, down] = layer_replay(case, copies)
-            else:
-                with EXPERTS_DOWN.forced(down):
-                    replays[up, down] = layer_replay(case, copies)
+        with ExitStack() as stack:
+            stack.enter_context(EXPERTS_UP.forced(up))
+            if isinstance(down, WideTactic):
+                stack.enter_context(EXPERTS_DOWN.forced(CombineTactic(128)))
+                stack.enter_context(EXPERTS_RESULTS.forced(down))
+            elif down is not None:
+                stack.enter_context(EXPERTS_DOWN.forced(down))
+            replays[up, down] = layer_replay(case, copies)
     times = {pair: replay.us() for pair, replay in replays.items()}
     near = [pair for pair in times if times[pair] <= _NEARLY * min(times.values())]
     times.update(zip(near, medians([replays[pair] for pair in near], _SEARCH_REPLAYS), strict=True))

@@ -26,7 +26,8 @@ from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_decode, gated_delta_rule_mtp
-from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
+from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
+from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.tuning import REPLAYS
 
 HEADS, HEAD_DIM = 16, 128

@@ -25,8 +25,9 @@ import torch
 import jitfp4
 from bench.harness import Call, copy_us, time_us, write_results
 from bench.stamp import stamp
+from jitfp4.families.kv.kernels.dequantize import TACTICS as DEQUANTIZE_TACTICS
+from jitfp4.families.kv.kernels.quantize import TACTICS as QUANTIZE_TACTICS
 from jitfp4.families.kv.operation import dequantize, quantize
-from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, QUANTIZE_TACTICS
 
 HEADS, D = 8, 128
 FEW = 4096  # fewer tokens are a decode step, into a cache of at least this size
@@ -124,8 +125,8 @@ def quantize_pages(layout: str, page: int, tokens: int, order: str = "linear") -
     """The kernel of nvfp4_quantize_paged_kv_cache(): that function also reads scales back to the host."""
 
     def make_call() -> Bound:
-        from jitfp4.families.kv.arguments import Side, nhd
         from jitfp4.families.kv.calls import NO_LISTS, quantize_sides
+        from jitfp4.families.kv.checks import Side, nhd
 
         cache, shape = Cache(layout, page, tokens), [tokens // page, HEADS, page, D]
         shape = shape if layout == "HND" else [shape[0], page, HEADS, D]

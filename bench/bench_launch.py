@@ -1,8 +1,9 @@
-"""Host time of one call: public functions, their operators, and launches by torch and Triton.
+"""Host time of one call: every public function, its operator, and launches by torch and Triton.
 
 Run on a GPU: ``python -m bench.bench_launch [--out DIR]``. The GPU work is tiny and asynchronous; the time until the
-call returns is measured. ``torch_ops`` and ``triton_launches`` are this time divided by that of a torch in-place
-addition and of a Triton kernel with 7 arguments, in the same run.
+call returns is measured. Rows that begin with ``good:`` are the calls of tests/inputs/good.py, one for each public
+function and method, with as many arguments given as go together. ``torch_ops`` and ``triton_launches`` are this time
+divided by that of a torch in-place addition and of a Triton kernel with 7 arguments, in the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import jitfp4
 from bench.bench_gdn import Case, arguments
 from bench.harness import write_results
 from bench.stamp import stamp
@@ -31,9 +33,12 @@ from jitfp4 import (
     replay,
     rmsnorm_fp4quant,
     trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
 )
+from tests.inputs.good import good_calls
 
 CALLS, ROUNDS = 2000, 9
+ROUND_S = 0.02  # of slow calls, a round has fewer
 TORCH, TRITON = "torch in-place add", "Triton kernel, 7 arguments"
 
 Call = Callable[[], object]
@@ -45,14 +50,23 @@ def host_us(calls: Mapping[str, Call]) -> dict[str, float]:
     Each round has every call, so that slow clocks at the beginning affect all calls alike.
     """
     rounds: dict[str, list[float]] = {name: [] for name in calls}
+    counts: dict[str, int] = {}
+    for name, call in calls.items():
+        call()
+        counts[name] = min(CALLS, max(1, int(ROUND_S / _mean_s(call, min(CALLS, 5)))))
     for _ in range(ROUNDS + 2):
         for name, call in calls.items():
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            rounds[name].append(1e6 * (time.perf_counter() - start) / CALLS)
+            rounds[name].append(1e6 * _mean_s(call, counts[name]))
     return {name: statistics.median(times[2:]) for name, times in rounds.items()}
+
+
+def _mean_s(call: Call, count: int) -> float:
+    """Mean seconds of so many calls; the queue is empty before."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
 
 
 def triton_call(a: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, sf: torch.Tensor) -> Call | None:
@@ -101,6 +115,8 @@ def calls() -> dict[str, Call | None]:
         "gated_delta_rule_mtp, outputs given": lambda: gated_delta_rule_mtp(**delta_rule),
         **products(),
         **cache(),
+        **attention(),
+        **functions(),
         TORCH: lambda: a.add_(1),
         TRITON: triton_call(a, scale, q, sf),
         "two torch.empty": lambda: (torch.empty((128, 128), dtype=torch.uint8, device="cuda"),
@@ -149,6 +165,41 @@ def cache() -> dict[str, Call]:
             **decode,  # type: ignore[arg-type]
         ),
     }
+
+
+def attention() -> dict[str, Call]:
+    """Decode attention of the same requests by its other names."""
+    q, out = (torch.zeros(8, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "qo")
+    pair, scales = (torch.zeros(16, 2, 16, 2, x, device="cuda", dtype=torch.uint8).unbind(1) for x in (64, 8))
+    ends, lengths = (torch.arange(n, device="cuda", dtype=torch.int32) for n in (9, 8))
+    workspace = torch.zeros(32 << 20, device="cuda", dtype=torch.uint8)
+    wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(ends, lengths, lengths + 1, 2, 2, 128, 16, q_data_type=torch.bfloat16, kv_data_type=torch.uint8)
+    tables, given = lengths[:, None], {"kv_cache_sf": scales, "out": out}
+    xqa = functools.partial(xqa_batch_decode_with_kv_cache, q, pair, workspace, tables, lengths, 16)
+    return {
+        "xqa_batch_decode_with_kv_cache": functools.partial(xqa, **given),  # type: ignore[arg-type]
+        "BatchDecodeWithPagedKVCacheWrapper.run": functools.partial(wrapper.run, q, pair, **given),
+        "BatchDecodeWithPagedKVCacheWrapper.run, numbers as scales": functools.partial(
+            wrapper.run, q, pair, q_scale=0.5, k_scale=0.5, v_scale=2.0, **given
+        ),
+    }
+
+
+LEFT_OUT = ("mxfp4_dequantize_host",)  # its tensors are on the CPU
+
+
+def functions() -> dict[str, Call]:
+    """A call of every public function and method, as the tests have it. Types are not called."""
+    found: dict[str, Call] = {}
+    with torch.device("cuda"):
+        for name, make in good_calls().items():
+            called = functools.reduce(getattr, name.split()[0].split("."), jitfp4)
+            if not isinstance(called, type) and name not in LEFT_OUT:
+                arguments = make()
+                of = [arguments.pop("self")] if "self" in arguments else []
+                found[f"good: {name}"] = functools.partial(called, *of, **arguments)
+    return found
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""Decode steps of whole models, through transformers: tokens a second, and where the time goes.
+"""Decode steps and prefills of whole models, through transformers: tokens a second, and where the time goes.
 
-    python -m bench.bench_model [--model llama-3.1-8b qwen3-8b] [--batch 1 8 64] [--context 2048 8192]
+    python -m bench.bench_model [--model llama-3.1-8b qwen3-8b] [--case 1:2048 64:8192] [--prefill 8192]
         [--variant bf16 w4 w4-kv4 w4-kv4-head4 transformers] [--glue compiled|plain] [--seconds 170] [--device cuda]
 
 A step is what ``generate()`` does for a token of each request: the model, the greedy choice, the next positions; on a
@@ -10,6 +10,9 @@ layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` th
 values by jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile
 for rotations, SwiGLU and the writing of bf16 pages; with ``plain``, transformers' own code. ``transformers`` is its own
 cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
+
+With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
+once into an empty cache; its kernels are launched one by one.
 
 ``bound_ms`` is the time to read the step's bytes once (weights, keys and values) at the read bandwidth of the same run.
 Parts are microseconds of kernels by their names; ``gaps`` is what no kernel of the step accounts for.
@@ -22,7 +25,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,8 @@ PARTS = {
     "attention": ("attention_", "flash", "fmha", "sdpa"),
     "append": ("kv_quantize", "index_put", "index_copy"),
 }
-WARM_UP, REPLAYS, PROFILED = 3, 20, 4
+WARM_UP, REPLAYS, PREFILLS, PROFILED = 3, 20, 4, 4
+CASES = [(batch, context) for batch in (1, 8, 64) for context in (2048, 8192)]
 READ_BYTES = 4 << 30
 LEAST_BYTES = 1 << 12  # of tensors that count
 
@@ -136,13 +140,13 @@ class Step:
         return graph.replay
 
 
-def time_ms(call: Callable[[], None], device: str) -> float:
-    """The median of REPLAYS calls; on the CPU, one."""
+def time_ms(call: Callable[[], None], device: str, calls: int = REPLAYS) -> float:
+    """The median of calls; on the CPU, of one."""
     if device == "cpu":
         start = time.perf_counter()
         call()
         return 1e3 * (time.perf_counter() - start)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     call()
     events[0].record()
     for event in events[1:]:
@@ -191,64 +195,95 @@ def read_bandwidth(device: str) -> float:
 
 
 def measure(model: Any, variant: str, batch: int, context: int, bandwidth: float, device: str) -> dict[str, object]:
-    """One line."""
+    """One line of decoding."""
     cache = cache_of(model, variant, batch, context, device)
     step = Step(model, cache, batch, context, device)
     if device == "cpu":
         step()
-        call, parts = step, dict.fromkeys((*PARTS, "other"), 0.0)
-        ms = time_ms(call, device)
-    else:
-        call = step.graph()
-        ms, parts = time_ms(call, device), parts_us(call)
+    call = step if device == "cpu" else step.graph()
+    ms = time_ms(call, device)
     bound = 1e3 * bytes_read(model, cache, context, batch) / bandwidth
     row = {"ms": round(ms, 3), "tokens_per_s": round(1e3 * batch / ms, 1), "bound_ms": round(bound, 3)}
-    row |= {f"{part}_us": round(us, 1) for part, us in parts.items()}
+    return row | parts_of(call, ms, device)
+
+
+def prefilled(model: Any, variant: str, tokens: int, device: str) -> dict[str, object]:
+    """One line of reading a prompt."""
+    cache = cache_of(model, variant, 1, tokens, device)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=device)
+
+    def call() -> None:
+        cache.reset()
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
+    ms = time_ms(call, device, PREFILLS)
+    return {"ms": round(ms, 3), "tokens_per_s": round(1e3 * tokens / ms, 1)} | parts_of(call, ms, device)
+
+
+def parts_of(call: Callable[[], None], ms: float, device: str) -> dict[str, object]:
+    """Where the time of a call goes, and the memory that is taken."""
+    parts = dict.fromkeys((*PARTS, "other"), 0.0) if device == "cpu" else parts_us(call)
+    row: dict[str, object] = {f"{part}_us": round(us, 1) for part, us in parts.items()}
     row["gaps_us"] = round(max(0.0, 1e3 * ms - sum(parts.values())), 1)
     row["memory_gib"] = 0.0 if device == "cpu" else round(torch.cuda.memory_allocated() / 2**30, 2)
     return row
+
+
+def case(text: str) -> tuple[int, int]:
+    """Requests and tokens of each."""
+    batch, _, context = text.partition(":")
+    return int(batch), int(context)
+
+
+def cases(model: Any, variant: str, bandwidth: float, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """What is to be measured of a model: the file, and a function that makes the line."""
+    for batch, context in options.case:
+        own = {"batch": batch, "context": context}
+        yield "model", lambda o=own: o | measure(model, variant, *o.values(), bandwidth, options.device)
+    for tokens in options.prefill:
+        own = {"tokens": tokens}
+        yield "model_prefill", lambda o=own: o | prefilled(model, variant, o["tokens"], options.device)
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-3.1-8b", "qwen3-8b"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
-    parser.add_argument("--context", nargs="+", type=int, default=[2048, 8192])
+    parser.add_argument("--case", nargs="*", type=case, default=CASES, metavar="BATCH:CONTEXT")
+    parser.add_argument("--prefill", nargs="+", type=int, default=[], help="tokens of prompts")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS[:-1]))
     parser.add_argument("--glue", choices=("compiled", "plain"), default="compiled")
     parser.add_argument("--seconds", type=float, default=170, help="begin no case later than this")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/h200")
     options = parser.parse_args()
-    start, rows, left = time.perf_counter(), [], 0
+    start, left = time.perf_counter(), 0
+    rows: dict[str, list[dict[str, object]]] = {"model": [], "model_prefill": []}
     register()
     bandwidth = read_bandwidth(options.device)
+    origin = stamp() | {"read_bandwidth": bandwidth}
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     for name in options.model:
         for variant in options.variant:
             plain = options.glue == "plain" or variant == "transformers"
             with glued(MODELS[name], plain), written(plain):
                 model = build(MODELS[name].config(), variant, options.device)
-                for batch in options.batch:
-                    for context in options.context:
-                        if time.perf_counter() - start > options.seconds:
-                            left += 1
-                            continue
-                        row = {"model": name, "variant": variant, "glue": options.glue, "batch": batch}
-                        row |= {"context": context}
-                        row |= measure(model, variant, batch, context, bandwidth, options.device)
-                        rows.append(row)
-                        gc.collect()
-                        text = " ".join(f"{key}={value}" for key, value in row.items())
-                        print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
+                for file, line in cases(model, variant, bandwidth, options):
+                    if time.perf_counter() - start > options.seconds:
+                        left += 1
+                        continue
+                    row = {"model": name, "variant": variant, "glue": options.glue} | line()
+                    rows[file].append(row)
+                    write_results(options.out / file, rows[file], origin)
+                    gc.collect()
+                    text = " ".join(f"{key}={value}" for key, value in row.items())
+                    print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
                 del model
                 gc.collect()
                 if options.device != "cpu":
                     torch.cuda.empty_cache()
     if left:
         print(f"{left} cases were not measured: {options.seconds} s had passed")
-    write_results(options.out / "model", rows, stamp() | {"read_bandwidth": bandwidth})
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ from bench.harness import Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import SfLayout, nvfp4_quantize
 from jitfp4.engine import target_of
+from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import Problem, TmaTactic
+from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import NVFP4, DType
 from jitfp4.reference import quantize as reference
 

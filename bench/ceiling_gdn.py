@@ -23,7 +23,7 @@ from bench.stamp import stamp
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
-from jitfp4.families.gdn.problem import share_of_sm
+from jitfp4.families.gdn.kernels.delta_rule import share_of_sm
 from jitfp4.spec import Geometry, Ptr
 
 ARCH = Arch.of("sm_90a")

@@ -126,6 +126,22 @@ MODELS = {
             num_experts_per_tok=2,
         ),
     ),
+    "tiny-gpt-oss": Model(
+        "gpt_oss",
+        "GptOss",
+        lambda: transformers.GptOssConfig(
+            vocab_size=128,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
 }
 
 

@@ -19,6 +19,7 @@ from bench.stamp import stamp
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import TILE
 from jitfp4.operation import Observed, observed
 from jitfp4.tuning import on_gpu, time_us
 
@@ -26,6 +27,12 @@ LOADS = (
     *((1, 1024), (1, 8192), (16, 1024), (64, 1024), (1, 131072), (16, 8192)),
     *((256, 1024), (64, 8192), (16, 131072), (256, 8192)),
 )
+SMALL_LOADS = ((1, 2048), (1, 4096), (2, 1024), (4, 1024), (8, 1024), (8, 4096), (16, 2048), (32, 1024))  # of NVFP4
+CLUSTERS = (
+    *((4, 2, 1, 1, 8), (8, 2, 1, 1, 8), (4, 2, 3, 1, 8), (8, 2, 1, 1, 4)),
+    *((8, 2, 1, 1, 2), (8, 2, 1, 1, 1), (4, 2, 1, 1, 1)),
+)
+MOST_TILES = 16  # of a warp, of an item that a cluster takes: others take long
 POOL_BYTES = 6 << 30
 PREFILL_CELLS = {"HND": (4096, 2048, 1024, 512, 128, 16), "NHD": (2048, 128, 16)}  # new tokens
 PREFILL_REPLAYS = 5
@@ -33,10 +40,12 @@ SIDES = {
     ("nvfp4", "HND", 64): (
         *((12, 3, 1), (12, 2, 1), (8, 3, 1), (8, 2, 1), (4, 2, 1), (8, 2, 2), (6, 3, 2), (6, 2, 2), (4, 3, 3)),
         *((12, 2, 1, 2), (12, 2, 1, 4), (8, 2, 1, 2), (6, 3, 2, 2), (6, 2, 2, 2)),
+        *CLUSTERS,
     ),
     ("nvfp4", "NHD", 16): (
         *((12, 2, 1), (8, 2, 1), (4, 2, 1), (6, 3, 2), (12, 2, 1, 2), (8, 2, 1, 2), (6, 2, 2, 2)),
         *((8, 3, 1, 8), (8, 2, 1, 8), (12, 3, 1, 4), (12, 2, 1, 4), (8, 2, 1, 4)),
+        *CLUSTERS,
     ),
     ("fp8", "HND", 64): ((6, 3, 1), (4, 4, 1), (8, 2, 1), (10, 2, 1), (4, 2, 2), (3, 3, 2)),
     ("bf16", "HND", 64): ((4, 3, 1), (6, 2, 1), (5, 2, 1), (3, 2, 2), (2, 3, 2)),
@@ -45,11 +54,14 @@ SIDES = {
 
 def measure(pool: Pool) -> Iterator[dict[str, object]]:
     for (cache, layout, page), tactics in SIDES.items():
-        for (batch, context), fields in itertools.product(LOADS, tactics):
+        for (batch, context), fields in itertools.product(
+            (*LOADS, *(SMALL_LOADS if cache == "nvfp4" else ())), tactics
+        ):
             case = Case(cache, 64, 8, layout, page, batch, context)
-            if case.bytes > POOL_BYTES:
-                continue
             tactic = DecodeTactic(*fields)
+            many = tactic.cluster and context // TILE > MOST_TILES * tactic.warps * tactic.cluster
+            if case.bytes > POOL_BYTES or many:
+                continue
             try:
                 with ATTENTION.forced(tactic):
                     us = time_us(lambda case=case: pool.call(case), case.bytes)  # type: ignore[misc]
@@ -60,6 +72,7 @@ def measure(pool: Pool) -> Iterator[dict[str, object]]:
                 "stages": tactic.stages,
                 "min_ctas": tactic.min_ctas,
                 "head_warps": tactic.head_warps,
+                "cluster": tactic.cluster,
                 "us": round(us, 2),
                 "tb_per_s": round(case.bytes / us / 1e6, 3),
             }

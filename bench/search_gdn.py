@@ -18,8 +18,10 @@ from bench.harness import write_results
 from bench.stamp import stamp
 from jitfp4 import engine
 from jitfp4.arch import Arch
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import ChunkTactic, Problem, StateLayout, WalkTactic
+from jitfp4.families.gdn.problem import Problem, StateLayout
 from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")

@@ -19,8 +19,9 @@ from bench.harness import calls_per_graph, copy_us, time_us, write_results
 from bench.stamp import stamp
 from jitfp4.arch import Arch
 from jitfp4.engine import target_of
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic, specialise
 from jitfp4.families.norm.operation import RMSNORM
-from jitfp4.families.norm.problem import Problem, Scale, Tactic, specialise
+from jitfp4.families.norm.problem import Problem, Scale
 from jitfp4.formats import DType
 
 ROWS = (1, 64, 1000, 3000, 8192, 32768)

@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", type=read_shape, metavar="NxK")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 2048])
     parser.add_argument("--w4a4", action="store_true", help="quantize activations too")
-    parser.add_argument("--device", default="cuda", help="cuda (default), cuda:N, or cpu")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=here, help=f"cuda, cuda:N, or cpu (here {here})")
     arguments = parser.parse_args()
     run = w4a4 if arguments.w4a4 else w4a16
     for n, k in arguments.shapes:

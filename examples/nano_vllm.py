@@ -1,12 +1,13 @@
 """Generate with nano-vllm, a whole small engine, on jitfp4: its attention, an NVFP4 cache and FP4 weights.
 
     git clone https://github.com/GeeeekExplorer/nano-vllm
-    python examples/nano_vllm.py nano-vllm [MODEL] [--cache nvfp4|bf16] [--weights nvfp4|bf16] [--requests 64]
-        [--prompt 512] [--new 128] [--json]
+    python examples/nano_vllm.py nano-vllm [MODEL] [--cache nvfp4|bf16] [--weights nvfp4|nvfp4-head|bf16]
+        [--case REQUESTS:PROMPT ...] [--new 128] [--json]
 
 Needs a GPU, transformers and xxhash, but not flash-attn. MODEL is a folder with a Qwen3 checkpoint in bf16; without it,
-the configuration of Qwen3-8B and random weights. Prompts are random tokens. Prints tokens a second of decoding, which
-is that of whole runs with many new tokens and with few, the difference divided.
+the configuration of Qwen3-8B and random weights. Prompts are random tokens, PROMPT of them for each request, and are
+read once: later runs find them in the cache of prefixes. Prints tokens a second of decoding, which is that of whole
+runs with many new tokens and with few, the difference divided.
 """
 
 from __future__ import annotations
@@ -51,22 +52,43 @@ def random_model(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def case(text: str) -> tuple[int, int]:
+    """Requests and tokens of a prompt."""
+    requests, _, prompt = text.partition(":")
+    return int(requests), int(prompt)
+
+
+def decoding(llm: Any, parameters: Any, requests: int, prompt: int, new: int) -> float:
+    """Seconds of a step that gives each request a token."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(10, 10000, (requests, prompt), generator=generator).tolist()
+    seconds = []
+    for tokens in (FEW, FEW, new):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        wanted = parameters(temperature=0.6, ignore_eos=True, max_tokens=tokens)
+        outs = llm.generate(prompts, wanted, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+        assert all(len(out["token_ids"]) == tokens for out in outs)
+    return (seconds[2] - seconds[1]) / (new - FEW)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="of nano-vllm")
     parser.add_argument("model", nargs="?", type=Path, help="a folder")
     parser.add_argument("--cache", choices=("nvfp4", "bf16"), default="nvfp4")
-    parser.add_argument("--weights", choices=("nvfp4", "bf16"), default="nvfp4")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=128, help="tokens that are generated for each")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--weights", choices=("nvfp4", "nvfp4-head", "bf16"), default="nvfp4")
+    parser.add_argument("--case", nargs="+", type=case, default=[(64, 512)], metavar="REQUESTS:PROMPT")
+    parser.add_argument("--new", type=int, default=128, help="tokens that are generated for each request")
+    parser.add_argument("--json", action="store_true", help="print a JSON document for each case")
     options = parser.parse_args()
     if options.new <= FEW:
         parser.error(f"--new must be more than {FEW}")
     sys.path.insert(0, str(options.repository))
     load = None if options.model else random_weights
-    install(fp4_weights=options.weights == "nvfp4", cache=options.cache, load_weights=load)
+    fp4, head = options.weights != "bf16", options.weights == "nvfp4-head"
+    install(fp4_weights=fp4, fp4_head=head, cache=options.cache, load_weights=load)
     from nanovllm import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as made:
@@ -76,24 +98,16 @@ def main() -> None:
             tokenizer = SimpleNamespace(eos_token_id=-1, decode=str)
             transformers.AutoTokenizer.from_pretrained = lambda *_, **__: tokenizer
         start = time.perf_counter()
-        longest = options.prompt + options.new + 1
-        llm = LLM(str(folder), max_model_len=longest, max_num_seqs=options.requests)
+        longest = max(prompt for _, prompt in options.case) + options.new + 1
+        llm = LLM(str(folder), max_model_len=longest, max_num_seqs=max(requests for requests, _ in options.case))
         ready = time.perf_counter() - start
-    generator = torch.Generator().manual_seed(0)
-    seconds = []
-    for new in (FEW, FEW, options.new):
-        prompts = torch.randint(10, 10000, (options.requests, options.prompt), generator=generator).tolist()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        parameters = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=new)
-        outs = llm.generate(prompts, parameters, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    rate = options.requests * (options.new - FEW) / (seconds[2] - seconds[1])
-    result = {"weights": options.weights, "cache": options.cache, "requests": options.requests}
-    result |= {"prompt": options.prompt, "new": options.new, "ready_s": round(ready, 1)}
-    result |= {"tokens_per_s": round(rate, 1), "ms_per_step": round(1e3 * options.requests / rate, 3)}
-    print(json.dumps(result) if options.json else " ".join(f"{name}={value}" for name, value in result.items()))
-    assert all(len(out["token_ids"]) == options.new for out in outs)
+    for requests, prompt in options.case:
+        step = decoding(llm, SamplingParams, requests, prompt, options.new)
+        result = {"weights": options.weights, "cache": options.cache, "requests": requests, "prompt": prompt}
+        result |= {"new": options.new, "ready_s": round(ready, 1)}
+        result |= {"tokens_per_s": round(requests / step, 1), "ms_per_step": round(1e3 * step, 3)}
+        text = json.dumps(result) if options.json else " ".join(f"{name}={value}" for name, value in result.items())
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

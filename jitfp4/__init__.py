@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what each module lists in its own __all__
     from jitfp4.engine import *
     from jitfp4.errors import *
     from jitfp4.families.attention import *
+    from jitfp4.families.conv import *
     from jitfp4.families.experts import *
     from jitfp4.families.gdn import *
     from jitfp4.families.gemm import *
@@ -55,8 +56,16 @@ _HOMES = {
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",
     ),
-    "jitfp4.families.experts": ("Fp4Experts", "fp4_experts", "prepare_fp4_experts"),
+    "jitfp4.families.conv": ("causal_conv1d_fn", "causal_conv1d_update"),
+    "jitfp4.families.experts": (
+        "Fp4Experts",
+        "fp4_experts",
+        "fused_topk_deepseek",
+        "prepare_fp4_experts",
+        "route_experts",
+    ),
     "jitfp4.families.gdn": (
+        "chunk_gated_delta_rule",
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",

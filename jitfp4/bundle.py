@@ -24,7 +24,7 @@ from jitfp4.cache.entry import CUBIN, MANIFEST, SOURCE
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
 from jitfp4.cache.layer import entry_path
 from jitfp4.errors import ArgumentError, BundleError, CacheCorruptError
-from jitfp4.files import check_out, replacing
+from jitfp4.files import check_out, regular, replacing
 
 INDEX = "bundle.json"
 TACTICS = "tactics.json"
@@ -225,7 +225,7 @@ def _reading(path: Path, digest: str | None) -> Iterator[tuple[Index, bytes | No
     """The index, checked against ``digest``, the tactics, and the entries, each verified before it is handed out."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
     try:
-        with path.open("rb") as raw, decompressor.stream_reader(raw, read_across_frames=True) as unpacked:
+        with regular(path) as raw, decompressor.stream_reader(raw, read_across_frames=True) as unpacked:
             reader = _Reader(unpacked)
             index = Index.decode(reader.read_index(), digest)
             yield index, _tactics(reader, index), _entries(reader, index)

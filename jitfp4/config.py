@@ -57,16 +57,16 @@ def read_config(env: Mapping[str, str] | None = None) -> Config:
     env = os.environ if env is None else env
     return Config(
         cache_dir=_cache_dir(env),
-        cache_ro=tuple(Path(part).absolute() for part in env.get("JITFP4_CACHE_RO", "").split(os.pathsep) if part),
+        cache_ro=_paths(env, "JITFP4_CACHE_RO"),
         cache_mode=_choice(env, "JITFP4_CACHE", CACHE_MODES) or "rw",
-        cache_max_bytes=int(_number(env, "JITFP4_CACHE_MAX_BYTES", 2 << 30)),
-        cache_max_entries=int(_number(env, "JITFP4_CACHE_MAX_ENTRIES", 50_000)),
+        cache_max_bytes=int(_number(env, "JITFP4_CACHE_MAX_BYTES", 2 << 30, least=1)),
+        cache_max_entries=int(_number(env, "JITFP4_CACHE_MAX_ENTRIES", 50_000, least=1)),
         offline=_flag(env, "JITFP4_OFFLINE"),
         strict=_flag(env, "JITFP4_STRICT"),
         bundle_sha256=read_sha256("JITFP4_BUNDLE_SHA256", env.get("JITFP4_BUNDLE_SHA256") or None),
-        tactics=Path(env["JITFP4_TACTICS"]).absolute() if env.get("JITFP4_TACTICS") else None,
+        tactics=_path(env, "JITFP4_TACTICS"),
         lock_timeout=_number(env, "JITFP4_LOCK_TIMEOUT", 60.0),
-        record=Path(env["JITFP4_RECORD"]).absolute() if env.get("JITFP4_RECORD") else None,
+        record=_path(env, "JITFP4_RECORD"),
         log_level=(_choice(env, "JITFP4_LOG", LOG_LEVELS) or "").upper() or None,
     )
 
@@ -80,9 +80,33 @@ def read_sha256(name: str, text: str | None) -> str | None:
     return text.lower()
 
 
+def read_path(name: str, text: str) -> Path:
+    """An absolute path. Raises ArgumentError for a URL, for ``~``, which only shells expand, and for NUL characters.
+
+    Also for a relative path where the working directory was removed.
+    """
+    if "://" in text or text.startswith("~") or "\0" in text:
+        raise ArgumentError(name, repr(text), "a path on this machine: no URL, and no ~, which only shells expand")
+    try:
+        return Path(text).absolute()
+    except FileNotFoundError:
+        raise ArgumentError(name, repr(text), "an absolute path: the working directory was removed") from None
+
+
+def _path(env: Mapping[str, str], name: str) -> Path | None:
+    return read_path(name, env[name]) if env.get(name) else None
+
+
+def _paths(env: Mapping[str, str], name: str) -> tuple[Path, ...]:
+    text = env.get(name, "")
+    if "://" in text:  # before its colon separates two paths
+        read_path(name, text)
+    return tuple(read_path(name, part) for part in text.split(os.pathsep) if part)
+
+
 def _cache_dir(env: Mapping[str, str]) -> Path | None:
-    if explicit := env.get("JITFP4_CACHE_DIR"):
-        return Path(explicit).absolute()
+    if explicit := _path(env, "JITFP4_CACHE_DIR"):
+        return explicit
     xdg, home = Path(env.get("XDG_CACHE_HOME", "")), Path(env.get("HOME", ""))
     if xdg.is_absolute():  # the XDG specification says to ignore a relative one
         return xdg / "jitfp4"
@@ -90,7 +114,7 @@ def _cache_dir(env: Mapping[str, str]) -> Path | None:
 
 
 def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str | None:
-    text = env.get(name)
+    text = env.get(name) or None
     if text is not None and text not in choices:
         raise ArgumentError(name, repr(text), ", ".join(choices))
     return text
@@ -103,7 +127,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     return text == "1"
 
 
-def _number(env: Mapping[str, str], name: str, default: float) -> float:
+def _number(env: Mapping[str, str], name: str, default: float, *, least: float = 0.0) -> float:
     text = env.get(name)
     if not text:
         return default
@@ -111,6 +135,6 @@ def _number(env: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         raise ArgumentError(name, repr(text), "a number") from None
-    if not 0 < value < float("inf"):
-        raise ArgumentError(name, repr(text), "a positive finite number")
+    if not least <= value < float("inf") or not value:
+        raise ArgumentError(name, repr(text), f"a finite number of {least:g} or more" if least else "a positive number")
     return value

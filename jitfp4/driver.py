@@ -124,6 +124,7 @@ class PreparedLaunch:
         starts = ctypes.addressof(self._values), ctypes.addressof(self._addresses)
         self._params = (ctypes.c_void_p * len(places))(*(starts[kind] + 8 * place for kind, place in places))
         self._where = ctypes.c_void_p(ctypes.addressof(self._params))
+        self._with: dict[tuple[int, ...], tuple[ctypes.c_void_p, Any, Any]] = {}  # tensor maps, by addresses
         self._configs: dict[int, ctypes.c_void_p] = {}  # by stream
         self._launch = _functions().cuLaunchKernelEx
         self._lock = threading.Lock()  # the argument memory serves one thread at a time
@@ -137,16 +138,26 @@ class PreparedLaunch:
             _thread.bound = True
         with self._lock:
             self._pack(self._addresses, 0, *addresses)
-            if self._maps:
-                held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # keeps them alive
-                for (_, i, _), (_, start) in zip(self._maps, held, strict=True):
-                    self._params[i] = start
+            where = self._with_maps(tuple(addresses)) if self._maps else self._where
             config = self._configs.get(stream)
             if config is None:
                 config = self._configs[stream] = self._kernel.config(self._geometry, self._pdl, stream)
-            status = self._launch(config, self._kernel.handle, self._where, None)
+            status = self._launch(config, self._kernel.handle, where, None)
         if status:
             raise LaunchError(f"{self._kernel.symbol}: {cuda.CUresult(status).name}")
+
+    def _with_maps(self, addresses: tuple[int, ...]) -> ctypes.c_void_p:
+        """The address of the parameters' addresses, with those of the tensor maps of tensors at these addresses."""
+        known = self._with.get(addresses)
+        if known is None:
+            held = [_encode(layout, addresses[number]) for number, _, layout in self._maps]  # keeps them alive
+            params = type(self._params).from_buffer_copy(self._params)
+            for (_, i, _), (_, start) in zip(self._maps, held, strict=True):
+                params[i] = start
+            if len(self._with) >= _MAX_MAPS:
+                self._with.clear()
+            known = self._with[addresses] = ctypes.c_void_p(ctypes.addressof(params)), params, held
+        return known[0]
 
 
 class Memory:

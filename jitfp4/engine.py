@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -215,7 +216,8 @@ def _record(kernel: AnyKernel, spec: KernelSpec, arch: Arch) -> None:
         return
     line = json.dumps(plan_entry(kernel, spec, arch)) + "\n"
     try:
-        with config.record.open("ab", buffering=0) as file:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang the launch
+        with open(os.open(config.record, flags, 0o666), "ab", buffering=0) as file:  # noqa: PTH123 - a descriptor
             file.write(line.encode())
     except OSError as error:
         if config.strict:

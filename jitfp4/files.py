@@ -1,7 +1,8 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and read only where they are files."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -17,6 +18,22 @@ def check_out(out: Path) -> None:
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(out.lstat().st_mode):
             raise ArgumentError("out", f"{out}, which is no regular file", "a regular file, or a name that is free")
+
+
+@contextmanager
+def regular(path: str | Path, *, follow: bool = True) -> Iterator[IO[bytes]]:
+    """A file, open for reading. Raises OSError for a FIFO, a device or a folder, and unless ``follow`` for a link."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)  # a FIFO is not waited for
+    with open(os.open(path, flags), "rb") as file:  # noqa: PTH123 - a descriptor
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        yield file
+
+
+def read_regular(path: str | Path, most: int, *, follow: bool = True) -> bytes:
+    """The first ``most`` bytes of a file. Raises like regular()."""
+    with regular(path, follow=follow) as file:
+        return file.read(most)
 
 
 @contextmanager

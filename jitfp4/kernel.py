@@ -20,6 +20,8 @@ ArgumentsT = TypeVar("ArgumentsT")
 ProblemT = TypeVar("ProblemT")
 TacticT = TypeVar("TacticT")
 
+_MAX_SIZE = 1024  # of what a spec counts besides its tactic: elements of a head, tokens, rows of a tile
+
 Which = Literal["selected", "all"]
 """``selected``: specs that selection returns for some problem; ``all``: specs of every tactic that can run one."""
 
@@ -84,6 +86,28 @@ class Kernel(Generic[ArgumentsT, ProblemT, TacticT]):
     def tactic(self) -> type[TacticT]:
         """The type of the kernel's tactics."""
         return type(self.tactics[0])
+
+    def read_spec(self, fields: Mapping[str, object]) -> KernelSpec:
+        """The specification that a file names. Raises ArgumentError for one that no problem can give."""
+        spec = self.spec.from_fields(fields)
+        self.check_spec(spec)
+        return spec
+
+    def check_spec(self, spec: KernelSpec) -> None:
+        """Check that tunable fields have values that some tactic has, and that other integers are sizes in a kernel.
+
+        What comes from a file is checked, because a template or the compiler may never end with other values. Raises
+        ArgumentError.
+        """
+        for name, value in spec.fields().items():
+            tuned = {getattr(tactic, name) for tactic in self.tactics if hasattr(tactic, name)}
+            if tuned and getattr(spec, name) not in tuned:
+                allowed = ", ".join(map(str, sorted(tuned)))
+            elif not tuned and type(value) is int and not 0 <= value <= _MAX_SIZE:
+                allowed = f"0 to {_MAX_SIZE}"
+            else:
+                continue
+            raise ArgumentError("spec", f"{name}={value}"[:80], f"{allowed} in {self.name}")
 
     def render(self, spec: KernelSpec, arch: Arch) -> str:
         """The generated source of one specialisation."""

@@ -77,6 +77,8 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         aligned: the arguments that must start at a multiple of 16 bytes. This is checked in the operator, because
             torch.compile sees no addresses.
         exclusive: the written arguments that must not share memory with any other argument.
+        zeroed: written arguments that must hold zeros before each call, and that a call may leave otherwise. The tuner,
+            which repeats a call, clears them.
         growing: fields of the problem that vary from call to call, such as the number of rows. One tuned choice serves
             all values up to the next power of two: see bucket().
     """
@@ -94,9 +96,11 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         output: str,
         aligned: tuple[str, ...] = (),
         exclusive: tuple[str, ...] = (),
+        zeroed: tuple[str, ...] = (),
         growing: tuple[str, ...] = (),
     ) -> None:
         self.arguments, self.name, self.kernels = arguments, name, kernels
+        self.zeroed = zeroed
         self.tables, self.problem, self._problems, self._reference = tables, problem, problems, reference
         self._output, self._aligned, self._growing = output, aligned, growing
         kinds = {field: _bare(hint) for field, hint in _hints(arguments).items()}
@@ -142,8 +146,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         if tuned is not None and (tactic := self.tuned(problem, arch, tuned)) is not None:
             return Selection(tactic, f"tuned: {tuned.path}")
         table, row, tactic = self._row(problem, arch)
-        source = f"bench/results/{table.measured}" if table.measured else "a model, not measured"
-        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {source}")
+        measured = table.elsewhere.get(type(tactic), table.measured)
+        source = f"read from bench/results/{measured}" if measured else "a model, not measured"
+        return Selection(tactic, f"table: row {table.rows.index(row) + 1} of {len(table.rows)}, {source}")
 
     def bucket(self, problem: ProblemT) -> ProblemT:
         """The problem that stands for all that share a tuned choice: ``growing`` fields become powers of two."""

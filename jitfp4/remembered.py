@@ -44,18 +44,27 @@ class Temporary(NamedTuple):
     sources: tuple[torch.Tensor, ...]
 
 
+class Companion(NamedTuple):
+    """A tensor that belongs to the address of another, ``source``, and the function that finds it."""
+
+    tensor: torch.Tensor
+    find: Callable[[torch.Tensor], torch.Tensor]
+    source: torch.Tensor
+
+
 class Notes(NamedTuple):
     """What a running call does: launches in order, None for one that cannot be repeated; and tensors for them."""
 
     steps: list[Step | None]
     scratch: list[torch.Tensor]
     temporaries: list[Temporary]
+    companions: list[Companion]
     parts: list[tuple[torch.Tensor, torch.Tensor]]  # views, and of which tensor
     conditions: list[tuple[Callable[..., bool], tuple[torch.Tensor, ...]]]
 
     @staticmethod
     def none() -> Notes:
-        return Notes([], [], [], [], [])
+        return Notes([], [], [], [], [], [])
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -74,13 +83,15 @@ class Call(NamedTuple):
     temporaries: tuple[tuple[Callable[..., torch.Tensor], tuple[int, ...]], ...]  # and the numbers of their sources
     aligned: tuple[int, ...]
     disjoint: tuple[tuple[int, int, Places], ...]  # two of the launch's tensors
+    companions: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor], int], ...]  # of which of those, by what number
     results: Callable[[Sequence[torch.Tensor]], Any]
-    allowed: set[tuple[int, ...]]  # addresses that passed the checks before
+    allowed: dict[tuple[int, ...], tuple[int, ...]]
+    """From addresses of ``chosen`` that passed the checks before to those of the launch."""
 
     def repeat(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Repeat the call with other tensors. Returns REFUSED, without a launch, where a condition does not hold."""
         # faster than one by one
-        launch, device, chosen, offsets, conditions, allocated, temporaries, _, _, results, allowed = self
+        launch, device, chosen, _, conditions, allocated, temporaries, _, _, _, results, allowed = self
         for holds, sources in conditions:
             if not holds(*[tensors[source] for source in sources]):
                 return REFUSED
@@ -91,19 +102,31 @@ class Call(NamedTuple):
             for make, sources in temporaries:
                 tensors = (*tensors, make(*[tensors[source] for source in sources]))
             addresses = (*map(_address, chosen(tensors)),)
-            if offsets:
-                addresses = (*map(operator.add, addresses, offsets),)
-            if addresses not in allowed:
-                if not self._allows(addresses):
-                    return REFUSED
-                if len(allowed) >= MOST:
-                    allowed.clear()
-                allowed.add(addresses)
-            launch.launch(current_stream(device), addresses)
+            if (final := allowed.get(addresses)) is not None:
+                launch.launch(current_stream(device), final)
+            elif not self._launch_new(addresses, tensors):
+                return REFUSED
         finally:
             if previous != device:
                 exchange_device(previous)
         return results(tensors)
+
+    def _launch_new(self, addresses: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> bool:
+        """Launch with addresses that are not known yet; returns False, without a launch, where they are not allowed."""
+        final = [*map(operator.add, addresses, self.offsets)] if self.offsets else [*addresses]
+        if not self._allows(final):
+            return False
+        lasting, held = True, []
+        for place, find, source in self.companions:
+            held.append(find(tensors[source]))
+            final[place] = held[-1].data_ptr()
+            lasting &= find(tensors[source]) is held[-1]
+        if lasting:
+            if len(self.allowed) >= MOST:
+                self.allowed.clear()
+            self.allowed[addresses] = tuple(final)
+        self.launch.launch(current_stream(self.device), tuple(final))
+        return True
 
     def _allows(self, addresses: Sequence[int]) -> bool:
         """Whether the addresses are aligned, and the tensors share no memory, where the operations require it."""
@@ -135,7 +158,7 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     returned = () if result is None else result if isinstance(result, tuple) else (result,)
     numbers = _Numbers(given)
     conditions = [(holds, (*map(numbers.of, sources),)) for holds, sources in notes.conditions]
-    made = [one.tensor for one in notes.temporaries]
+    made = [*(one.tensor for one in notes.temporaries), *(one.tensor for one in notes.companions)]
     results = [one for one in returned if not any(one is other for other in (*given, *notes.scratch, *made))]
     allocated = (*notes.scratch, *results)
     for tensor in (*allocated, *made):
@@ -143,6 +166,8 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     for view, source in notes.parts:
         numbers.add_part(view, source)
     chosen, offsets = zip(*map(numbers.at, step.tensors), strict=True)
+    owners = {numbers.of(one.tensor): (one.find, numbers.source(one.source)) for one in notes.companions}
+    companions = tuple((place, *owners[number]) for place, number in enumerate(chosen) if number in owners)
     for tensor in results:
         if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
             raise _Unrepeatable
@@ -150,15 +175,16 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     return Call(
         step.launch,
         step.tensors[0].get_device(),
-        take(chosen),
+        take([owners[number][1] if number in owners else number for number in chosen]),
         offsets if any(offsets) else (),
         (*conditions, *((_at_one_place, twins) for twins in numbers.twins)),
         tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
         step.aligned,
         tuple((a, b, Places.of(step.tensors[a], step.tensors[b])) for a, b in step.disjoint),
+        companions,
         _results_of(result, places),
-        set(),
+        {},
     )
 
 

@@ -63,10 +63,16 @@ def render(template: str, spec: KernelSpec, arch: Arch, *, symbol: str, params: 
         raise RenderError(f"{template} with {spec} for {arch.name}: {type(error).__name__}: {error}") from error
 
 
-def render_partial(partial: str, arch: Arch) -> str:
-    """Generate the text of a partial and of what it includes, as of a file of its own. Raises RenderError."""
+def render_partial(partial: str, arch: Arch, spec: object = None) -> str:
+    """Generate the text of a partial and of what it includes, as of a file of its own.
+
+    Args:
+        spec: has the fields that a partial with text for each value of a spec names.
+    Raises:
+        RenderError.
+    """
     try:
-        return _environment().get_template(partial).render(arch=arch)
+        return _environment().get_template(partial).render(arch=arch, spec=spec)
     except jinja2.TemplateError as error:
         raise RenderError(f"{partial} for {arch.name}: {type(error).__name__}: {error}") from error
 

@@ -4,9 +4,9 @@ A public function checks its arguments, allocates its results, and launches a ke
 the choice of a kernel depends only on dtypes, shapes, strides, devices and flags, so a second call with equal ones need
 not repeat them. ``@replayed`` looks such a call up. If it is found, results are allocated and its kernels are launched
 in order with the new addresses. A call is remembered only if each address that a kernel got was that of an argument,
-of a new result, or of a tensor that ``scratch`` or ``temporary`` made, and each new result was given to a kernel. What
-the call does besides is not repeated: work on the GPU that is no launch belongs into a ``temporary``, a look at values
-into ``require``, and a view that does not begin where its tensor does is a ``part``.
+of a new result, or of a tensor that ``scratch``, ``temporary`` or ``companion`` made, and each new result was given to
+a kernel. What the call does besides is not repeated: work on the GPU that is no launch belongs into a ``temporary``, a
+look at values into ``require``, and a view that does not begin where its tensor does is a ``part``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from jitfp4.dispatch import guard, is_plain, is_watched
 from jitfp4.layouts import SfLayout
-from jitfp4.remembered import REFUSED, Call, Notes, Step, Temporary, take, understand
+from jitfp4.remembered import REFUSED, Call, Companion, Notes, Step, Temporary, take, understand
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,6 +68,17 @@ def temporary(make: Callable[..., torch.Tensor], *sources: torch.Tensor) -> torc
         if sources and notes.steps:
             notes.steps.append(None)
         notes.temporaries.append(Temporary(tensor, make, sources))
+    return tensor
+
+
+def companion(find: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> torch.Tensor:
+    """The tensor ``find(source)``, which is kept somewhere for the address of ``source``, as temporary()'s sources are.
+
+    A repeated call asks again for a new address, and at every time where ``find`` gives another tensor each time.
+    """
+    tensor = find(source)
+    if not torch.compiler.is_dynamo_compiling() and (notes := _notes.get()) is not None:
+        notes.companions.append(Companion(tensor, find, source))
     return tensor
 
 
@@ -127,19 +138,21 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
         sort = _sort(kinds, (*kwargs,))
         if sort is None:
             return function(*args, **kwargs)
-        tensors_of, flags_of, groups_of = sort
+        tensors_of, flags_of, groups_of, with_groups = sort
         if groups_of is not None:
             groups = groups_of(values)
             gathered = (*itertools.chain.from_iterable(groups),)
-            sort = _sort(kinds, (*kwargs,), (*map(len, groups),))
-            if sort is None or not _TENSOR_TYPES.issuperset(map(type, gathered)):
+            shapes = (*map(len, groups), *map(type, gathered))
+            if shapes not in with_groups:
+                _add_sort(sort, kinds, groups, gathered)
+            if (sort := with_groups[shapes]) is None:
                 return function(*args, **kwargs)
-            tensors_of, flags_of, _ = sort
+            tensors_of, flags_of, _, _ = sort
             values = (*values, *gathered)
         tensors = tensors_of(values)
         if not tensors[0].is_cuda:
             return function(*args, **kwargs)
-        key = sort, flags_of(values), tensors[0].shape
+        key = tensors_of, flags_of(values), tensors[0].shape
         for matches, action in memory.get(key, ()):
             if matches(*tensors):
                 if action is None:
@@ -154,42 +167,63 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
 class _Sort(NamedTuple):
     """For arguments of certain types: functions that return the tensors among them, and the other values.
 
-    Both take all arguments, and behind them the tensors in ``groups``, which are the tuples and lists among them.
+    Both take all arguments, and behind them the tensors in ``groups``, which are the tuples and lists among them. If
+    there are any, the functions are those in ``with_groups``, by the lengths of all groups and the types in them. No
+    two sorts have the same function ``tensors``.
     """
 
     tensors: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
     flags: Callable[[Sequence[Any]], Hashable]
     groups: Callable[[Sequence[Any]], tuple[Sequence[torch.Tensor], ...]] | None
+    with_groups: dict[tuple[Any, ...], _Sort | None]
 
 
 _FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout)
+_sign = functools.partial(math.copysign, 1.0)
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 @functools.cache
-def _sort(kinds: tuple[type, ...], names: tuple[str, ...], lengths: tuple[int, ...] = ()) -> _Sort | None:  # noqa: ARG001 - one for each way to call
-    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor.
+def _sort(kinds: tuple[type, ...], names: tuple[str, ...]) -> _Sort | None:  # noqa: ARG001 - one for each way to call
+    """The functions for arguments of these exact types; None where a type is not known here, or none is a tensor."""
+    tensors, flags, groups = _kinds(kinds)
+    if len(tensors) + len(flags) + len(groups) < len(kinds):
+        return None
+    if groups:
+        return _Sort(take(()), take(()), take(groups), {})
+    return _functions(kinds, tensors, flags)
 
-    ``lengths`` are those of the groups; without them, the result says only which arguments are groups.
-    """
+
+def _add_sort(sort: _Sort, kinds: tuple[type, ...], groups: Sequence[Sequence[Any]], gathered: Sequence[Any]) -> None:
+    """Add the functions for groups of these lengths, with elements of these types."""
+    tensors, flags, _ = _kinds(kinds)
+    found = (*map(type, gathered),)
+    tensors += range(len(kinds), len(kinds) + len(gathered))
+    known = _TENSOR_TYPES.issuperset(found)
+    sort.with_groups[*map(len, groups), *found] = _functions(kinds, tensors, flags) if known else None
+
+
+def _kinds(kinds: tuple[type, ...]) -> tuple[list[int], list[int], list[int]]:
+    """The numbers of arguments that are tensors, flags and groups."""
     tensors = [number for number, kind in enumerate(kinds) if kind in _TENSOR_TYPES]
     flags = [number for number, kind in enumerate(kinds) if kind in _FLAG_TYPES or issubclass(kind, IntEnum)]
     groups = [number for number, kind in enumerate(kinds) if kind in (tuple, list)]
-    if len(tensors) + len(flags) + len(groups) < len(kinds):
-        return None
-    if groups and not lengths:
-        return _Sort(take(()), take(()), take(groups))
-    tensors += range(len(kinds), len(kinds) + sum(lengths))
+    return tensors, flags, groups
+
+
+def _functions(kinds: tuple[type, ...], tensors: Sequence[int], flags: Sequence[int]) -> _Sort | None:
+    """The functions for tensors and flags with these numbers."""
     if not tensors:
         return None
     floats = [number for number in flags if kinds[number] is float]
     if floats:  # 0.0 == -0.0
+        all_of, floats_of = take(flags), take(floats)
 
         def signed(values: Sequence[Any]) -> Hashable:
-            return take(flags)(values), *(math.copysign(1.0, values[number]) for number in floats)
+            return all_of(values), *map(_sign, floats_of(values))
 
-        return _Sort(take(tensors), signed, None)
-    return _Sort(take(tensors), take(flags), None)
+        return _Sort(take(tensors), signed, None, {})
+    return _Sort(take(tensors), take(flags), None, {})
 
 
 def _remember(memory: _Memory, key: Hashable, function: Callable[[], R], tensors: Sequence[torch.Tensor]) -> R:

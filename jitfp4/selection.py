@@ -42,13 +42,15 @@ class Table(Generic[TacticT]):
     """Rows in order of preference: the first that fits a problem, and whose tactic can run it, is taken.
 
     ``measured`` is the committed file below ``bench/results`` from which the rows follow; None for rows that are not
-    measured. A table serves the architectures with the capability ``needs``, a field of Arch; None stands for all
-    that no other table of the operation serves.
+    measured. ``elsewhere`` names another file for the rows whose tactics are of a type. A table serves the
+    architectures with the capability ``needs``, a field of Arch; None stands for all that no other table of the
+    operation serves.
     """
 
     rows: tuple[Row[TacticT], ...]
     measured: str | None
     needs: str | None = None
+    elsewhere: Mapping[type, str] = field(default_factory=dict)
 
     def serves(self, arch: Arch) -> bool:
         return self.needs is not None and bool(getattr(arch, self.needs))

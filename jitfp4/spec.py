@@ -53,7 +53,7 @@ def record_of(kind: type[RecordT], values: Mapping[str, object], what: str) -> R
         raise ArgumentError(what, sorted(values), f"exactly {sorted(names)}")
     try:
         return kind(**{name: _from_json(types[name], values[name]) for name in names})
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, ArithmeticError) as error:
         raise ArgumentError(what, dict(values), f"values of {kind.__name__}: {error}") from None
 
 
@@ -71,6 +71,10 @@ def _from_json(kind: Any, value: Any) -> Any:
     if isinstance(value, str) and issubclass(kind, Enum):
         return kind[value] if issubclass(kind, IntEnum) else kind(value)
     raise ValueError(f"{value!r} is no {kind.__name__}")
+
+
+WARP = 32  # threads
+MAX_GRID_YZ = 65535  # CTAs of a grid along y, and along z
 
 
 @dataclass(frozen=True, slots=True)

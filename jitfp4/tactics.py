@@ -20,7 +20,7 @@ from typing import Any
 from jitfp4 import nvrtc
 from jitfp4.config import read_config
 from jitfp4.errors import TacticsError
-from jitfp4.files import check_out, replacing
+from jitfp4.files import check_out, read_regular, replacing
 
 SCHEMA = 1
 MAX_BYTES = 16 << 20
@@ -127,8 +127,7 @@ class TacticsFile:
 
 def read(path: Path) -> TacticsFile:
     """The file at ``path``, verified. Raises TacticsError, which names it, or OSError."""
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)
+    data = read_regular(path, MAX_BYTES + 1)
     try:
         return TacticsFile.decode(data, path)
     except TacticsError as error:

@@ -17,7 +17,7 @@ import torch
 from jitfp4 import replay
 from jitfp4.arch import Arch
 from jitfp4.dispatch import current_stream, differ, exchange_device, is_among, is_watched
-from jitfp4.dtypes import FLOATS
+from jitfp4.dtypes import FLOATS, INDEX_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.layouts import SfLayout
 
@@ -172,6 +172,15 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Check that ``tensor`` is dense in row-major order; it is never copied to make it so."""
     if not tensor.is_contiguous():
         raise ArgumentError(name, f"strides {tensor.stride()}", "a contiguous tensor")
+
+
+def check_list(name: str, values: torch.Tensor, like: torch.Tensor, size: int | None = None) -> None:
+    """Check that ``values`` is a contiguous list of integers on ``like``'s device, of ``size`` entries unless None."""
+    check_dtype(name, values, INDEX_DTYPES)
+    check_same_device(name, values, like)
+    check_contiguous(name, values)
+    if values.dim() != 1 or (size is not None and differ(values.shape, (size,))):
+        raise ArgumentError(name, f"shape {tuple(values.shape)}", "one dimension" if size is None else f"({size},)")
 
 
 def output(

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -57,7 +57,14 @@ def calls_per_graph(bytes_per_call: int) -> int:
     return max(2, min(MAX_CALLS, GRAPH_BYTES // max(bytes_per_call, 1)))
 
 
-def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "cold", replays: int = REPLAYS) -> float:
+def time_us(
+    make_call: Callable[[], Call],
+    bytes_per_call: int,
+    *,
+    l2: L2 = "cold",
+    replays: int = REPLAYS,
+    before: Call = lambda: None,
+) -> float:
     """Median microseconds of one call.
 
     Args:
@@ -65,6 +72,7 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "col
         bytes_per_call: memory that one call touches; it bounds the number of calls in a cold graph.
         l2: see above.
         replays: replays of the graph that are measured.
+        before: runs before each replay of a cold graph, outside the timed region.
     """
     if l2 == "cold":
         calls = [make_call() for _ in range(calls_per_graph(bytes_per_call))]
@@ -89,6 +97,7 @@ def time_us(make_call: Callable[[], Call], bytes_per_call: int, *, l2: L2 = "col
         times: list[float] = []
         for _ in range(replays + UNCOUNTED):
             if flush is not None:
+                before()
                 flush.zero_()
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -112,12 +121,18 @@ def on_gpu(call: Observed, candidates: Sequence[Any]) -> Iterator[Measure]:
     size = sum(high - low for low, high in map(extent, _tensors(call.arguments).values()))
     copies = calls_per_graph(size) if 2 * size <= GRAPH_BYTES else 1
     sets = [_copied(call, everything=copies > 1) for _ in range(copies)]
+    if operation.zeroed and copies == 1:  # the calls of a graph share the rest
+        sets = [_with_own(sets[0], operation.zeroed) for _ in range(calls_per_graph(size))]
+
+    def clear() -> None:
+        for name, arguments in itertools.product(operation.zeroed, sets):
+            getattr(arguments, name).zero_()
 
     def measure(tactic: Any, replays: int) -> float:
         built[plans[tactic].kernel, plans[tactic].spec].result()
         own = itertools.cycle(sets)
         with torch.cuda.device(call.target.device), operation.forced(tactic):
-            return time_us(lambda: _bound(operation, next(own)), size, replays=replays)
+            return time_us(lambda: _bound(operation, next(own)), size, replays=replays, before=clear)
 
     try:
         yield measure
@@ -135,12 +150,13 @@ def _tensors(arguments: Any) -> dict[str, torch.Tensor]:
 
 def _copied(call: Observed, *, everything: bool) -> Any:
     """The arguments, with copies of all tensors, or of those that the call writes."""
-    own = {
-        name: _copy(tensor)
-        for name, tensor in _tensors(call.arguments).items()
-        if everything or name in call.operation.written
-    }
-    return call.arguments._replace(**own)
+    names = _tensors(call.arguments) if everything else call.operation.written
+    return _with_own(call.arguments, names)
+
+
+def _with_own(arguments: Any, names: Collection[str]) -> Any:
+    """The arguments, with copies of those of ``names`` that are tensors."""
+    return arguments._replace(**{name: _copy(tensor) for name, tensor in _tensors(arguments).items() if name in names})
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,7 +251,9 @@ def tune(
         call()
     targets = {one.target._replace(races=False) for one in seen.values()}
     if len(targets) != 1:
-        raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", "one that launches kernels on one GPU")
+        here = "" if torch.cuda.is_available() else "; this machine has no GPU, and calls on CPU tensors launch nothing"
+        allowed = f"one that launches kernels on one GPU{here}"
+        raise ArgumentError("call", f"one with kernels on {len(targets)} GPUs", allowed)
     file = _continued(known, path, targets.pop())
     todo = [one for one in seen.values() if again or not _has(file, one)]
     with _bar(len(todo), shown=progress) as bar:

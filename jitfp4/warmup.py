@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from jitfp4.spec import KernelSpec
 from jitfp4.tactics import TacticsFile
 
 PLAN_SCHEMA = 1
+_RECORDED = '{"family"'  # how each line of a record begins
+
+_log = logging.getLogger("jitfp4.warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def tuned(file: TacticsFile) -> tuple[Task, ...]:
         (operation,) = operations(choice.operation)
         problem, tactic = operation.chosen(choice)
         kernel = lookup(choice.kernel)
-        tasks.append(Task(kernel, kernel.specialise(problem, tactic), arch))
+        kernel.check_spec(spec := kernel.specialise(problem, tactic))
+        tasks.append(Task(kernel, spec, arch))
     return tuple(dict.fromkeys(tasks))
 
 
@@ -99,29 +104,47 @@ def write_plan(tasks: Iterable[Task]) -> str:
 def read_plan(text: str) -> tuple[Task, ...]:
     """The tasks of a JSON plan, or of what JITFP4_RECORD recorded: a kernel a line, each taken once.
 
+    Lines of a record that were cut, as a full disk or a power cut leaves them, are left out with a warning.
+
     Raises:
         ArgumentError: it is neither, or names a kernel that does not exist.
     """
+    document, what = None, "another document"
     try:
-        document = _read_record(text) if text.startswith('{"family"') else json.loads(text)
-    except ValueError as error:
-        raise ArgumentError("plan", "text that is not JSON", str(error)) from None
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also of a record, whose second line is too many
+        what = f"text that is not JSON ({error})"
     match document:
         case {"schema": int(schema), "kernels": list(entries)} if schema == PLAN_SCHEMA:
             return tuple(_read_task(entry) for entry in entries)
-    raise ArgumentError("plan", "another document", f'{{"schema": {PLAN_SCHEMA}, "kernels": [...]}}')
+    if recorded := _read_record(text):
+        return recorded
+    raise ArgumentError("plan", what, f'{{"schema": {PLAN_SCHEMA}, "kernels": [...]}}, or lines of JITFP4_RECORD')
 
 
-def _read_record(text: str) -> dict[str, object]:
-    lines = dict.fromkeys(text.splitlines())  # every process records what it uses
-    return {"schema": PLAN_SCHEMA, "kernels": [json.loads(line) for line in lines]}
+def _read_record(text: str) -> tuple[Task, ...]:
+    """The tasks of a record; none if no line is one of a record. Raises ArgumentError, which names the line."""
+    tasks, cut = dict[Task, None](), list[int]()
+    for number, line in enumerate(text.replace("\0", "").split("\n"), 1):
+        if not line.startswith(_RECORDED) or not line.endswith("}"):
+            cut += [number] if line.strip() else []
+            continue
+        try:
+            tasks[_read_task(json.loads(line))] = None
+        except ArgumentError as error:
+            raise ArgumentError("plan", f"in line {number} {error.args[1]}", error.args[2]) from None
+        except (ValueError, RecursionError):
+            cut.append(number)
+    if tasks and cut:
+        _log.warning("record: line %s was cut and is left out", ", ".join(map(str, cut)))
+    return tuple(tasks)
 
 
 def _read_task(entry: Mapping[str, object]) -> Task:
     match entry:
         case {"family": str(name), "arch": str(arch), "spec": dict(fields)}:
             kernel = lookup(name)
-            return Task(kernel, kernel.spec.from_fields(fields), Arch.of(arch))
+            return Task(kernel, kernel.read_spec(fields), Arch.of(arch))
     raise ArgumentError("plan", entry, '{"family": ..., "arch": ..., "spec": {...}}')
 
 

@@ -27,7 +27,7 @@ their row, which ``row_scale`` holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,10 @@ _ONE, _NAN = _BIAS << 3, 0xFF
 _UE8M0_NAN = 255
 _MOST_ROWS = 1 << 31
 _SLAB = 1 << 24  # elements that are packed at a time
-_ORDER = 3  # the number of the order of codes and scales: another one whenever pack() changes
+_ORDER, _GATED_ORDER = 3, 4  # the numbers of the order of codes and scales: others whenever pack() changes
+_HALF_BLOCK = 8  # rows that a lane has in one register of a fragment
+ORDERS = ("concatenated gate,up", "concatenated up,gate", "interleaved")
+"""How a matrix may have the rows of gates and ups; interleaved: both of a feature follow each other."""
 
 
 def tile_bytes(block_format: BlockFormat) -> int:
@@ -64,6 +67,8 @@ class Fp4Weight:
         row_scale: float32 ``[round_up(n, 64)]``, a factor for each row of an MXFP4 weight; None for NVFP4.
         n, k: logical size.
         format: the format of its blocks.
+        gated: whether the rows are those of n / 2 gates and as many ups. Then each 16 rows are the gates of eight
+            features and their ups, so that one thread has both of a feature.
     """
 
     data: torch.Tensor
@@ -71,6 +76,7 @@ class Fp4Weight:
     n: int
     k: int
     format: BlockFormat
+    gated: bool = False
 
     def __post_init__(self) -> None:
         for name, size, multiple in (("n", self.n, ROWS), ("k", self.k, COLS)):
@@ -78,6 +84,10 @@ class Fp4Weight:
                 raise ArgumentTypeError(name, type(size).__name__, "an int")
             if size <= 0 or size % multiple or size >= _MOST_ROWS:
                 raise ArgumentError(name, str(size)[:40], f"a positive multiple of {multiple} below 2^31")
+        if not isinstance(self.gated, bool):
+            raise ArgumentTypeError("gated", type(self.gated).__name__, "a bool")
+        if self.gated and self.n % (2 * _HALF_BLOCK):
+            raise ArgumentError("n", str(self.n)[:40], f"a multiple of {2 * _HALF_BLOCK}, of gates and ups")
         if not isinstance(self.format, BlockFormat):
             raise ArgumentTypeError("format", type(self.format).__name__, "a BlockFormat")
         shape = (ceil_div(self.n, TILE_ROWS), ceil_div(self.k, TILE_COLS), tile_bytes(self.format))
@@ -91,7 +101,8 @@ class Fp4Weight:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weight as named tensors, for safetensors or a state_dict; ``size`` also tells the order of the codes."""
-        named = {"data": self.data, "size": torch.tensor([self.n, self.k, _ORDER])}
+        order = _GATED_ORDER if self.gated else _ORDER
+        named = {"data": self.data, "size": torch.tensor([self.n, self.k, order])}
         return named if self.row_scale is None else {**named, "row_scale": self.row_scale}
 
     @staticmethod
@@ -110,22 +121,37 @@ class Fp4Weight:
         if named["size"].is_meta:
             raise ArgumentTypeError("named, size", "a tensor on meta", "a tensor with values")
         n, k, order = named["size"].tolist()
-        if order != _ORDER:
-            raise ArgumentError(
-                "named, size", f"order {order} of a prepared weight", f"order {_ORDER}: prepare it again"
-            )
+        if order not in (_ORDER, _GATED_ORDER):
+            allowed = f"order {_ORDER}, or {_GATED_ORDER} of gates and ups: prepare it again"
+            raise ArgumentError("named, size", f"order {order} of a prepared weight", allowed)
         try:
-            return Fp4Weight(data, row_scale, n, k, NVFP4 if row_scale is None else MXFP4)
+            return Fp4Weight(data, row_scale, n, k, NVFP4 if row_scale is None else MXFP4, order == _GATED_ORDER)
         except ArgumentError as error:
             raise renamed(error, {part: f"named, {part}" for part in ("data", "row_scale", "n", "k")}) from None
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in float32, [n, k], exact."""
+        """The weight in float32, [n, k], exact; of one that is ``gated``, first the gates and then the ups."""
         codes, scales = unpack(self.data, self.format)
         values = decode_e2m1(codes) * decode_scales(scales).repeat_interleave(self.format.block, -1)
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
-        return values[: self.n, : self.k]
+        values = values[: self.n, : self.k]
+        if self.gated:
+            values = values.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
+        return values
+
+
+def check_still(name: str, make: Callable[[], object]) -> None:
+    """Check that prepared tensors have the shapes that ``make``, their class, wants: resize_() may have changed them.
+
+    Raises ArgumentError for ``name``.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    try:
+        make()
+    except ArgumentError as error:
+        raise type(error)(name, f"{error.args[0]} of {error.args[1]}", str(error.args[2])) from None
 
 
 def _check_part(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -230,6 +256,22 @@ def _rotated(words: torch.Tensor, left: int) -> torch.Tensor:
 def _bytes_of(words: torch.Tensor) -> torch.Tensor:
     """The bytes of 32-bit words, the lowest first."""
     return torch.stack([words >> 8 * i & 0xFF for i in range(4)], -1).to(torch.uint8)
+
+
+def gate_up_order(inter: int, device: torch.device | str) -> torch.Tensor:
+    """For each row of a prepared weight of gates and ups, its number among the gates and then the ups."""
+    gates = torch.arange(inter, device=device).view(-1, _HALF_BLOCK)
+    return torch.stack((gates, gates + inter), 1).flatten()
+
+
+def places_of(order: str, inter: int, device: torch.device) -> torch.Tensor:
+    """For each row of a prepared weight of gates and ups, its row in an order of ORDERS."""
+    logical = gate_up_order(inter, device)
+    if order == ORDERS[0]:
+        return logical
+    is_up = logical >= inter
+    feature = logical - is_up * inter
+    return feature + ~is_up * inter if order == ORDERS[1] else 2 * feature + is_up
 
 
 def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat) -> Fp4Weight:

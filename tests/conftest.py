@@ -23,8 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-cache", type=Path, metavar="DIR", help="keep the kernels that tests compile there")
 
 
-def pytest_configure() -> None:
-    """Workers share the cores: with as many threads in each as there are cores, they wait for each other."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers share the cores: with as many threads in each as there are cores, they wait for each other.
+
+    A worker that dies ends the run, which names its test: no test may kill one, and what it held is not given back.
+    """
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch.nn.functional import cosine_similarity, silu
 
-from bench.engines.vllm_llama import rounded
+from bench.engines.vllm_decode import rounded
 
 HIDDEN, INTER, VOCAB, HEAD_DIM, HEADS, KV_HEADS = 1024, 3584, 128256, 128, 8, 2
 PROMPTS, TOKENS = 8, 16

@@ -114,16 +114,17 @@ class Manifest:
                 source_bytes=fields["source"]["bytes"],
                 provenance=fields["provenance"],
             )
+            schema = fields["schema"]
             texts = (*(manifest.recipe[name] for name in _RECIPE_TEXTS), manifest.toolchain, manifest.symbol)
         except (KeyError, TypeError) as error:
             raise CacheCorruptError(f"{MANIFEST}: a member is missing or of the wrong type: {error}") from None
         numbers = (manifest.cubin_bytes, manifest.source_bytes)
         if not (all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)):
             raise CacheCorruptError(f"{MANIFEST}: a member is of the wrong type")
-        if fields["schema"] != SCHEMA or type(manifest.provenance) is not dict:
-            raise CacheCorruptError(
-                f"{MANIFEST}: schema {fields['schema']}, or no provenance; this reader knows {SCHEMA}"
-            )
+        if not all(text.isascii() for text in (manifest.arch, manifest.symbol)):
+            raise CacheCorruptError(f"{MANIFEST}: no architecture or kernel is called so")
+        if type(schema) is not int or schema != SCHEMA or type(manifest.provenance) is not dict:
+            raise CacheCorruptError(f"{MANIFEST}: schema {schema!r}, or no provenance; this reader knows {SCHEMA}")
         return manifest
 
     def check_place(self, digest: str, toolchain: str) -> None:
@@ -153,11 +154,14 @@ class Manifest:
         check_elf(cubin, self.arch, self.symbol)
 
     def check_source(self, source: bytes) -> Recipe:
-        """The recipe, recomputed from its preimage and ``source``. Raises CacheCorruptError when the digest differs."""
+        """The recipe, recomputed from its preimage and ``source``. Raises CacheCorruptError when they do not fit."""
         try:
-            return Recipe.from_json(self.recipe, source.decode())
+            recipe = Recipe.from_json(self.recipe, source.decode())
         except ValueError as error:
             raise CacheCorruptError(f"{SOURCE}: {error}") from None
+        if len(source) != self.source_bytes:
+            raise CacheCorruptError(f"{SOURCE}: {len(source)} bytes, not the published size")
+        return recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

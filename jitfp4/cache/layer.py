@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from jitfp4.cache.entry import CUBIN, MANIFEST, MAX_BYTES, SOURCE, EntryFiles, Manifest, is_toolchain
 from jitfp4.cache.index import MAX_INDEX_BYTES, Index, Listed
-from jitfp4.cache.tree import check_folder, check_trusted, folder_descriptor, names, open_below, open_folder
+from jitfp4.cache.tree import check_folder, check_trusted, close, folder_descriptor, names, open_below, open_folder
 from jitfp4.errors import BundleError, CacheCorruptError, CacheUntrustedError
 from jitfp4.keys import Recipe
 
@@ -92,7 +92,7 @@ class Layer:
         except FileNotFoundError as error:
             raise self._missing(error, folder, digest, toolchain) from None
         finally:
-            os.close(folder)
+            close(folder)
         manifest.check_cubin(cubin)
         return manifest, cubin
 
@@ -150,7 +150,7 @@ class Layer:
         except FileNotFoundError as error:
             raise self._missing(error, folder, digest, toolchain) from None
         finally:
-            os.close(folder)
+            close(folder)
         if listed is not None:
             self._check_listed(Manifest.decode(contents[files.index(MANIFEST)]), listed)
         return contents
@@ -169,12 +169,12 @@ class Layer:
                     check_trusted(status, level)
             folder = folder_descriptor(f"{fan}/{digest[2:]}/{toolchain}", at=root)
         finally:
-            os.close(root)
+            close(root)
         try:
             if pinned is None:
                 check_trusted(os.fstat(folder), toolchain)
         except CacheUntrustedError:
-            os.close(folder)
+            close(folder)
             raise
         return folder
 
@@ -204,7 +204,7 @@ class Layer:
                 with suppress(OSError):  # a read-only mount: the use is not recorded
                     os.utime(fd)
         finally:
-            os.close(fd)
+            close(fd)
         if pinned is not None and name == MANIFEST and hashlib.sha256(data).hexdigest() != pinned:
             raise CacheUntrustedError(f"{name}: not the one that the pinned bundle index {self.pin} lists")
         return data
@@ -260,7 +260,7 @@ def pinned_entries(root: Path, pin: str) -> Mapping[str, Listed]:
         readable = stat.S_ISREG(status.st_mode) and status.st_size <= MAX_INDEX_BYTES
         data = read_all(fd, status.st_size) if readable else b""
     finally:
-        os.close(fd)
+        close(fd)
     try:
         index = Index.decode(data, pin)
     except BundleError as error:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from jitfp4.cache.tree import close
+
 LOCKS = "locks"
 TROUBLE = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO, errno.EACCES, errno.EINVAL, errno.EBADF})
 """Errors with which flock fails on file systems that have no locks."""
@@ -55,8 +57,7 @@ class Held:
     def close(self) -> None:
         """Close the descriptor. Errors of close(2) are ignored."""
         fd, self.fd = self.fd, -1
-        with suppress(OSError):
-            os.close(fd)
+        close(fd)
 
 
 _held: set[Held] = set()

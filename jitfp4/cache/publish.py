@@ -19,6 +19,7 @@ from jitfp4.cache.lock import LOCKS, TROUBLE, held, try_lock
 from jitfp4.cache.tree import (
     check_shared,
     check_trusted,
+    close,
     ensure_folder,
     exists,
     folder_descriptor,
@@ -246,7 +247,7 @@ def _write_files(folder: int, files: Mapping[str, bytes], mode: int) -> None:
             os.fsync(fd)
     finally:
         for fd in fds:
-            os.close(fd)
+            close(fd)
 
 
 def _sync_folder(root: int, path: str) -> None:

@@ -54,6 +54,12 @@ def folder_descriptor(path: str | Path, *, at: int | None = None) -> int:
         raise
 
 
+def close(fd: int) -> None:
+    """Close a descriptor. Errors of close(2) are ignored: they take back nothing that was read or synced before."""
+    with suppress(OSError):
+        os.close(fd)
+
+
 @contextmanager
 def open_folder(path: str | Path, *, at: int | None = None) -> Iterator[int]:
     """A descriptor of a real folder, closed at the end. Raises CacheUntrustedError for a symbolic link or a file."""
@@ -61,7 +67,7 @@ def open_folder(path: str | Path, *, at: int | None = None) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        close(fd)
 
 
 @contextmanager
@@ -144,7 +150,7 @@ def set_mode(path: str | Path, mode: int, *, at: int | None = None) -> None:
         if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
             os.chmod(f"/proc/self/fd/{fd}", mode)  # noqa: PTH101 - fchmod refuses a descriptor that only names a file
     finally:
-        os.close(fd)
+        close(fd)
 
 
 # ---- measure ---------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def show_size(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
     if as_json:
         put_json("cache size", **facts, findings=[_verdict(item) for item in catalog.findings])
     else:
-        put_facts(facts.items())
+        put_facts((name, human_bytes(size.disk_bytes) if name == "bytes" else fact) for name, fact in facts.items())
     _exit_with_findings(catalog)
 
 
@@ -109,7 +109,7 @@ def list_entries(
         for entry in entries:
             put(entry.use.digest)
     else:
-        columns = ["recipe", "kernel", "arch", "bytes", "last used", *(("toolchain", "spec") if long else ())]
+        columns = ["recipe", "kernel", "arch", "size", "last used", *(("toolchain", "spec") if long else ())]
         put_table(columns, [_row(entry)[: len(columns)] for entry in entries])
         say(plural(len(entries), "kernel"))
     _exit_with_findings(catalog)
@@ -299,7 +299,7 @@ def _row(entry: Entry) -> list[object]:
     manifest, use = entry.manifest, entry.use
     what = [manifest.family, manifest.arch] if manifest else [entry.problem, "?"]
     spec = _spec_text(manifest) if manifest else ""
-    return [use.digest[:_SHORT_DIGEST], *what, use.disk_bytes, utc(use.last_used), use.toolchain, spec]
+    return [use.digest[:_SHORT_DIGEST], *what, human_bytes(use.disk_bytes), utc(use.last_used), use.toolchain, spec]
 
 
 def _spec_text(manifest: Manifest) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jitfp4.arch import ARCHS, Arch
-from jitfp4.config import Config, read_config, read_sha256
+from jitfp4.config import Config, read_config, read_path, read_sha256
 from jitfp4.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ KernelNames = Annotated[
         "--kernel",
         "--family",
         metavar="NAMES",
-        help="Comma-separated: kernels, or families of them.",
+        help="Comma-separated: kernels, families of them, or operations.",
     ),
 ]
 
@@ -55,7 +55,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 def configure(cache_dir: Path | None) -> Config:
     """The environment's configuration, with ``--cache-dir`` in place of JITFP4_CACHE_DIR for this whole process."""
     if cache_dir is not None:
-        os.environ["JITFP4_CACHE_DIR"] = str(cache_dir.absolute())
+        os.environ["JITFP4_CACHE_DIR"] = str(read_path("--cache-dir", str(cache_dir)))
     return read_config()
 
 
@@ -99,11 +99,9 @@ def read_plan(path: Path) -> tuple[Task, ...]:
     from jitfp4 import warmup
 
     try:
-        return warmup.read_plan(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ArgumentError("plan", f"{path}: {error}", "a JSON document in UTF-8") from None
-    except RecursionError:
-        raise ArgumentError("plan", f"{path}: JSON that is nested too deeply", "a document of warmup") from None
+        return warmup.read_plan(path.read_text(encoding="utf-8", errors="replace"))
+    except ArgumentError as error:
+        raise ArgumentError("plan", f"{path}: {error.args[1]}", error.args[2]) from None
 
 
 def read_shard(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from jitfp4.cli.options import AsJson, examples
 from jitfp4.cli.output import plural, put, put_facts, put_json
-from jitfp4.errors import ArgumentError, SimError
+from jitfp4.errors import ArgumentError, SimError, SimParseError
 
 if TYPE_CHECKING:
     from jitfp4.spec import Dim3
@@ -20,6 +21,7 @@ EXAMPLES = examples(
     "jitfp4 sim gemm.ptx --grid 2,3 --block 128 --shared 98304 a.npy b.npy 'f32[256,384]' --out after/",
 )
 
+_SIZE = re.compile("[1-9][0-9]{0,9}")
 FAULT = 1
 """Exit status when the simulator finds an error of the kernel."""
 _TYPES = {
@@ -47,7 +49,9 @@ def simulate(
     entry: Annotated[str | None, typer.Option(help="Name of the kernel, where the file has several.")] = None,
     arch: Annotated[str | None, typer.Option(help="Architecture; by default the target of the PTX.")] = None,
     races: Annotated[bool, typer.Option(help="Look for races and missing fences.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Run CTAs and warps in an order drawn from this number.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Run CTAs and warps in an order drawn from this number.")
+    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -63,20 +67,28 @@ def simulate(
 ) -> None:
     """Execute a kernel on the CPU, without a GPU, and check every access.
 
-    Exit status: 0 no error found, 1 the kernel has an error, 2 another error, such as a wrong argument.
+    Exit status: 0 no error found, 1 the kernel has an error, 2 another error, such as a wrong argument, or text
+    that is no PTX.
     """
     import numpy as np
 
     from jitfp4 import sim
     from jitfp4.spec import Geometry
 
-    text = ptx.read_text()
-    values = [_value(f"ARG {number}", arg) for number, arg in enumerate(args or ())]
+    try:
+        text = ptx.read_text()
+    except UnicodeDecodeError as error:
+        raise ArgumentError("KERNEL.ptx", f"{ptx}: {error}", "text") from None
+    values = [_read(f"ARG {number}", arg) for number, arg in enumerate(args or ())]
     geometry = Geometry(_dim("--grid", grid), _dim("--block", block), _dim("--cluster", cluster), shared)
     fault = ""
     stats = None
     try:
         stats = sim.run(text, values, geometry, arch or _target(text), entry=entry, races=races, seed=seed, limit=limit)
+    except SimParseError:
+        raise  # it says nothing of the kernel
+    except MemoryError as error:
+        raise ArgumentError("KERNEL.ptx", f"{ptx}: {error}", "what fits into memory, with every thread's own") from None
     except SimError as error:
         fault = f"{type(error).__name__}: {error}"
     if out is not None and not fault:
@@ -106,10 +118,20 @@ def _target(text: str) -> str:
 
 def _dim(name: str, text: str) -> Dim3:
     parts = text.split(",")
-    if not 1 <= len(parts) <= 3 or not all(part.strip().isdigit() and int(part) for part in parts):
-        raise ArgumentError(name, text, "one to three positive sizes, such as 4,2")
+    if not 1 <= len(parts) <= 3 or not all(_SIZE.fullmatch(part.strip()) for part in parts):
+        raise ArgumentError(name, text[:40], "one to three positive sizes, such as 4,2")
     x, y, z = (*map(int, parts), 1, 1)[:3]
     return x, y, z
+
+
+def _read(name: str, text: str) -> Any:
+    """A kernel argument from its text. Raises ArgumentError for a file or a number that gives none."""
+    try:
+        return _value(name, text)
+    except (ArithmeticError, EOFError, MemoryError, ValueError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(name, f"{text[:60]} ({str(error)[:100]})", "what NumPy can hold") from None
 
 
 def _value(name: str, text: str) -> Any:
@@ -134,8 +156,10 @@ def _value(name: str, text: str) -> Any:
 def _number(name: str, text: str) -> int | float:
     for read in (lambda: int(text, 0), lambda: float(text)):
         try:
-            return read()
+            value = read()
         except ValueError:
             continue
+        if not (isinstance(value, float) and math.isinf(value)) or "inf" in text.lower():  # 1e999 is no number
+            return value
     allowed = f"FILE.npy, TYPE[SIZES] with a type of {', '.join(_TYPES)}, a number, or null"
-    raise ArgumentError(name, text, allowed)
+    raise ArgumentError(name, text[:60], allowed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from jitfp4.arch import Arch
+from jitfp4.arch import ARCHS, Arch
 from jitfp4.cli.gpus import cuda_driver
 from jitfp4.cli.options import AsJson, CacheDir, configure, examples, split
 from jitfp4.cli.output import plural, put, put_json, put_table, say
@@ -138,7 +138,7 @@ def _run(script: Path, args: list[str]) -> None:
 def _arch_here() -> Arch:
     driver = cuda_driver()
     if driver is None or not driver.gpus:
-        raise ArgumentError("--arch", "none, on a machine without a GPU", "--arch sm_90a (see warmup --help)")
+        raise ArgumentError("--arch", "none, on a machine without a GPU", f"--arch with one of {', '.join(ARCHS)}")
     return Arch.of_capability(*driver.gpus[0].capability)
 
 

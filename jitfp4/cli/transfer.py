@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +42,7 @@ def export(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write kernels from the cache as one reproducible file, and print its digest.
+    """Write kernels from the cache as one reproducible file, and print the digest of its index, which pins it.
 
     Exit status: 0, 1 when a kernel of the plan is not in the cache, 2 an error, such as a cache without kernels.
     """
@@ -51,7 +52,10 @@ def export(
     check_out(out)
     entries = _entries(configure(cache_dir), plan, arch)
     digest = export_bundle(entries, out, _read_tactics(tactics) if tactics is not None else None)
-    _put_digest("cache export", digest, len(entries), str(out), as_json)
+    own = hashlib.sha256(out.read_bytes()).hexdigest()
+    _put_digest("cache export", digest, len(entries), str(out), as_json, sha256=own)
+    say(f"the digest of its index, {digest[:12]}..., is what --digest and JITFP4_BUNDLE_SHA256 take")
+    say(f"sha256sum of the file itself: {own}")
 
 
 @app.command("wheel", epilog=examples("jitfp4 cache wheel plan.json --out dist", "pip install dist/*.whl"))
@@ -196,9 +200,9 @@ def _planned(plan: Path, archs: set[str]) -> Iterable[EntryFiles]:
         yield engine.cache().read(loaded.digest, loaded.toolchain)
 
 
-def _put_digest(command: str, digest: str, count: int, where: str, as_json: bool) -> None:
+def _put_digest(command: str, digest: str, count: int, where: str, as_json: bool, **more: str) -> None:
     if as_json:
-        put_json(command, digest=digest, kernels=count, to=where)
+        put_json(command, digest=digest, kernels=count, to=where, **more)
     else:
         put(digest)
     say(f"{where}: {plural(count, 'kernel')}")

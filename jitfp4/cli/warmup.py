@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import os
+import statistics
 import sys
 import time
 from collections import Counter
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jitfp4.arch import Arch
+from jitfp4.cache import Catalog
 from jitfp4.cli.gpus import cuda_driver
 from jitfp4.cli.options import (
     ArchNames,
@@ -44,7 +47,8 @@ EXAMPLES = examples(
 _FIELDS = ("dtype", "in_dtype", "q_dtype", "out_dtype")
 """Fields of specs that hold the dtype of activations."""
 
-_SECONDS_PER_KERNEL = 2.0  # on one core: 332 kernels took 374 s on 2 cores, 2,777 took 300 s on 16
+_MOST_ENTRIES = 2000  # of the cache, the least recently used first, are read for the estimate: half a second
+_SECONDS_PER_KERNEL = 2.0  # on one core, for a cache without entries: 332 took 374 s on 2 cores, 2,777 took 300 s on 16
 _BYTES_PER_JOB = 1 << 30  # more than needed: NVRTC takes 300 MiB, and compiling quantize/vector 30 MiB more
 
 
@@ -120,6 +124,8 @@ def _select(
     from jitfp4.kernel import kernels
     from jitfp4.tactics import read
 
+    patterns = [name for pattern in patterns for name in _kernels_of(pattern)]
+
     if path is not None:
         archs = read_archs("all" if arch is None else arch)
         chosen = {kernel for pattern in patterns or (None,) for kernel in kernels(pattern)}
@@ -130,6 +136,22 @@ def _select(
     if tactics is not None:
         tasks = tuple(dict.fromkeys((*tasks, *warmup.tuned(read(tactics)))))
     return warmup.shard(tasks, *read_shard(shard))
+
+
+def _kernels_of(pattern: str) -> list[str]:
+    """A kernel or a family as it is; for an operation its kernels. Raises ArgumentError for another name."""
+    from jitfp4.kernel import kernels
+    from jitfp4.operation import operations
+
+    try:
+        kernels(pattern)
+    except ArgumentError as error:
+        found = [one for one in operations() if one.name == pattern]
+        if not found:
+            families = dict.fromkeys(kernel.name.split("/")[0] for kernel in kernels())
+            raise ArgumentError("--kernel", repr(pattern), f"{', '.join(families)}, {error.args[2]}") from None
+        return [kernel.name for kernel in found[0].kernels]
+    return [pattern]
 
 
 def _of_dtypes(tasks: Sequence[Task], dtypes: Sequence[str]) -> Sequence[Task]:
@@ -175,9 +197,9 @@ def _check(tasks: Sequence[Task], as_json: bool) -> None:
 def _build(tasks: Sequence[Task], jobs: int, as_json: bool) -> None:
     from jitfp4.warmup import missing
 
-    absent = len(missing(tasks))
-    seconds = absent * _SECONDS_PER_KERNEL / jobs
-    say(f"{plural(len(tasks), 'kernel')}, {absent} to compile: about {seconds:.0f} s with {plural(jobs, 'job')}")
+    absent = missing(tasks)
+    often = f"about {_seconds(absent) / jobs:.0f} s with {plural(jobs, 'job')}"
+    say(f"{plural(len(tasks), 'kernel')}, {len(absent)} to compile{': ' + often if absent else ''}")
     start = time.monotonic()
     finished: dict[Task, Outcome] = {}
     try:
@@ -197,6 +219,21 @@ def _build(tasks: Sequence[Task], jobs: int, as_json: bool) -> None:
         raise typer.Exit(3)
     if counts[State.UNSAVED]:
         raise typer.Exit(1)
+
+
+def _seconds(tasks: Sequence[Task]) -> float:
+    """How long compiling takes on one core, by what the cache's entries say of theirs."""
+    from jitfp4 import engine
+
+    taken: dict[str, list[float]] = {}
+    root = engine.cache().config.cache_dir if tasks else None
+    for entry in itertools.islice(Catalog(root).entries(), _MOST_ENTRIES) if root is not None else ():
+        match entry.manifest and entry.manifest.provenance.get("compile_ms"):
+            case int(ms) | float(ms) if entry.manifest is not None:
+                taken.setdefault(entry.manifest.family, []).append(ms / 1e3)
+    known = {kernel: statistics.fmean(seconds) for kernel, seconds in taken.items()}
+    others = statistics.fmean(known.values()) if known else _SECONDS_PER_KERNEL
+    return sum(known.get(task.kernel.name, others) for task in tasks)
 
 
 def _put_outcomes(

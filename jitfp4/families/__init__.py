@@ -4,6 +4,7 @@ A program that torch.export saved names their operators. jitfp4.registration has
 """
 
 from jitfp4.families import attention as attention
+from jitfp4.families import conv as conv
 from jitfp4.families import experts as experts
 from jitfp4.families import gdn as gdn
 from jitfp4.families import gemm as gemm

@@ -50,6 +50,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         "xqa_batch_decode_with_kv_cache",
     ),
     "fp4_quantization": _FP4,
+    "fused_moe": ("fused_topk_deepseek",),
+    "fused_moe.fused_routing_dsv3": ("fused_topk_deepseek",),
     "gdn_decode": (
         "gated_delta_rule_decode",
         "gated_delta_rule_decode_pretranspose",

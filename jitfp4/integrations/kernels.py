@@ -18,10 +18,11 @@ from jitfp4.families.attention.arguments import Arguments as AttentionArguments
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE
 from jitfp4.families.attention.problem import Problem as AttentionProblem
+from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.kernels.combine import CombineTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
+from jitfp4.families.experts.problem import GatherProblem, Product, RouteProblem
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
-from jitfp4.families.experts.problem import Product, RouteProblem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
@@ -78,6 +79,8 @@ def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens
         _load_experts(target, EXPERTS_DOWN, (Product.DOWN, experts.hidden, experts.inter), *shape)
         _load_experts(target, EXPERTS_RESULTS, (Product.DOWN, experts.hidden, experts.inter), *shape)
         _load(EXPERTS_ROUTE, (RouteProblem(t, slots, shape[2]) for t in _tokens(max_tokens)), target)
+        if target.arch.has_wgmma:  # for its product up of many rows
+            _load(EXPERTS_GATHER, [GatherProblem(HALVES[dtype], max_tokens, slots, items=1, item_rows=1)], target)
 
 
 @engine.until_reset

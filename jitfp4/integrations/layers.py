@@ -251,7 +251,11 @@ def regular(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Siblings:
-    """Layers of one input as one weight. The first to be called computes all outputs; the others get theirs."""
+    """Layers of one input as one weight. The first to be called computes all outputs; the others get theirs.
+
+    They get them for the same tensor, unless it was written since the first call. While a call is traced, and in
+    inference mode, tensors do not count how often they are written: there, nothing may write between siblings.
+    """
 
     def __init__(self, layers: Sequence[Fp4Linear], weight: Fp4Weight, alpha: torch.Tensor | None) -> None:
         self.weight, self.alpha, self.in_features = weight, alpha, layers[0].in_features
@@ -261,17 +265,19 @@ class Siblings:
             self.starts.append(self.starts[-1] + layer.weight.shape[0] * TILE_ROWS)
         self.sizes = [layer.out_features for layer in layers]
         self._input: torch.Tensor | None = None
+        self._written = 0  # how often, when the outputs were computed
         self._outputs: dict[int, torch.Tensor] = {}
 
     def output(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """[..., out_features] of the layer at ``place``."""
-        if self._input is not x or place not in self._outputs:
+        written = 0 if torch.compiler.is_dynamo_compiling() or x.is_inference() else x._version
+        if self._input is not x or self._written != written or place not in self._outputs:
             out = product(x, self.weight, self.alpha, self.bias, self.in_features)
             self._outputs = {
                 i: out[..., start : start + size]
                 for i, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True))
             }
-            self._input = x
+            self._input, self._written = x, written
         own = self._outputs.pop(place)
         if not self._outputs:
             self._input = None

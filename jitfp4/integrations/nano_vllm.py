@@ -163,6 +163,25 @@ class _Linear(nn.Module):
         return out
 
 
+class Head(nn.Module):
+    """The product with the embedding's transpose of the last token of each request, [requests, vocabulary]."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        if own.tp_size > 1:
+            raise ArgumentError("fp4_head", f"a head of {own.tp_size} ranks", "one rank")
+        rows, cols = own.weight.shape
+        self.layer = Fp4Linear(cols, rows, False, own.weight.dtype)
+        self.layer.load(quantized(own.weight.data))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        context = sys.modules["nanovllm.utils.context"].get_context()
+        if context.is_prefill:
+            x = x[context.cu_seqlens_q[1:].long() - 1]
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
 def quantize_linears(model: nn.Module, base: type[nn.Module]) -> int:
     """Replace the linear layers, instances of nano-vllm's LinearBase, one after the other. Returns how many."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
@@ -175,6 +194,7 @@ def quantize_linears(model: nn.Module, base: type[nn.Module]) -> int:
 def install(
     *,
     fp4_weights: bool = True,
+    fp4_head: bool = False,
     cache: str = "nvfp4",
     decode_scale: float = 0.125,
     load_weights: Callable[[nn.Module, str], None] | None = None,
@@ -182,7 +202,8 @@ def install(
     """Put jitfp4 into nano-vllm, before ``nanovllm`` is imported.
 
     Args:
-        fp4_weights: whether linear layers are quantized to NVFP4 when they are loaded. The head keeps its floats.
+        fp4_weights: whether linear layers are quantized to NVFP4 when they are loaded.
+        fp4_head: whether the head is, too; on one rank only. The embedding keeps its floats.
         cache: "nvfp4" or "bf16".
         decode_scale: of keys and values in NVFP4, any power of two near 2688 times less than the largest of them; with
             0.125, they are up to 336, and blocks whose largest is below 0.012 lose precision.
@@ -207,6 +228,8 @@ def install(
         (load_weights or load)(model, path)
         if fp4_weights:
             quantize_linears(model, LinearBase)
+        if fp4_head:
+            model.lm_head = Head(model.lm_head)
 
     def allocate_kv_cache(runner: Any) -> None:
         _allocate(runner, cache, decode_scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
@@ -23,6 +23,12 @@ def matmul(
     if alpha is not None:
         product = product * alpha.double().reshape(())
     return product if bias is None else product + bias.double()
+
+
+def swiglu(product: torch.Tensor) -> torch.Tensor:
+    """float64 [m, n / 2]: ``silu(gate) * up`` of a product whose columns are n / 2 gates and then as many ups."""
+    gate, up = product.double().chunk(2, -1)
+    return silu(gate) * up
 
 
 def error_bound(

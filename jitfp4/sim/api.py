@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jitfp4.arch import Arch
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, SimParseError
 from jitfp4.sim.arguments import pack
 from jitfp4.sim.chain import Chain
 from jitfp4.sim.device import active_device
@@ -41,10 +41,13 @@ class Stats:
     executed: Counter[int] = field(default_factory=Counter)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)  # a large kernel takes 16 MB
 def load(ptx: str, entry: str | None = None) -> Program:
-    """Parse and decode a module. Raises SimParseError."""
-    return Program(parse(ptx), entry)
+    """Parse and decode a module. Raises SimParseError, whatever the text is."""
+    try:
+        return Program(parse(ptx), entry)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SimParseError(f"no PTX that can be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,17 @@ class MBarriers:
             arrivals -= step
             self.advance(key, barrier)
         return state
+
+    def by_phase(self, key: int, arrivals: Array, ids: Array) -> Iterator[Array]:
+        """Positions of lanes that arrive together, in order, phase by phase: what the later ones did, a phase that the
+        earlier ones complete does not publish."""
+        left, start = self.get(key, ids).pending, 0
+        for at, count in enumerate(arrivals.tolist()):
+            if left <= 0 and at > start:
+                yield np.arange(start, at)
+                left, start = self.get(key, ids).pending, at
+            left -= count
+        yield np.arange(start, len(arrivals))
 
     def expect(self, key: int, size: int, ids: Array) -> None:
         barrier = self.get(key, ids)

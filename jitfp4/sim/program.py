@@ -28,6 +28,9 @@ class Block:
 
 
 Copies = list[tuple[int, int, int]]
+_LAST = ("ret", "exit", "trap", "bra", "brx")
+_MOST_BYTES = {"global": 1 << 36, "shared": 1 << 24, "const": 1 << 24, "local": 1 << 19, "param": 1 << 19}
+"""Of a variable: no GPU has more, and a buffer's window in global memory is not wider."""
 _NEVER_WAIT = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 
 
@@ -63,6 +66,11 @@ class Program:
                 continue
             formal = {id(v) for v in function.params} if function.entry else set()
             variables += [v for v in function.variables.values() if id(v) not in formal]
+        for variable in (*variables, *self.entry.params):
+            most = _MOST_BYTES.get(variable.space, _MOST_BYTES["param"])
+            if not len(variable.init) <= variable.size <= most and not variable.extern:
+                text = f"{variable.size} bytes, {len(variable.init)} of them given"
+                raise SimParseError(f"variable {variable.name}: {text}; allowed: at most {most}")
         for variable in variables:
             space = "local" if variable.space == "param" else variable.space
             if space == "shared" and variable.extern:
@@ -143,6 +151,11 @@ class Program:
             leaders.update(instr.targets)
             if self._build(pc, instr, steps, controls):
                 leaders |= {pc, pc + 1} if instr.name not in _NEVER_WAIT else {pc + 1}
+        if not code and not function.entry:
+            return  # only declared: a call of it is an error of the thread that makes it
+        last = self.module.code[function.end - 1] if code else None
+        if last is None or last.name not in _LAST or last.guard is not None:
+            raise SimParseError(f"{function.name}: threads may run past its end, where no ret is")
         for start, end in pairwise(sorted(leaders)):
             self.block_at[start] = len(self.blocks)
             plain = tuple((pc, steps[pc]) for pc in range(start, end) if pc in steps)
@@ -201,7 +214,10 @@ def _entry(module: Module, name: str | None) -> Function:
     for function in entries:
         if function.name == name:
             return function
-    raise SimParseError(f"entry {name!r} is not one of {', '.join(f.name for f in entries) or 'none'}")
+    found = ", ".join(function.name for function in entries) or "none"
+    if name is None:
+        raise SimParseError(f"the entry has to be named (--entry), because there is not one but these: {found}")
+    raise SimParseError(f"entry {name!r} is not one of these: {found}")
 
 
 def _fill(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], Any]:

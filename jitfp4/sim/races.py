@@ -77,7 +77,7 @@ class Races:
         place = self._place(part, ids, size, how)
         self._against_writes(place, "write")
         self._against_reads(place)
-        twice = place.cells.note_write(place.cell, place.record, self.machine.pc)
+        twice = place.cells.note_write(place.cell, place.record, self.machine.pc, self._beside_strong(place))
         if twice.any() and not atomic and not (how & STRONG and part.space == "global"):
             self._fail(place, int(np.flatnonzero(twice)[0]), "two threads write one byte in one instruction", None)
 
@@ -127,7 +127,7 @@ class Races:
         self._against_writes(place, "write beside the threads")
         self._against_reads(place)
         self._through_proxy(place)
-        cells.note_write(cell, place.record, self.machine.pc)
+        cells.note_write(cell, place.record, self.machine.pc, self._beside_strong(place))
 
     def _agent_place(
         self, space: str, cells: Cells, cell: Array, thread: int, agent: int, time: int, how: int = 0
@@ -212,21 +212,35 @@ class Races:
         owner = self.history.owner(who)
         return owner is not None and clocks.far_behind(row, *owner, time)
 
-    def _against_writes(self, place: _Place, verb: str) -> None:
+    def _beside_strong(self, place: _Place) -> Array | None:
+        """Of strong writes, which follow another thread's that they are not ordered with; None of others."""
+        if not place.how & STRONG:
+            return None
         wrote = place.cells.wrote[place.cell]
+        beside = wrote & (STRONG | PROXY) == STRONG
+        return np.asarray(beside & ~self._behind(place, wrote)) if beside.any() else beside
+
+    def _against_writes(self, place: _Place, verb: str) -> None:
+        cells, cell = place.cells, place.cell
+        wrote = cells.wrote[cell]
         if not wrote.any():
             return
+        self._against(place, wrote, cells.wrote_at, verb)
+        if cells.twice and (before := cells.wrote_before[cell]).any():
+            self._against(place, before, cells.wrote_before_at, verb)
+        if place.how & READ_ONLY and (wrote >> 32 > PREVIOUS_GRID).any():
+            at = int(np.flatnonzero(wrote >> 32 > PREVIOUS_GRID)[0])
+            pc = int(place.cells.wrote_at[place.cell[at]])
+            self._fail(place, at, "ld.global.nc reads memory that this kernel writes", pc)
+
+    def _against(self, place: _Place, wrote: Array, sites: Array, verb: str) -> None:
         bad = ~self._behind(place, wrote)
         if place.how & STRONG:
             bad &= wrote & STRONG == 0
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            pc = self._site(place, at, wrote, place.cells.wrote_at)
-            self._fail(place, at, f"a {verb} follows an unordered write by {self._whose(place, at, wrote)}", pc)
-        if place.how & READ_ONLY and (wrote >> 32 > PREVIOUS_GRID).any():
-            at = int(np.flatnonzero(wrote >> 32 > PREVIOUS_GRID)[0])
-            pc = int(place.cells.wrote_at[place.cell[at]])
-            self._fail(place, at, "ld.global.nc reads memory that this kernel writes", pc)
+            whose, site = self._whose(place, at, wrote), self._site(place, at, wrote, sites)
+            self._fail(place, at, f"a {verb} follows an unordered write by {whose}", site)
 
     def _against_reads(self, place: _Place, verb: str = "write") -> None:
         for records in (place.cells.read, place.cells.read_before):

@@ -1,4 +1,5 @@
-"""The last accesses to every cell of a memory: who wrote it, and up to two of those who read it since.
+"""The last accesses to every cell of a memory: who wrote it, one more who did by a strong write that is not ordered
+with the last, and up to two of those who read it since.
 
 A record is one integer: the accessor's id above 32 bits, its time above two bits of how it accessed. Ids of one batch
 of CTAs are those of its threads, then those of its agents (clocks.py), above ``base``; zero is nobody.
@@ -19,7 +20,9 @@ STRONG, READ_ONLY, PROXY = 1, 2, 4
 """How: volatile, relaxed or atomic; through the non-coherent path; through the async proxy."""
 _HOW = 3
 WIDEST = 16
-_ARRAYS = ("wrote", "read", "read_before", "wrote_at", "read_at")
+_RECORDS = ("wrote", "wrote_before", "read", "read_before")
+_BESIDE = ("wrote_before", "wrote_before_at")
+_ARRAYS = (*_RECORDS, "wrote_at", "wrote_before_at", "read_at")
 _TIME = (1 << 29) - 1
 
 
@@ -43,9 +46,10 @@ class Cells:
         self.phase = phase % WIDEST
         self.width = WIDEST
         count = -(-(size + self.phase) // WIDEST)
-        self.wrote, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(3))
-        self.wrote_at, self.read_at = (np.zeros(count, np.int32) for _ in range(2))
+        self.wrote, self.wrote_before, self.read, self.read_before = (np.zeros(count, np.int64) for _ in range(4))
+        self.wrote_at, self.wrote_before_at, self.read_at = (np.zeros(count, np.int32) for _ in range(3))
         self.used = False  # some record has been made
+        self.twice = False  # and some of a strong write beside another: until then those arrays take no memory
 
     def refine(self, size: int) -> None:
         """Make cells at most ``size`` bytes wide."""
@@ -53,7 +57,8 @@ class Cells:
             for name in _ARRAYS:
                 records = getattr(self, name)
                 # Zeros of a new array take no memory before they are written: buffers may be large.
-                fine = np.repeat(records, 2) if self.used else np.zeros(2 * len(records), records.dtype)
+                kept = self.twice if name in _BESIDE else self.used
+                fine = np.repeat(records, 2) if kept else np.zeros(2 * len(records), records.dtype)
                 setattr(self, name, fine)
             self.width //= 2
 
@@ -96,33 +101,52 @@ class Cells:
             self.read_before[cell[lost]] = record[lost]
         self.read_at[cell] = pc
 
-    def note_write(self, cell: Array, record: Array, pc: int) -> Array:
-        """Remember writes. Returns which lanes wrote a cell that another lane wrote in the same instruction."""
+    def note_write(self, cell: Array, record: Array, pc: int, unordered: Array | None = None) -> Array:
+        """Remember writes. Returns which lanes wrote a cell that another lane wrote in the same instruction.
+
+        ``unordered``, of strong writes, marks those whose predecessor in the cell is not behind them.
+        """
         self.used = True
+        if unordered is None:
+            if self.twice:
+                self.wrote_before[cell] = 0
+        elif unordered.any():
+            at, self.twice = cell[unordered], True
+            self.wrote_before[at] = self.wrote[at]
+            self.wrote_before_at[at] = self.wrote_at[at]
         self.wrote[cell] = record
         self.wrote_at[cell] = pc
         self.read[cell] = 0
         self.read_before[cell] = 0
-        return np.asarray(self.wrote[cell] != record)
+        lost = np.asarray(self.wrote[cell] != record)
+        if unordered is not None and lost.any():
+            self.twice = True
+            self.wrote_before[cell[lost]] = record[lost]
+            self.wrote_before_at[cell[lost]] = pc
+        return lost
+
+    def _records(self) -> list[Array]:
+        return [getattr(self, name) for name in _RECORDS if self.twice or name not in _BESIDE]
 
     def clear(self, cell: Array | slice) -> None:
-        for records in (self.wrote, self.read, self.read_before):
+        for records in self._records():
             records[cell] = 0
 
     def take(self, other: Cells, first: int) -> None:
         """Take over the records of a range that begins ``first`` bytes into this one."""
         width = min(self.width, other.width)
         self.used |= other.used
+        self.twice |= other.twice
         self.refine(width)
         other.refine(width)
         start = (first + self.phase) // width
-        for name in _ARRAYS:
+        for name in _ARRAYS if other.twice else (name for name in _ARRAYS if name not in _BESIDE):
             records = getattr(other, name)
             getattr(self, name)[start : start + len(records)] = records
 
     def belong_to(self, who: int, *, keep: bool) -> None:
         """Ascribe every access to ``who``; without ``keep`` those that already are its own are forgotten."""
-        for records in (self.wrote, self.read, self.read_before):
+        for records in self._records():
             mine = who_of(records) == who
             if not keep:
                 records[mine] = 0

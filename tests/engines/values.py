@@ -18,6 +18,7 @@ from tests.support.compare import assert_same_bytes
 from tests.support.gdn import assert_close, case, recurrence
 from tests.support.gemm import assert_fp4_close, make_matrix
 from tests.support.kv import paged_cache
+from tests.support.routing import ROUTERS, Router, assert_routing, make_logits
 
 LINEAR, CODES = SfLayout.layout_linear, getattr(torch, "float4_e2m1fn_x2", torch.uint8)
 
@@ -318,6 +319,34 @@ def append(_call: Call) -> Iterator[Trial]:
         )
 
 
+# ---- routing ---------------------------------------------------------------------------------------------------------
+
+
+def fused_topk_deepseek(_call: Call) -> Iterator[Trial]:
+    for name in ("deepseek-v3", "kimi-k2"):
+        router = ROUTERS[name]
+        logits, bias = make_logits(router, 5)
+
+        def check(_: Any, given: Arguments, router: Router = router) -> None:
+            assert_routing(router, given["scores"], given["bias"], given["topk_indices"], given["topk_values"])
+
+        yield Trial(
+            name,
+            {
+                "scores": logits,
+                "bias": bias,
+                "n_group": router.groups,
+                "topk_group": router.topk_groups,
+                "topk": router.top_k,
+                "routed_scaling_factor": router.scale,
+                "topk_values": torch.empty(5, router.top_k),
+                "topk_indices": torch.empty(5, router.top_k, dtype=torch.int32),
+                "launch_with_pdl": True,
+            },
+            check,
+        )
+
+
 TRIALS: dict[str, Callable[[Call], Iterator[Trial]]] = {
     "nvfp4_quantize": nvfp4_quantize,
     "fp4_quantize": fp4_quantize,
@@ -330,6 +359,7 @@ TRIALS: dict[str, Callable[[Call], Iterator[Trial]]] = {
     "shuffle_matrix_a": shuffle_matrix_a,
     "shuffle_matrix_sf_a": shuffle_matrix_sf_a,
     "mm_fp4": mm_fp4,
+    "fused_topk_deepseek": fused_topk_deepseek,
     "add_rmsnorm_fp4quant": add_rmsnorm_fp4quant,
     "gated_delta_rule_decode_pretranspose": gated_delta_rule,
     "gated_delta_rule_mtp": gated_delta_rule,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from jitfp4 import sim
+from jitfp4 import ArgumentError, sim
 from jitfp4.arch import Arch
 from jitfp4.families.attention.kernels.decode import KERNEL, DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
@@ -56,6 +58,14 @@ _BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
 _FLOAT64 = {torch.float16: 4e-4, torch.bfloat16: 3e-3, torch.float8_e4m3fn: 5e-2}
 
 
+def _shared(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The case by a kernel in which all CTAs share all items, which the table has for more work than a case's."""
+    for warps in (8, 4, 2):
+        with contextlib.suppress(ArgumentError), ATTENTION.forced(DecodeTactic(warps, 2, 1)):
+            return case.run()
+    raise AssertionError("no tactic fits")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_is_attention(name: str) -> None:
     case = Case(**CASES[name])
@@ -69,7 +79,7 @@ def test_the_reference_is_attention(name: str) -> None:
 def test_the_simulated_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name])
     with sim.device("sm_90a"):
-        case.check(case.run(), _BOUND)
+        case.check(_shared(case), _BOUND)
 
 
 @pytest.mark.sim
@@ -80,6 +90,7 @@ def test_no_races(name: str, arch: str) -> None:
     case = Case(**CASES[name])
     with sim.device(arch, races=True):
         case.check(case.run(), _BOUND)
+        case.check(_shared(case), _BOUND)
 
 
 @pytest.mark.sim
@@ -109,6 +120,36 @@ def test_warps_add_up_items_while_others_go_on() -> None:
     case = Case(lengths=(130, 40, 5, 0, 100) * 30, kv_heads=4, page=16)
     with sim.device("sm_90a", races=True), ATTENTION.forced(DecodeTactic(4, 3, 1)):
         case.check(case.run(), _BOUND)
+
+
+CLUSTERS = (DecodeTactic(2, 2, 1, cluster=2), DecodeTactic(1, 3, 1, cluster=8), DecodeTactic(2, 2, 1, cluster=1))
+"""Of two query rows and more, and of one; items that have fewer tiles than the cluster has warps, and more."""
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("tactic", CLUSTERS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_cluster_takes_an_item(name: str, tactic: DecodeTactic) -> None:
+    case = Case(**CASES[name])
+    with sim.device("sm_90a", races=True), ATTENTION.forced(tactic):
+        case.check(case.run(), _BOUND)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", SIM_ARCHS)
+@pytest.mark.parametrize("options", [{}, {"q_lens": 8, "group": 16}, {"q_lens": (3, 0, 5, 1), "window_left": 20}])
+def test_the_parts_of_a_cluster_are_added_up(arch: str, options: dict[str, object]) -> None:
+    """Long items, one after the other where a request has more rows than one; nobody writes the workspace."""
+    lengths = (300, 0, 70, 33) if isinstance(options.get("q_lens"), tuple) else (300, 70)
+    case = Case(**{"lengths": lengths, "kv_heads": 2, **options})
+    case.workspace[:] = NAN_BYTE
+    for tactic in (DecodeTactic(2, 2, 1, cluster=4), DecodeTactic(2, 2, 1, head_warps=2, cluster=2)):
+        with sim.device(arch, races=True), ATTENTION.forced(tactic), counted():
+            case.check(case.run(), _BOUND)
+        assert (case.workspace == NAN_BYTE).all()
 
 
 @pytest.mark.gpu

@@ -142,7 +142,9 @@ def test_interleaved_scales_need_whole_groups() -> None:
 
 def test_a_workspace_that_is_too_small() -> None:
     case = Case()
-    with sim.device("sm_90a"), pytest.raises(jitfp4.ArgumentError, match="workspace_buffer"):
+    tactic = DecodeTactic(4, 2, 1)  # clusters need none
+    forced = ATTENTION.forced(tactic)
+    with sim.device("sm_90a"), forced, pytest.raises(jitfp4.ArgumentError, match="workspace_buffer"):
         case.run(workspace_buffer=torch.zeros(64, dtype=torch.uint8))
 
 
@@ -215,6 +217,38 @@ def test_the_wrapper_gives_the_same_bits(backend: str) -> None:
     assert not (other == 0x7F).all() and (workspace == 0x7F).all()
 
 
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("cache", [torch.uint8, torch.bfloat16])
+def test_what_is_not_divided_depends_on_no_other_request(cache: torch.dtype, prefill: bool) -> None:
+    """Each request alone gives the bits that it has in a batch, which is not so where work is divided."""
+    case = Case(lengths=(300, 40, 170), kv_layout="NHD", cache=cache, q_lens=9 if prefill else 1)
+
+    def attend(requests: tuple[int, ...], whole: bool) -> torch.Tensor:
+        lengths = [case.lengths[b] for b in requests]
+        columns = [-(-length // 16) for length in lengths]
+        lists = [
+            torch.tensor([0, *columns]).cumsum(0).to(torch.int32),
+            torch.cat([case.block_tables[b, :n] for b, n in zip(requests, columns, strict=True)]),
+            torch.tensor([(length - 1) % 16 + 1 for length in lengths], dtype=torch.int32),
+        ]
+        query = torch.cat([case.query[case.ends[b] : case.ends[b + 1]] for b in requests])
+        options = {"q_data_type": "bfloat16", "kv_data_type": cache, "disable_split_kv": whole}
+        if prefill:
+            wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(case.workspace, "NHD")
+            wrapper.plan(torch.arange(len(requests) + 1).int() * 9, *lists, 16, 2, 128, 16, causal=True, **options)
+        else:
+            wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, "NHD")
+            wrapper.plan(*lists, 16, 2, 128, 16, **options)
+        return wrapper.run(query, case.kv_cache, kv_cache_sf=case.kv_cache_sf)
+
+    few = dataclasses.replace(Arch.of("sm_90a"), num_sms=4)
+    with sim.device(few):
+        together = attend((0, 1, 2), True)
+        assert relative_error(together, attend((0, 1, 2), False).double()) < 4e-3
+        for b in range(3):
+            assert torch.equal(attend((b,), True), together[case.ends[b] : case.ends[b + 1]])
+
+
 def test_the_wrapper_refuses() -> None:
     wrapper = jitfp4.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
     case = Case(kv_layout="NHD")
@@ -229,7 +263,6 @@ def test_the_wrapper_refuses() -> None:
         "logits_soft_cap": -30.0,
         "rope_theta": 1e4,
         "fixed_split_size": 64,
-        "disable_split_kv": True,
         "window_right": 1,
         "kv_data_type": torch.int8,
         "q_data_type": "float17",

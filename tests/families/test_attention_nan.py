@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "decode_interleaved": (DecodeTactic(2, 2, 1), _ONE | _BY_FOUR),
     "decode_bf16": (DecodeTactic(2, 2, 1), _ONE | _BF16),
     "decode_e4m3": (DecodeTactic(2, 2, 1), _ONE | _E4M3),
+    "decode_cluster": (DecodeTactic(2, 2, 1, cluster=2), _ONE),
     "prefill_nvfp4": (PrefillTactic(4, 16, 64, 1), _MANY),
     "prefill_interleaved": (PrefillTactic(4, 16, 64, 1), _MANY | _BY_FOUR),
     "prefill_bf16": (PrefillTactic(4, 16, 64, 1), _MANY | _BF16),

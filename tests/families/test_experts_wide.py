@@ -24,7 +24,7 @@ from tests.support.sample import some
 BF16, F16 = torch.bfloat16, torch.float16
 SIM = [pytest.mark.sim, pytest.mark.compile]
 SM_90A = Arch.of("sm_90a")
-SMALL = WideTactic(32, 16, 2)
+SMALL = WideTactic(32, 16, 2, 2)
 
 
 @contextmanager
@@ -45,14 +45,17 @@ def forced(tactic: WideTactic, **simulated: object) -> Iterator[None]:
 # Tiles of the weight that are not whole, and items of several sizes: of more rows than an item has, and of fewer than
 # the least product has. Halves of steps are an even number, an odd one, and one alone.
 CASES = (  # tokens, hidden, inter, format, gated, dtype
-    (WideTactic(64, 16, 3), 70, 288, 96, NVFP4, True, BF16),
+    (WideTactic(64, 16, 3, 2), 70, 288, 96, NVFP4, True, BF16),
     (WideTactic(64, 16, 4), 60, 416, 352, MXFP4, True, F16),
-    (WideTactic(80, 16, 4), 90, 96, 160, NVFP4, False, BF16),
-    (WideTactic(96, 16, 3), 100, 160, 224, MXFP4, False, F16),
-    (WideTactic(160, 32, 3), 150, 160, 96, NVFP4, True, F16),
+    (WideTactic(80, 8, 4, 2), 90, 96, 160, NVFP4, False, BF16),
+    (WideTactic(96, 8, 3, 2), 100, 160, 224, MXFP4, False, F16),
+    (WideTactic(160, 16, 3, 2), 150, 160, 96, NVFP4, True, F16),
     (WideTactic(256, 64, 2), 220, 32, 160, MXFP4, True, BF16),
-    (WideTactic(16, 8, 4), 20, 416, 64, NVFP4, True, BF16),
-    (WideTactic(32, 8, 3), 37, 64, 32, MXFP4, True, BF16),
+    (WideTactic(192, 32, 2, 2), 180, 64, 96, NVFP4, True, BF16),
+    (WideTactic(16, 8, 4, 2), 20, 416, 64, NVFP4, True, BF16),
+    (WideTactic(16, 8, 4), 20, 2080, 64, MXFP4, True, BF16),
+    (WideTactic(16, 16, 5), 20, 544, 64, MXFP4, True, BF16),
+    (WideTactic(32, 32, 3), 37, 64, 32, MXFP4, True, BF16),
 )
 
 
@@ -167,7 +170,7 @@ def test_every_tactic_makes_a_kernel_that_fits(product: Product) -> None:
     for tactic in WIDE_TACTICS:
         spec = specialise(problem(tactic.tile_m, product=product), tactic)
         assert spec.shared_bytes <= SM_90A.shared_bytes
-        assert spec.slots >= 4
+        assert spec.stages >= 2
 
 
 def test_why_a_tactic_is_rejected() -> None:
@@ -186,8 +189,9 @@ def test_why_a_tactic_is_rejected() -> None:
         ("step_m", WideTactic(96, 64, 2)),
         ("step_m", WideTactic(48, 48, 2)),
         ("groups", WideTactic(64, 16, 1)),
-        ("groups", WideTactic(64, 16, 5)),
+        ("groups", WideTactic(64, 16, 7)),
         ("groups", WideTactic(256, 64, 3)),
+        ("cluster", WideTactic(64, 16, 4, 3)),
     ],
     ids=str,
 )

@@ -24,9 +24,15 @@ from jitfp4 import (
 )
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import target_of
-from jitfp4.families.quantize.operation import QUANTIZE, TABLE, TMA, VECTOR
-from jitfp4.families.quantize.problem import Problem, TableTactic, VectorSpec
-from jitfp4.families.quantize.tables import TABLE_TACTICS, TMA_TACTICS
+from jitfp4.families.quantize.kernels.e4m3 import KERNEL as TABLE
+from jitfp4.families.quantize.kernels.e4m3 import TACTICS as TABLE_TACTICS
+from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.tma import KERNEL as TMA
+from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
+from jitfp4.families.quantize.kernels.vector import KERNEL as VECTOR
+from jitfp4.families.quantize.kernels.vector import VectorSpec
+from jitfp4.families.quantize.operation import QUANTIZE
+from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.nvrtc import compile_cubin
 from jitfp4.reference import quantize as reference

@@ -12,8 +12,10 @@ import torch
 from jitfp4 import ArgumentError, sim
 from jitfp4.arch import Arch
 from jitfp4.families.gdn import gated_delta_rule_mtp
-from jitfp4.families.gdn.operation import CHUNK, GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import CHUNK_ROWS, ChunkTactic, Problem, StateLayout
+from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import CHUNK_ROWS, Problem, StateLayout
 from jitfp4.formats import DType
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.gdn import STATE_DTYPES, Case, assert_close, case, check_graph_replay, moved, recurrence

@@ -18,17 +18,12 @@ from jitfp4.families.gdn import (
     gated_delta_rule_decode_pretranspose,
     gated_delta_rule_mtp,
 )
-from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE, GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import (
-    HEAD_DIMS,
-    STATE_DTYPES,
-    VALUE_DIMS,
-    Problem,
-    StateLayout,
-    WalkTactic,
-    chunk_spec,
-    walk_spec,
-)
+from jitfp4.families.gdn.kernels import chunk, delta_rule
+from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
+from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gdn.problem import HEAD_DIMS, STATE_DTYPES, VALUE_DIMS, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.nvrtc import compile_cubin
 from jitfp4.spec import KernelSpec
@@ -100,7 +95,9 @@ def test_selection_and_warm_up_agree(arch: Arch) -> None:
 
 def selected(problem: Problem, arch: Arch) -> KernelSpec:
     tactic = GATED_DELTA_RULE.select(problem, arch)
-    return walk_spec(problem, tactic) if isinstance(tactic, WalkTactic) else chunk_spec(problem, tactic)
+    return (
+        delta_rule.specialise(problem, tactic) if isinstance(tactic, WalkTactic) else chunk.specialise(problem, tactic)
+    )
 
 
 def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
@@ -130,7 +127,7 @@ def test_bulk_stores_are_for_copy_engines_and_for_places_that_differ() -> None:
 )
 def test_impossible_specialisations_are_rejected(change: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
-        replace(walk_spec(PROBLEM, WalkTactic(32, 2, 4)), **change)
+        replace(delta_rule.specialise(PROBLEM, WalkTactic(32, 2, 4)), **change)
 
 
 def tactics(head_dim: int) -> Iterator[WalkTactic]:

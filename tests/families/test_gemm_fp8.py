@@ -162,14 +162,13 @@ def assert_weights_come_back(n: int, k: int, block_format: BlockFormat, device: 
 
 CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (Fp8Tactic(64, 64), 40, 72, 416, NVFP4),
-    (Fp8Tactic(64, 64, 3, split=2), 40, 200, 416, MXFP4),
+    (Fp8Tactic(64, 64, divided=True), 40, 200, 416, MXFP4),
     (Fp8Tactic(128, 128), 130, 136, 160, NVFP4),
-    (Fp8Tactic(128, 64, lead=1), 130, 200, 288, MXFP4),
-    (Fp8Tactic(128, 64, 3, lead=2), 130, 392, 160, NVFP4),
-    (Fp8Tactic(128, 64, divided=True), 130, 264, 416, NVFP4),
+    (Fp8Tactic(128, 128, divided=True), 130, 264, 416, NVFP4),
     (Fp8Tactic(128, 128, cluster=2, divided=True, band=8), 130, 520, 416, MXFP4),
-    (Fp8Tactic(256, 64, split=2), 200, 136, 416, NVFP4),
+    (Fp8Tactic(256, 128, divided=True), 200, 136, 416, NVFP4),
     (Fp8Tactic(256, 128, cluster=2, band=8), 200, 136, 160, MXFP4),
+    (Fp8Tactic(256, 128, promoted=False, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
 )
 
 
@@ -192,16 +191,16 @@ def test_each_bit_of_a_weight(block_format: BlockFormat) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("out_dtype", [BF16, F16])
 def test_scales_alpha_and_bias(out_dtype: torch.dtype) -> None:
-    with running(Fp8Tactic(128, 64)):
+    with running(Fp8Tactic(128, 128)):
         assert_close(70, 136, 416, NVFP4, out_dtype)
     assert_close(70, 136, 416, NVFP4, out_dtype)  # the reference
 
 
 RACED = (
-    Fp8Tactic(64, 64, split=2),
+    Fp8Tactic(64, 64),
     Fp8Tactic(128, 128, divided=True),
-    Fp8Tactic(128, 64, cluster=2),
-    Fp8Tactic(256, 64, divided=True),
+    Fp8Tactic(128, 128, cluster=2),
+    Fp8Tactic(256, 128, promoted=False, divided=True),
 )
 
 
@@ -273,7 +272,6 @@ def test_other_architectures_are_refused() -> None:
         mm_fp8_fp4(a.to(E4M3), torch.ones(8), weight, fp8_row_scale(weight))
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), TACTICS[0], Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(64, 64, 1024), Fp8Tactic(128, 128), SM_90A))
-    assert "step" in str(rejects(problem(64, 64, 128), Fp8Tactic(64, 64, split=2), SM_90A))
 
 
 @pytest.mark.parametrize(
@@ -282,9 +280,7 @@ def test_other_architectures_are_refused() -> None:
         ("tile_m", Fp8Tactic(48, 64)),
         ("product", Fp8Tactic(64, 128)),
         ("product", Fp8Tactic(128, 32)),
-        ("groups", Fp8Tactic(128, 128, 3)),
-        ("groups", Fp8Tactic(64, 64, 1)),
-        ("split", Fp8Tactic(64, 64, split=2, divided=True)),
+        ("cluster", Fp8Tactic(64, 64, cluster=3)),
     ],
     ids=str,
 )
@@ -294,11 +290,11 @@ def test_impossible_cuts_name_the_field(name: str, tactic: Fp8Tactic) -> None:
 
 
 def test_grids() -> None:
-    one = problem(300, 8192, 8192)
-    assert geometry(one, Fp8Tactic(256, 64), SM_90A).grid == (128, 1, 1)  # a CTA for each tile
-    assert geometry(one, Fp8Tactic(256, 64, divided=True), SM_90A).grid == (132, 1, 1)  # all SMs
-    split = geometry(one, Fp8Tactic(128, 128, split=2), SM_90A)
-    assert (split.grid, split.cluster) == ((2 * 192, 1, 1), (2, 1, 1))  # not persistent
+    one = problem(300, 4096, 8192)
+    assert geometry(one, Fp8Tactic(256, 128), SM_90A).grid == (64, 1, 1)  # a CTA for each tile
+    assert geometry(one, Fp8Tactic(64, 64), SM_90A).grid == (132, 1, 1)  # persistent
+    pairs = geometry(one, Fp8Tactic(256, 128, cluster=2, divided=True), SM_90A)
+    assert (pairs.grid, pairs.cluster) == ((132, 1, 1), (2, 1, 1))  # all SMs
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -346,7 +342,7 @@ def gpu() -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
-    for tactic in (Fp8Tactic(64, 64), Fp8Tactic(128, 128), Fp8Tactic(256, 64)):
+    for tactic in (Fp8Tactic(64, 64), Fp8Tactic(128, 128), Fp8Tactic(256, 128)):
         with running(tactic, device=gpu):
             assert_weights_come_back(520, 1184, block_format, gpu)
 

@@ -13,7 +13,8 @@ from jitfp4 import (
     scaled_fp4_grouped_quantize,
     silu_and_mul_scaled_nvfp4_experts_quantize,
 )
-from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
+from jitfp4.families.quantize.arguments import BatchArguments
+from jitfp4.families.quantize.operation import QUANTIZE_BATCH
 from jitfp4.formats import NVFP4
 from jitfp4.reference import quantize as reference
 from jitfp4.reference.formats import unswizzle

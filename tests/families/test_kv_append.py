@@ -15,8 +15,8 @@ from jitfp4 import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     sim,
 )
+from jitfp4.families.kv.kernels.quantize import TACTICS as QUANTIZE_TACTICS
 from jitfp4.families.kv.operation import quantize
-from jitfp4.families.kv.tables import QUANTIZE_TACTICS
 from jitfp4.reference import kv as reference
 from tests.support.compare import assert_same_bytes
 from tests.support.inputs import random_matrix

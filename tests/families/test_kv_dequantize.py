@@ -16,9 +16,12 @@ from jitfp4 import (
     sim,
 )
 from jitfp4.arch import Arch
+from jitfp4.families.kv.kernels.dequantize import TACTICS as DEQUANTIZE_TACTICS
+from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
+from jitfp4.families.kv.kernels.dequantize import rejects as dequantize_rejects
 from jitfp4.families.kv.operation import dequantize
-from jitfp4.families.kv.problem import DequantizeProblem, DequantizeTactic, dequantize_rejects
-from jitfp4.families.kv.tables import DEQUANTIZE_TACTICS, dequantize_problems
+from jitfp4.families.kv.problem import DequantizeProblem
+from jitfp4.families.kv.tables import dequantize_problems
 from jitfp4.formats import E2M1_VALUES, DType
 from tests.support.compare import assert_same_bytes, poisoned
 from tests.support.inputs import random_matrix

@@ -16,8 +16,8 @@ from jitfp4 import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     nvfp4_quantize_paged_kv_cache,
 )
+from jitfp4.families.kv.kernels.quantize import TACTICS as QUANTIZE_TACTICS
 from jitfp4.families.kv.operation import quantize
-from jitfp4.families.kv.tables import QUANTIZE_TACTICS
 from jitfp4.reference import kv as reference
 from jitfp4.reference.quantize import nvfp4_quantize as encode_reference
 from tests.support.compare import assert_same_bytes

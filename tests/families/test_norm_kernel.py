@@ -13,8 +13,9 @@ from jitfp4 import nvfp4_quantize
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.engine import build
 from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
-from jitfp4.families.norm.operation import KERNEL, RMSNORM
-from jitfp4.families.norm.problem import Problem, Scale, Spec, Tactic, geometry, row_threads, specialise
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import KERNEL, Spec, Tactic, geometry, row_threads, specialise
+from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.families.norm.problem import Problem, Scale
 from jitfp4.formats import DType
 from jitfp4.reference import norm as reference
 from tests.support.compare import assert_same_bytes

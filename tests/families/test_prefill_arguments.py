@@ -165,7 +165,6 @@ def test_the_wrapper_refuses() -> None:
         "prefix_len_ptr": torch.ones(1),
         "token_pos_in_items_len": 3,
         "fixed_split_size": 64,
-        "disable_split_kv": True,
         "kv_data_type": torch.int8,
         "max_token_per_sequence": 0,
     }.items():

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
-from jitfp4.families.experts.arguments import ResultArguments, RouteArguments
+from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, RouteArguments
+from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_ROUTE
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
+from jitfp4.families.gdn.prefill_arguments import PRODUCTS_BYTES, ProductsArguments, places
+from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.gemm.arguments import ExpandArguments
 from jitfp4.families.gemm.expand_operation import EXPAND
 from jitfp4.operation import Operation, operations
@@ -254,10 +257,39 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
     experts = good_calls()["fp4_experts"]()["experts"]
     weight, h, y = (experts.w2, experts.scale2, experts.bias2), torch.ones(4, 64), torch.empty(4, 64)
     listed = torch.tensor([[0, 0, 2, 0], [1, 2, 2, 0]], dtype=torch.int32), torch.tensor([0, 3, 1, 2]).int()
+    gather = GatherArguments(
+        torch.ones(2, 128).half(),
+        None,
+        *listed,
+        torch.empty(4, 128).half(),
+        slots=2,
+        item_rows=16,
+        enable_pdl=None,
+        names="",
+    )
     results = ResultArguments(
         h.bfloat16(), *weight, *listed, y.bfloat16(), slots=2, mxfp4=True, item_rows=16, enable_pdl=None, names=""
     )
-    return [(EXPAND.operator, expand), (EXPERTS_ROUTE.operator, route), (EXPERTS_RESULTS.operator, results)]
+    prompt = torch.randn(70, 1, 64).bfloat16()
+    products = ProductsArguments(
+        prompt,
+        prompt,
+        torch.ones(70, 2),
+        torch.ones(70, 2),
+        1.0,
+        torch.tensor([0, 66, 70]),
+        torch.zeros(places(70, 2) * 2 * PRODUCTS_BYTES, dtype=torch.uint8),
+        heads=2,
+        use_qk_l2norm=True,
+        enable_pdl=None,
+    )
+    return [
+        (PREFILL_PRODUCTS_OPERATION.operator, products),
+        (EXPAND.operator, expand),
+        (EXPERTS_ROUTE.operator, route),
+        (EXPERTS_GATHER.operator, gather),
+        (EXPERTS_RESULTS.operator, results),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXIT, TEAR, FAIL, TRACE = 1, 2, 3, 4
 EXITED = 77
 _LIMIT_SECONDS = 900  # against hanging only
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _WRAPPER = "import sys; from tests.faults.sandbox import main; main(*sys.argv[1:])"
 
 
@@ -91,6 +92,20 @@ def end_child(child: int, how: int | None = None) -> int:
     if how is not None:
         os.kill(child, how)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def interruptible(code: str, **options: Any) -> subprocess.Popen[str]:
+    """A new interpreter that runs ``code`` and that SIGINT interrupts, also where this process ignores the signal.
+
+    A job in the background of a shell ignores it, and so would everything that it starts.
+    """
+    first = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.Popen([sys.executable, "-c", first + code], cwd=ROOT, text=True, **options)
+
+
+def keep_orphans() -> None:
+    """Grandchildren whose parents die become children, so that their numbers are theirs until they are waited for."""
+    assert ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
 def start_child(work: Callable[[], object]) -> int:

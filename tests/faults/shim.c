@@ -105,6 +105,14 @@ ssize_t read(int fd, void* data, size_t size) {
   return REAL(ssize_t, "read", int, void*, size_t)(fd, data, size);
 }
 
+// Only where it is the call that fails; the descriptor is gone then, too, as on Linux.
+int close(int fd) {
+  int (*real)(int) = (int (*)(int))dlsym(RTLD_NEXT, "close");
+  if (fd > 2 && action == FAIL && strcmp(wanted, "close") == 0 && hit("close", fd, NULL, 0, NULL))
+    return real(fd), errno = err, -1;
+  return real(fd);
+}
+
 // A call that takes (fd, ...) or (folder, path, ...): fails, or goes on.
 #define DEFINE(type, name, label, params, args, fd, path, fd2, path2)                       \
   type name params {                                                                        \

@@ -22,7 +22,7 @@ from jitfp4.config import Config
 from jitfp4.keys import Recipe
 from jitfp4.warmup import plan, write_plan
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe
-from tests.faults.sandbox import ROOT
+from tests.faults.sandbox import ROOT, interruptible
 
 HUGE = "9" * 5000
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\r\x08‮⁦\u2028\x7f\n\x00"
@@ -185,6 +185,20 @@ def test_every_character_that_is_not_printable_is_escaped() -> None:
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
+
+def test_what_a_test_interrupts_is_interrupted_where_sigint_is_ignored() -> None:
+    """As in a job in the background of a shell: a process that is started there ignores it, too."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible("print(flush=True); import time; time.sleep(60)", stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == -signal.SIGINT
+
+
 _SLOW = """
 import sys, time
 from jitfp4 import nvrtc
@@ -202,6 +216,10 @@ app(["warmup", {plan!r}, "--jobs", "2", *{more!r}])
 """
 
 
+def finished(folder: Path) -> list[Path]:
+    return list((folder / "cache").glob("v1/*/*/*/entry.json"))
+
+
 @pytest.mark.compile
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("signals", [1, 3])
@@ -213,16 +231,17 @@ def test_ctrl_c_stops_at_once_and_keeps_what_is_finished(tmp_path: Path, signals
     tasks = plan([Arch.of("sm_90a")], ["quantize/vector"])[:12]
     (tmp_path / "plan.json").write_text(write_plan(tasks))
     code = _SLOW.format(marks=str(marks), plan=str(tmp_path / "plan.json"), more=more)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 600
-    while len(list((tmp_path / "cache").glob("v1/*/*/*/entry.json"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for _ in range(signals):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
-    out, errors = process.communicate(timeout=600)  # the compilations would hang for longer
+    with interruptible(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            deadline = time.monotonic() + 300
+            while process.poll() is None and len(finished(tmp_path)) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for _ in range(signals):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.05)
+            out, errors = process.communicate(timeout=60)  # the compilations would hang for longer
+        finally:
+            process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     verdicts = [item.verdict for item in Catalog(tmp_path / "cache").verify()]

@@ -103,11 +103,12 @@ def test_a_lost_rename_keeps_its_own_bytes(tmp_path: Path, shim: Path, err: str)
 @pytest.mark.parametrize(
     ("name", "err", "nth"),
     [("open_read", "ESTALE", 1), ("open_read", "ESTALE", 3), ("read", "ESTALE", 1), ("rmdir", "EBUSY", 0),
-     ("unlink", "EBUSY", 0), ("fsync", "EIO", 0), ("mkdir", "EIO", 0), ("rename", "EXDEV", 0), ("chmod", "EPERM", 0)],
+     ("unlink", "EBUSY", 0), ("close", "EIO", 0), ("fsync", "EIO", 0),
+     ("mkdir", "EIO", 0), ("rename", "EXDEV", 0), ("chmod", "EPERM", 0)],
 )  # fmt: skip
 def test_network_errors_never_reach_the_caller(tmp_path: Path, shim: Path, name: str, err: str, nth: int) -> None:
     seen = sandboxed(f"{CONTENTION}:with_failing_calls", shim=shim, root=str(tmp_path), name=name, err=err, nth=nth)
     assert seen["right"] == [True] * 3
     assert seen["raised"] == ""
-    if name in ("open_read", "read", "rmdir", "unlink"):
+    if name in ("open_read", "read", "rmdir", "unlink", "close"):
         assert seen["published"] == 3

@@ -20,7 +20,7 @@ from jitfp4.cache.lock import open_lock, stripe, try_lock
 from jitfp4.cache.publish import open_root
 from jitfp4.config import Config
 from tests.faults.kernels import TOOLCHAIN, make_built, make_recipe
-from tests.faults.sandbox import end_child, sandboxed, start_child
+from tests.faults.sandbox import end_child, keep_orphans, sandboxed, start_child
 
 RECIPE = make_recipe()
 
@@ -102,6 +102,7 @@ def after_a_killed_parent(base: str, moment: str) -> dict[str, object]:
             publish_module._write_files = killed_after_forking
             Cache(Config(cache_dir=root)).get_or_build(RECIPE, TOOLCHAIN, make_built)
 
+    keep_orphans()
     assert end_child(start_child(parent)) == -signal.SIGKILL
     try:
         cache = Cache(Config(cache_dir=root, lock_timeout=5.0, cache_max_bytes=1))
@@ -110,7 +111,7 @@ def after_a_killed_parent(base: str, moment: str) -> dict[str, object]:
             enforce_now_and_then(folder, Catalog(root).layer, Limits(), at_once=True)
         free = is_free(root, LOCKS[moment])
     finally:
-        os.kill(int(pids.read_text()), signal.SIGKILL)
+        end_child(int(pids.read_text()), signal.SIGKILL)
     litter = [path.name for path in (root / "tmp").iterdir()]
     waited = cache.info().lock_timeouts > 0 or not free
     return {"waited": waited, "published": loaded.path is not None, "litter": litter}

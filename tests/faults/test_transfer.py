@@ -254,6 +254,37 @@ def test_a_push_mends_a_damaged_object_of_the_same_size(tmp_path: Path, damage: 
     assert remote.pull(digest, Cache(Config(cache_dir=tmp_path / "cache"))).added == 1
 
 
+@pytest.mark.parametrize("name", ["blobs", "bundles"])
+def test_a_push_does_not_write_through_a_planted_folder(tmp_path: Path, name: str) -> None:
+    store, outside = tmp_path / "remote", tmp_path / "outside"
+    store.mkdir()
+    outside.mkdir()
+    (store / name).symlink_to(outside)
+    with pytest.raises(CacheError, match="a link or a file where a folder of the store belongs"):
+        Remote(f"file://{store}").push([entry(0)])
+    assert not list(outside.iterdir())
+
+
+def test_a_push_replaces_a_hard_link_and_not_what_it_links_to(tmp_path: Path) -> None:
+    remote, outside = Remote(f"file://{tmp_path}/remote"), tmp_path / "outside"
+    digest = remote.push([entry(0)])
+    outside.write_text("precious")
+    for path in [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]:
+        path.unlink()
+        path.hardlink_to(outside)
+    assert remote.push([entry(0)]) == digest
+    assert outside.read_text() == "precious"
+    assert remote.pull(digest, Cache(Config(cache_dir=tmp_path / "cache"))).added == 1
+
+
+@pytest.mark.parametrize("url", ["reference://x", "nothing://x", "file://", "github://x", "zip://x"])
+def test_a_store_of_another_kind_is_a_message(tmp_path: Path, url: str) -> None:
+    result = run("pull", url, "--digest", "0" * 64, "--cache-dir", tmp_path / "cache")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("jitfp4: ")
+    assert "Traceback" not in result.output
+
+
 def test_a_push_sends_nothing_that_is_there_and_whole(tmp_path: Path) -> None:
     remote = Remote(f"file://{tmp_path}/remote")
     remote.push([entry(0)])

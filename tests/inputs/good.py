@@ -9,11 +9,10 @@ import torch
 
 import jitfp4
 from jitfp4.formats import MXFP4
-
-Arguments = dict[str, Any]
-Calls = dict[str, Callable[[], Arguments]]
-
-_WORKSPACE = 1 << 21  # enough for max_q_len=7 on a GPU of 248 SMs
+from tests.inputs.good_caches import Arguments, Calls, attention_calls, kv_calls
+from tests.inputs.good_caches import codes as _codes
+from tests.inputs.good_caches import half as _half
+from tests.inputs.good_caches import ints as _ints
 
 
 def good_calls() -> Calls:
@@ -133,6 +132,22 @@ def good_calls() -> Calls:
             "alpha": one(),
             "out": half(4, 8),
         },
+        "chunk_gated_delta_rule": lambda: {
+            "q": half(70, 1, 64),
+            "k": half(70, 1, 64),
+            "v": half(70, 2, 64),
+            "g": torch.ones(70, 2),
+            "beta": torch.ones(70, 2),
+            "initial_state": state(),
+            "output_final_state": True,
+            "cu_seqlens": torch.tensor([0, 66, 70]),
+            "use_qk_l2norm_in_kernel": True,
+            "output": half(70, 2, 64),
+            "output_state": state(),
+            "state_checkpoints": torch.zeros(1, 2, 64, 64),
+            "checkpoint_cu_starts": torch.tensor([0, 1, 1]),
+            "checkpoint_every_n_tokens": 64,
+        },
         "gated_delta_rule_mtp": lambda: {
             **qkv(),
             "initial_state": state(),
@@ -150,206 +165,11 @@ def good_calls() -> Calls:
             "intermediate_states_buffer": torch.zeros(2, 1, 2, 64, 64),
         },
         "gated_delta_rule_decode": lambda: {**qkv(), "state": state(), **gates(), "output": half(2, 1, 2, 64)},
-        **_kv_calls(),
-        **_attention_calls(),
+        **kv_calls(),
+        **attention_calls(),
         **_gemm_calls(),
+        **_conv_calls(),
         **_experts_calls(),
-    }
-
-
-def _half(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape).bfloat16()
-
-
-def _codes(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=torch.uint8)
-
-
-def _ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def _kv_calls() -> Calls:
-    """Four pages of four tokens, one head of 64."""
-
-    def cache() -> Arguments:
-        codes, scales = ([_codes(4, 4, 1, width) for _ in "kv"] for width in (32, 4))
-        return {"paged_kv_cache": tuple(codes), "kv_cache_sf": tuple(x.view(torch.float8_e4m3fn) for x in scales)}
-
-    def rows() -> Arguments:
-        return {"append_key": _half(2, 1, 64), "append_value": _half(2, 1, 64)}
-
-    def scales() -> Arguments:
-        return {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
-
-    return {
-        "nvfp4_kv_quantize": lambda: {"input": _half(4, 64), "global_scale": torch.ones(1)},
-        "nvfp4_quantize_paged_kv_cache": lambda: {
-            "k_cache": _half(4, 1, 4, 64),
-            "v_cache": _half(4, 1, 4, 64),
-            "k_global_sf": torch.ones(1),
-            "v_global_sf": torch.ones(1),
-        },
-        "nvfp4_quantize_append_paged_kv_cache": lambda: {
-            **rows(),
-            "batch_indices": _ints(0, 1),
-            "positions": _ints(0, 0),
-            **cache(),
-            "kv_indices": _ints(0, 1),
-            "kv_indptr": _ints(0, 1, 2),
-            "kv_last_page_len": _ints(1, 1),
-            **scales(),
-        },
-        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping": lambda: {
-            **rows(),
-            "slot_mapping": _ints(3, 8),
-            **cache(),
-            **scales(),
-        },
-        "nvfp4_kv_dequantize": lambda: {
-            "fp4_data": _codes(4, 32),
-            "block_scales": _codes(4, 4),
-            "global_scale": torch.ones(1),
-        },
-        "nvfp4_kv_dequantize_paged": lambda: {
-            **cache(),
-            "block_tables": torch.stack((_ints(0, 1), _ints(2, 3))),
-            "seq_lens": _ints(5, 3),
-            **scales(),
-            "output_k": _half(2, 5, 1, 64),
-            "output_v": _half(2, 5, 1, 64),
-        },
-    }
-
-
-def _attention_calls() -> Calls:
-    """Two requests over four pages of four tokens, one KV head of 64 for two query heads."""
-
-    def cache(*shape: int) -> tuple[Any, Any]:
-        codes, scales = ([_codes(*shape, width) for _ in "kv"] for width in (32, 4))
-        return tuple(codes), tuple(scales)
-
-    def decode() -> Arguments:
-        codes, scales = cache(4, 1, 4)
-        return {
-            "query": _half(2, 2, 64),
-            "kv_cache": codes,
-            "workspace_buffer": _codes(_WORKSPACE),
-            "block_tables": torch.stack((_ints(0, 1), _ints(2, 3))),
-            "seq_lens": _ints(5, 3),
-            "max_seq_len": 8,
-            "bmm1_scale": torch.ones(1),
-            "bmm2_scale": torch.ones(1),
-            "out": _half(2, 2, 64),
-            "sinks": torch.zeros(2),
-            "kv_cache_sf": scales,
-            "lse": torch.zeros(2, 2),
-            "return_lse": True,
-        }
-
-    def xqa() -> Arguments:
-        arguments = decode() | {"mask": torch.ones(2, 1, 2, dtype=torch.int16).view(torch.uint16), "kv_layout": "HND"}
-        del arguments["lse"], arguments["return_lse"]
-        return arguments
-
-    def make_wrapper() -> Any:
-        return jitfp4.BatchDecodeWithPagedKVCacheWrapper(_codes(_WORKSPACE))
-
-    def plan() -> Arguments:
-        return {
-            "indptr": _ints(0, 2, 3),
-            "indices": _ints(0, 1, 2),
-            "last_page_len": _ints(1, 3),
-            "num_qo_heads": 2,
-            "num_kv_heads": 1,
-            "head_dim": 64,
-            "page_size": 4,
-            "q_data_type": torch.bfloat16,
-            "kv_data_type": torch.uint8,
-            "seq_lens": _ints(5, 3),
-        }
-
-    def run() -> Arguments:
-        wrapper = make_wrapper()
-        wrapper.plan(**plan())
-        codes, scales = cache(4, 4, 1)
-        arguments = {"q": _half(2, 2, 64), "paged_kv_cache": codes, "kv_cache_sf": scales, "out": _half(2, 2, 64)}
-        return {"self": wrapper, **arguments, "lse": torch.zeros(2, 2), "return_lse": True, "sinks": torch.zeros(2)}
-
-    def single() -> Arguments:
-        (k, v), scales = cache(4, 1)
-        return {"q": _half(2, 64), "k": k, "v": v, "kv_cache_sf": scales}
-
-    def context() -> Arguments:
-        arguments = decode() | {"query": _half(3, 2, 64), "out": _half(3, 2, 64), "lse": torch.zeros(3, 2)}
-        del arguments["max_seq_len"]
-        lengths = {"max_q_len": 2, "max_kv_len": 8, "batch_size": 2}
-        return arguments | lengths | {"cum_seq_lens_q": _ints(0, 2, 3), "cum_seq_lens_kv": _ints(0, 5, 8)}
-
-    def make_prefill() -> Any:
-        return jitfp4.BatchPrefillWithPagedKVCacheWrapper(_codes(_WORKSPACE))
-
-    def plan_prefill() -> Arguments:
-        decode_plan = plan()
-        lists = {f"paged_kv_{name}": decode_plan.pop(name) for name in ("indptr", "indices", "last_page_len")}
-        decode_plan["head_dim_qk"] = decode_plan.pop("head_dim")
-        return {"qo_indptr": _ints(0, 2, 3), **lists, **decode_plan, "max_token_per_sequence": 2}
-
-    def run_prefill() -> Arguments:
-        wrapper = make_prefill()
-        wrapper.plan(**plan_prefill())
-        return run() | {"self": wrapper, "q": _half(3, 2, 64), "out": _half(3, 2, 64), "lse": torch.zeros(3, 2)}
-
-    def forward(arguments: Arguments) -> Arguments:
-        return {name: arguments[name] for name in ("self", "q", "paged_kv_cache", "kv_cache_sf")}
-
-    def reset(wrapper: Any) -> Arguments:
-        return {"self": wrapper, "float_workspace_buffer": _codes(_WORKSPACE), "int_workspace_buffer": _codes(8)}
-
-    name, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-    return {
-        "trtllm_batch_context_with_kv_cache": context,
-        "single_prefill_with_kv_cache": lambda: single() | {"q": _half(3, 2, 64)},
-        prefill: lambda: {
-            "float_workspace_buffer": _codes(_WORKSPACE),
-            "use_cuda_graph": True,
-            "qo_indptr_buf": _ints(0, 0, 0),
-            "paged_kv_indptr_buf": _ints(0, 0, 0),
-            "paged_kv_indices_buf": _ints(0, 0, 0, 0),
-            "paged_kv_last_page_len_buf": _ints(0, 0),
-        },
-        f"{prefill}.plan": lambda: {"self": make_prefill(), **plan_prefill()},
-        f"{prefill}.run": run_prefill,
-        f"{prefill}.forward": lambda: forward(run_prefill()),
-        f"{prefill}.forward_return_lse": lambda: forward(run_prefill()),
-        f"{prefill}.reset_workspace_buffer": lambda: reset(make_prefill()),
-        "trtllm_batch_decode_with_kv_cache": decode,
-        "trtllm_batch_decode_with_kv_cache ragged": lambda: {
-            **decode(),
-            "max_q_len": 1,
-            "cum_seq_lens_q": _ints(0, 1, 2),
-            "q_len_per_req": None,
-        },
-        "xqa_batch_decode_with_kv_cache": xqa,
-        "xqa_batch_decode_with_kv_cache ragged": lambda: {
-            **xqa(),
-            "mask": torch.ones(2, 2, dtype=torch.int16).view(torch.uint16),
-            "q_len_per_req": 2,
-            "q_cu_seq_lens": _ints(0, 1, 2),
-        },
-        "single_decode_with_kv_cache": single,
-        name: lambda: {
-            "float_workspace_buffer": _codes(_WORKSPACE),
-            "use_cuda_graph": True,
-            "paged_kv_indptr_buffer": _ints(0, 0, 0),
-            "paged_kv_indices_buffer": _ints(0, 0, 0, 0),
-            "paged_kv_last_page_len_buffer": _ints(0, 0),
-        },
-        f"{name}.plan": lambda: {"self": make_wrapper(), **plan()},
-        f"{name}.run": run,
-        f"{name}.forward": lambda: forward(run()),
-        f"{name}.forward_return_lse": lambda: forward(run()),
-        f"{name}.reset_workspace_buffer": lambda: reset(make_wrapper()),
     }
 
 
@@ -369,6 +189,7 @@ def _gemm_calls() -> Calls:
             "alpha": torch.ones(1),
             "bias": _half(8),
             "out": _half(3, 8),
+            "residual": _half(3, 8),
         },
         "mm_fp8_fp4": lambda: {
             "a": _half(3, 32).to(torch.float8_e4m3fn),
@@ -388,6 +209,31 @@ def _gemm_calls() -> Calls:
             "format": MXFP4,
         },
         "Fp4Weight.from_tensors": lambda: {"named": weight().tensors()},
+    }
+
+
+def _conv_calls() -> Calls:
+    """Filters of 4 taps on 64 channels; sequences of two tokens and one."""
+    given: Callable[[], Arguments] = lambda: {"weight": _half(64, 4), "bias": _half(64), "activation": "silu"}  # noqa: E731
+    return {
+        "causal_conv1d_fn": lambda: {
+            "x": _half(3, 64).T,
+            **given(),
+            "conv_states": _half(5, 64, 3),
+            "query_start_loc": _ints(0, 2, 3),
+            "cache_indices": _ints(3, 1),
+            "has_initial_state": torch.tensor([True, False]),
+        },
+        "causal_conv1d_update": lambda: {
+            "x": _half(3, 64),
+            "conv_state": _half(5, 64, 4),
+            **given(),
+            "conv_state_indices": _ints(3, 1),
+            "num_accepted_tokens": _ints(1, 2),
+            "query_start_loc": _ints(0, 2, 3),
+            "max_query_len": 2,
+            "out": _half(3, 64),
+        },
     }
 
 
@@ -430,6 +276,28 @@ def _experts_calls() -> Calls:
             "expert_map": _ints(1, 0),
             "apply_router_weight_on_input": True,
             "out": _half(3, 64),
+        },
+        "route_experts": lambda: {
+            "logits": _half(3, 8),
+            "top_k": 2,
+            "method": "sigmoid",
+            "renormalize": True,
+            "bias": torch.zeros(8),
+            "groups": 4,
+            "topk_groups": 2,
+            "scale": 2.5,
+            "out_ids": torch.zeros(3, 2, dtype=torch.int32),
+            "out_weights": torch.zeros(3, 2),
+        },
+        "fused_topk_deepseek": lambda: {
+            "scores": _half(3, 8),
+            "bias": _half(8),
+            "n_group": 4,
+            "topk_group": 2,
+            "topk": 2,
+            "routed_scaling_factor": 2.5,
+            "topk_values": _half(3, 2),
+            "topk_indices": torch.zeros(3, 2, dtype=torch.int32),
         },
         "Fp4Experts": lambda: {**parts(), "hidden": 64, "inter": 64, "gated": True, "format": MXFP4},
         "Fp4Experts.from_tensors": lambda: {"named": experts().tensors()},

@@ -57,13 +57,10 @@ def _bytes(*shape: int) -> torch.Tensor:
 def _more() -> Calls:
     good = good_calls()
 
-    def product(m: int, n: int, k: int) -> Arguments:
-        return {
-            "a": _half(m, k),
-            "weight": jitfp4.prepare_fp4_weight(
-                _bytes(n, k // 2), _bytes(n, k // 16), sf_layout=jitfp4.SfLayout.layout_linear
-            ),
-        }
+    def product(m: int, n: int, k: int, order: str | None = None) -> Arguments:
+        codes, scales = _bytes(n, k // 2), _bytes(n, k // 16)
+        linear = jitfp4.SfLayout.layout_linear
+        return {"a": _half(m, k), "weight": jitfp4.prepare_fp4_weight(codes, scales, sf_layout=linear, order=order)}
 
     def eights(m: int, n: int, k: int) -> Arguments:
         given = {"a": _bytes(m, k).view(torch.float8_e4m3fn), "a_scale": torch.ones(m)}
@@ -108,6 +105,11 @@ def _more() -> Calls:
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
+        "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
+        "mm_bf16_fp4 swiglu": lambda: {
+            **product(64, 128, 128, "interleaved"),
+            "activation": "swiglu",
+        },
         "mm_fp4 divided": lambda: fp4(32, 8704, 128),
         "mm_fp4 k96": lambda: fp4(256, 4096, 768),
         "mm_fp4 trtllm": lambda: {**fp4(16, 128, 128), "backend": "trtllm"},
@@ -142,7 +144,18 @@ def without_outputs(name: str, arguments: Arguments) -> Arguments:
     return {key: x for key, x in arguments.items() if key not in _OUTPUTS or defaults[key].default is not None}
 
 
-_OUTPUTS = ("out", "out_sf", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out", "output", "lse")
+_OUTPUTS = (
+    "out",
+    "out_sf",
+    "y_fp4",
+    "block_scale",
+    "block_scale_unswizzled",
+    "y_out",
+    "output",
+    "lse",
+    "out_ids",
+    "out_weights",
+)
 
 
 def filled(name: str, seed: int) -> Arguments:

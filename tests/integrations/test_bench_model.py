@@ -14,7 +14,7 @@ from tests.support.programs import load, run_main
 def test_every_variant_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
     program = load("bench_model")
-    arguments = ("--model", "tiny", "--device", "cpu", "--batch", 2, "--context", 60, "--glue", "plain")
+    arguments = ("--model", "tiny", "--device", "cpu", "--case", "2:60", "--glue", "plain")
     run_main(program, *arguments, "--variant", *program.VARIANTS, "--out", tmp_path)
     with (tmp_path / "model.csv").open(newline="") as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
@@ -25,13 +25,25 @@ def test_every_variant_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(float(row["tokens_per_s"]) > 0 for row in rows.values())
 
 
-def test_experts_take_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["tiny-experts", "tiny-gpt-oss"])
+def test_experts_take_a_step(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
-    arguments = ("--model", "tiny-experts", "--device", "cpu", "--batch", 3, "--context", 60, "--glue", "plain")
+    arguments = ("--model", model, "--device", "cpu", "--case", "3:60", "--glue", "plain")
     run_main(load("bench_model"), *arguments, "--variant", "bf16", "w4-kv4", "--out", tmp_path)
     with (tmp_path / "model.csv").open(newline="") as file:
         bounds = [float(row["bound_ms"]) for row in csv.DictReader(file)]
     assert bounds[0] > 2 * bounds[1]  # both are rounded to a microsecond
+
+
+def test_prompts_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_COMMIT", "a rehearsal")
+    program = load("bench_model")
+    arguments = ("--model", "tiny", "--device", "cpu", "--case", "--prefill", 20, 70, "--glue", "plain")
+    run_main(program, *arguments, "--variant", *program.VARIANTS, "--out", tmp_path)
+    with (tmp_path / "model_prefill.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["variant"], row["tokens"]) for row in rows] == [(v, t) for v in program.VARIANTS for t in ("20", "70")]
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
 
 
 def test_a_checkpoint_is_written_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

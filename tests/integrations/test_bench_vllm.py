@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engines import vllm_llama
-from bench.engines.llama import VARIANTS, config_of
+from bench.engines import vllm_decode
+from bench.engines.models import MODELS, VARIANTS, config_of
 from jitfp4 import nvfp4_kv_dequantize, nvfp4_kv_quantize
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +21,11 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_only_variants_with_fp4_weights_say_so() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_only_variants_with_fp4_weights_say_so(model: str) -> None:
     for name, variant in VARIANTS.items():
-        config = config_of(variant, 3)
-        assert config["num_hidden_layers"] == 3
+        config = config_of(model, variant, 3)
+        assert config["num_hidden_layers"] == 3 and len(config.get("layer_types", "abc")) == 3
         assert ("quantization_config" in config) == (name != "bf16")
 
 
@@ -32,7 +33,7 @@ def test_only_variants_with_fp4_weights_say_so() -> None:
 def test_keys_are_rounded_as_the_cache_rounds_them(shape: tuple[int, ...]) -> None:
     rows = torch.randn(shape).bfloat16()
     codes, scales = nvfp4_kv_quantize(rows.view(-1, 128), 1.0)
-    found = vllm_llama.rounded(rows, 128)
+    found = vllm_decode.rounded(rows, 128)
     assert found.dtype == torch.bfloat16 and found.shape == shape
     assert torch.equal(found.view(-1, 128), nvfp4_kv_dequantize(codes, scales, 1.0).bfloat16())
     assert 0.05 < (found - rows).float().norm() / rows.float().norm() < 0.15
@@ -46,32 +47,49 @@ def test_what_attention_gets_is_rounded() -> None:
             return rows
 
     model = torch.nn.Sequential(Attention())
-    vllm_llama.round_keys_and_values(model)
+    vllm_decode.round_keys_and_values(model)
     query, key, value = (torch.randn(3, 128).bfloat16() for _ in range(3))
     got = model[0](query, key, value)
     assert torch.equal(got[0], query)
-    assert torch.equal(got[1], vllm_llama.rounded(key, 64)) and torch.equal(got[2], vllm_llama.rounded(value, 64))
+    assert torch.equal(got[1], vllm_decode.rounded(key, 64)) and torch.equal(got[2], vllm_decode.rounded(value, 64))
 
 
 def test_cosines_do_not_see_what_softmax_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = torch.randn(2, 3, 128)
-    assert torch.allclose(vllm_llama.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
-    torch.save(own, tmp_path / "own.pt")
-    torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "plugin.pt")
-    vllm_llama.compared(tmp_path)
+    assert torch.allclose(vllm_decode.cosines(own, own + 7), torch.ones(2, 3, dtype=torch.float64))
+    torch.save(own, tmp_path / "a model own.pt")
+    torch.save(torch.cat((own[:, :1], -own[:, 1:]), 1), tmp_path / "a model plugin.pt")
+    vllm_decode.compared("a model", tmp_path)
     (line,) = capsys.readouterr().out.splitlines()
     one, minus = (f"least {cosine:.5f} mean {cosine:.5f}" for cosine in (1.0, -1.0))
-    assert line == f"COSINE plugin to own: prompts {one}, steps {minus}"
+    assert line == f"COSINE a model plugin to own: prompts {one}, steps {minus}"
 
 
-def test_the_guide_names_the_figures_of_the_run() -> None:
-    """Of docs/engines.md: a row for each variant, milliseconds and tokens a second at three batches."""
+LABELS = {
+    "bf16": "bf16",
+    "own": "FP4, vLLM's own kernels",
+    "plugin": "FP4, plugin",
+    "plugin-kv": "FP4, plugin, NVFP4 cache",
+}
+SECTIONS = {  # of docs/engines.md: the file of results, and the model
+    "Llama-3.1-8B": ("vllm", "llama-3.1-8b"),
+    "Qwen3-30B-A3B": ("vllm_experts", "qwen3-30b-a3b"),
+    "gpt-oss-20b": ("vllm_experts", "gpt-oss-20b"),
+    "64 requests of 8192 tokens": ("vllm_long", "llama-3.1-8b"),
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_the_guide_names_the_figures_of_the_run(section: str) -> None:
+    """A row for each variant that was run, milliseconds and tokens a second at each batch; no section without rows."""
     guide = (ROOT / "docs/engines.md").read_text()
-    labels = {"bf16": "bf16", "own": "NVFP4, vLLM's own kernels", "plugin": "NVFP4, plugin"}
-    labels["plugin-kv"] = "NVFP4, plugin, NVFP4 cache"
-    found = rows_of("vllm")
-    for variant, label in labels.items():
-        (line,) = re.findall(rf"^\| {re.escape(label)} \| (.*) \|$", guide, re.MULTILINE)
-        own = [row for row in found if row["variant"] == variant and row["layers"] == "32"]
-        assert line.split(" | ") == [f"{float(row['ms_per_step']):.2f} ({row['tokens_per_s']})" for row in own]
-    assert {row["loaded_after_ready"] for row in found} == {"0"}
+    text = "".join(re.findall(rf"^#### {section}\n(.*?)^##", guide, re.MULTILINE | re.DOTALL))
+    name, model = SECTIONS[section]
+    rows = [row for row in rows_of(name) if row["model"] == model and row["layers"] != "8"]
+    variants = {row["variant"] for row in rows}
+    assert bool(rows) == bool(text)
+    for variant, label in LABELS.items():
+        lines = re.findall(rf"^\| {re.escape(label)} \| (.*) \|$", text, re.MULTILINE)
+        own = [f"{float(row['ms_per_step']):.2f} ({row['tokens_per_s']})" for row in rows if row["variant"] == variant]
+        assert [line.split(" | ") for line in lines] == ([own] if variant in variants else [])
+    assert all(row["loaded_after_ready"] == "0" for row in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional
 from jitfp4.errors import ArgumentError
 
 pytest.importorskip("safetensors")
-from jitfp4.integrations.nano_vllm import PAGE, Attention, Pages, Step, install, quantize_linears
+from jitfp4.integrations.nano_vllm import PAGE, Attention, Head, Pages, Step, install, quantize_linears
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 2 * PAGE
 SCALE = HEAD_DIM**-0.5
@@ -149,6 +149,19 @@ def test_linear_layers_are_replaced() -> None:
         assert (model[0].layer.bias is not None) == has_bias
 
 
+def test_the_head_takes_the_last_token_of_each_request(context: Callable[[Context], None]) -> None:
+    head = LinearBase(0, 0)
+    x, last = torch.randn(7, 96).bfloat16(), torch.tensor([2, 6])
+    for given, rows in ((Context(True, int32(0, 3, 7), int32(0, 3, 7), 4, 4), x[last]), (Context(), x)):
+        context(given)
+        want = rows @ head.weight.T
+        got = Head(head)(x)
+        assert got.shape == want.shape and torch.linalg.norm(got - want) < 0.2 * torch.linalg.norm(want)
+    head.tp_size = 2
+    with pytest.raises(ArgumentError, match="fp4_head: got a head of 2 ranks"):
+        Head(head)
+
+
 def test_it_is_put_in_place_before_the_import_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, linear = ModuleType("nanovllm.engine.model_runner"), ModuleType("nanovllm.layers.linear")
     loaded = []
@@ -163,10 +176,11 @@ def test_it_is_put_in_place_before_the_import_and_not_after(monkeypatch: pytest.
         install()
     monkeypatch.delitem(sys.modules, "nanovllm.layers.attention")
     install()
-    install()
+    install(fp4_head=True)
     assert sys.modules.pop("nanovllm.layers.attention").Attention is Attention
     model = nn.Sequential(LinearBase(0, 0))
+    model.lm_head = SimpleNamespace(weight=torch.randn(24, 96).bfloat16(), tp_size=1)
     runner.load_model(model, "here")
-    assert loaded == ["here"] and not isinstance(model[0], LinearBase)
+    assert loaded == ["here"] and not isinstance(model[0], LinearBase) and isinstance(model.lm_head, Head)
     with pytest.raises(ArgumentError, match="cache: got 'fp8'"):
         install(cache="fp8")

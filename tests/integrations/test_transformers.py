@@ -137,6 +137,8 @@ def test_layers_of_one_input_are_one_product_and_the_same_numbers(tmp_path: Path
     for name in ("q_proj", "k_proj", "v_proj"):
         assert torch.equal(getattr(first, name)(x), getattr(second, name)(x))
     assert torch.equal(first.k_proj(x), second.k_proj(x))  # without its siblings
+    x.mul_(-2)  # between siblings
+    assert torch.equal(first.q_proj(x), second.q_proj(x))
     assert torch.equal(first.k_proj(2 * x), second.k_proj(2 * x))
     alphas = {float(layer.alpha) for layer in (second.q_proj, second.k_proj, second.v_proj)}
     assert all(float(getattr(first, name).alpha) == max(alphas) for name in ("q_proj", "k_proj", "v_proj"))

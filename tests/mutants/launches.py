@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,31 +16,39 @@ import jitfp4
 from jitfp4 import engine, sim
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.kernels.prefill import PrefillTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
-from jitfp4.families.gdn.problem import ChunkTactic, WalkTactic
+from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.families.gemm.fp4_operation import MM_FP4
 from jitfp4.families.gemm.kernels import wide
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
+from jitfp4.families.kv.kernels.quantize import QuantizeTactic
 from jitfp4.families.kv.operation import dequantize, quantize
-from jitfp4.families.kv.problem import DequantizeTactic, QuantizeTactic
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
 from jitfp4.families.norm.operation import RMSNORM
-from jitfp4.families.norm.problem import Tactic
+from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.tables import TMA_TACTICS
+from jitfp4.formats import NVFP4
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, TileMap
+from tests.inputs.good import good_calls
 from tests.sim import gemm_kernels as gemm
 from tests.sim.cuda import compiled
 from tests.support.attention import Case
 from tests.support.compare import poisoned
+from tests.support.conv import make_sequences
 from tests.support.gdn import case
-from tests.support.gemm import assert_fp4_product, assert_product
+from tests.support.gemm import assert_fp4_product, assert_product, make_codes, make_weight
 from tests.support.inputs import random_matrix
 from tests.support.kv import paged_cache
 from tests.support.norm import check, rows_of_all_kinds
+from tests.support.routing import ROUTERS, make_logits
 
 ARCHS = ("sm_90a", "sm_100a")
 CONSTANT = {"gemm_narrow": (1,), "gemm_wide": (1,), "gemm_wide_fp4": (1, 2)}
@@ -130,6 +139,11 @@ def _gdn(tactic: WalkTactic | ChunkTactic | None, tokens: int, head_dim: int, *,
         jitfp4.gated_delta_rule_mtp(**arguments)
 
 
+def _gdn_prefill(tactic: PrefillTactic) -> None:
+    with GATED_DELTA_RULE_PREFILL.forced(tactic):
+        jitfp4.chunk_gated_delta_rule(**good_calls()["chunk_gated_delta_rule"]())
+
+
 def _quantize(call: Callable[[torch.Tensor, torch.Tensor], object], m: int = 10, k: int = 96) -> None:
     call(random_matrix(m, k, torch.bfloat16), torch.tensor([3.0]))
 
@@ -176,18 +190,31 @@ def _attention(tactic: DecodeTactic, **options: Any) -> None:
         made.run()
 
 
-def _narrow(tactic: NarrowTactic, m: int, n: int, k: int) -> None:
+def _narrow(tactic: NarrowTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
     with MM_BF16_FP4.forced(tactic):
-        assert_product(m, n, k, plain=True)
+        (call or partial(assert_product, plain=True))(m, n, k)
 
 
-def _wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
+def _residual(m: int, n: int, k: int) -> None:
+    """A product, added to a residual."""
+    a, residual = (random_matrix(m, size, torch.bfloat16) for size in (k, n))
+    jitfp4.mm_bf16_fp4(a, make_weight(n, k, NVFP4), residual=residual)
+
+
+def _gated(m: int, n: int, k: int) -> None:
+    """A product with a weight of gates and ups."""
+    codes, scales = make_codes(n, k, NVFP4)
+    weight = jitfp4.prepare_fp4_weight(codes, scales, sf_layout=jitfp4.SfLayout.layout_linear, order="interleaved")
+    jitfp4.mm_bf16_fp4(random_matrix(m, k, torch.bfloat16), weight, activation="swiglu")
+
+
+def _wide(tactic: WideTactic, m: int, n: int, k: int, call: Callable[[int, int, int], None] | None = None) -> None:
     """Rings of so few slots that each is filled again, on the architecture that has its instructions."""
     device = sim.active_device()
     if device is not None and device.arch.name == "sm_90a":
         engine.reset()  # no kernel with more slots
         with _few_sms(), MM_BF16_FP4.forced(tactic), mock.patch.object(wide, "_MOST_SLOTS", 4):
-            assert_product(m, n, k, plain=True)
+            (call or partial(assert_product, plain=True))(m, n, k)
         engine.reset()
 
 
@@ -199,6 +226,20 @@ def _fp4_wide(tactic: WideTactic, m: int, n: int, k: int) -> None:
         with _few_sms(), MM_FP4.forced(tactic), mock.patch.object(wide, "_MOST_SLOTS", 4):
             assert_fp4_product(m, n, k)
         engine.reset()
+
+
+def _topk() -> None:
+    router = ROUTERS["uneven groups"]
+    logits, bias = make_logits(router, 3)
+    jitfp4.route_experts(logits, router.top_k, **router.options(bias))
+
+
+def _conv(*, decode: bool) -> None:
+    given = make_sequences([1, 1] if decode else [5, 2], 24)
+    if decode:
+        jitfp4.causal_conv1d_update(given.x, given.states, given.weight, given.bias, "silu", given.slots)
+    else:
+        jitfp4.causal_conv1d_fn(given.x.T, given.weight, given.bias, given.states, given.starts, given.slots)
 
 
 def _tile(arch: str) -> None:
@@ -247,11 +288,14 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, bulk stores": lambda: _gdn(WalkTactic(16, 2, 2, bulk_stores=True), 3, 64, steps=True),
     "gdn, v in shared memory": lambda: _gdn(WalkTactic(64, 4, 4, use_smem_v=True, keep_state=True), 3, 64),
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
+    "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(2, 2)),
+    "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(2, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
     "kv, read by CTAs": lambda: _kv_read(DequantizeTactic(2, 64, by_cta=True)),
     "attention, nvfp4": lambda: _attention(DecodeTactic(2, 2, 1)),
     "attention, heads": lambda: _attention(DecodeTactic(2, 2, 1, head_warps=2), kv_layout="NHD", lengths=(70, 33, 40)),
+    "attention, cluster": lambda: _attention(DecodeTactic(1, 2, 1, cluster=2), lengths=(170,), q_lens=3),
     "attention, e4m3": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.float8_e4m3fn),
     "attention, bf16": lambda: _attention(DecodeTactic(2, 2, 1), cache=torch.bfloat16),
     "gemm, narrow": lambda: _narrow(NarrowTactic(8, 2, 2, 2, 2, 1), 5, 72, 672),
@@ -259,6 +303,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gemm, wide split": lambda: _wide(WideTactic(64, 1, 2, 2), 40, 64, 1536),
     "gemm, wide divided": lambda: _wide(WideTactic(64, 2, divided=True), 70, 136, 416),
     "gemm, wide cluster": lambda: _wide(WideTactic(64, 2, cluster=2), 70, 136, 416),
+    "gemm, narrow residual": lambda: _narrow(NarrowTactic(8, 2, 2, 2, 2, 1, x_stages=4), 5, 72, 1056, _residual),
+    "gemm, wide residual": lambda: _wide(WideTactic(64, 2, divided=True), 70, 136, 416, _residual),
+    "gemm, wide gates": lambda: _wide(WideTactic(64, 1, 2, 2), 40, 64, 1536, _gated),
     "wgmma tile": lambda: _tile("sm_90a"),
     "tcgen05 tile": lambda: _tile("sm_100a"),
     "mm_fp4, wgmma": lambda: _fp4_wide(WideTactic(64, 2, divided=True), 70, 136, 416),
@@ -266,6 +313,9 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, pair": lambda: _mm_fp4(K64Tactic(64, 2, 2), 200),
     "mm_fp4, cluster": lambda: _mm_fp4(K64Tactic(64, 1, 2, cluster_m=2, cluster_n=2), 200, 328),
     "mm_fp4, split": lambda: _mm_fp4(K64Tactic(16, 1, 2, swap_ab=True, split=2), 13, 328, 1344),
+    "experts, topk": _topk,
+    "conv, prompts": lambda: _conv(decode=False),
+    "conv, tokens": lambda: _conv(decode=True),
     "gdn, chunk ahead": lambda: _gdn(ChunkTactic(4, ahead=4), 16, 64),
 }
 

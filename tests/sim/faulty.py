@@ -163,6 +163,20 @@ PROXIES = [
         extra={'full)) : "memory");\'': "full))", "b64 [%0], 1;": "b64 [%0], 32;"},
     ),
     Case(
+        name="mbarrier that expects one arrival too few",
+        section="mbarrier: Phase of the mbarrier object",
+        source=CELLS
+        + 'if (t == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], PIECE;" ::"r"(address(&full)) : "memory");'
+        " __syncthreads(); if (t < 128) { if (t % 2) cells[t / 2] = x[t / 2]; __syncwarp();"
+        " if (t % 32 == 0) arrive(&full); }"
+        " else { wait(&full, 0); y[t - 128] = cells[t - 128]; y[t - 96] = cells[t - 96]; } }",
+        right="4",
+        wrong="3",
+        message="unordered write by another warp",
+        args=ints(64, 64),
+        block=160,
+    ),
+    Case(
         name="non-coherent load of memory that the kernel writes",
         section="ld.global.nc",
         source=HEAD + "y[t] = x[t] + 1; __syncthreads(); int v;"
@@ -303,6 +317,16 @@ GLOBAL = [
         right="atomicAdd(y, x[blockIdx.x])",
         wrong="*y += x[blockIdx.x]",
         message="unordered (write|read) by another CTA",
+        args=ints(64, 1),
+        grid=4,
+    ),
+    Case(
+        name="last CTA sets a counter back by a plain store",
+        section="Memory Consistency Model: Data races, Morally strong operations",
+        source=HEAD + "if (t == 0 && atomicAdd(y, 1) == gridDim.x - 1) PIECE; }",
+        right="atomicExch(y, 0)",
+        wrong="*y = 0",
+        message="unordered write by another CTA",
         args=ints(64, 1),
         grid=4,
     ),

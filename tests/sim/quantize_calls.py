@@ -15,11 +15,12 @@ import torch
 
 from jitfp4 import SfLayout
 from jitfp4.dtypes import FLOATS
-from jitfp4.families.gdn.operation import DELTA_RULE, GATED_DELTA_RULE
+from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import STATE_DTYPES, Problem, StateLayout
+from jitfp4.families.quantize.kernels.tma import TACTICS as TMA_TACTICS
+from jitfp4.families.quantize.kernels.tma import TmaTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import TmaTactic
-from jitfp4.families.quantize.tables import TMA_TACTICS
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.kernel import AnyKernel
 from jitfp4.tensors import device_arch

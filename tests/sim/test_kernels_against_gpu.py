@@ -19,7 +19,8 @@ import torch
 import jitfp4
 import jitfp4.families
 from jitfp4 import Fp4Weight, engine, replay, sim
-from jitfp4.families.gdn.operation import CHUNK, DELTA_RULE
+from jitfp4.families.gdn.kernels.chunk import KERNEL as CHUNK
+from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.kernel import Plan, kernels, lookup
@@ -38,20 +39,25 @@ DEVICE = "cuda"
 SIMULATED_CTAS = 200  # of a grid; of a larger one, the batches at its start, middle and end
 SAMPLE = 8  # cases of a kernel without --all
 ELSEWHERE = "experts/"  # tests/families/test_experts.py holds the GPU and the simulator against float64
-COMPLETE = ("quantize/", "gdn/")  # with --all, their cases launch every specialisation
+COMPLETE = ("quantize/", "gdn/chunk", "gdn/delta_rule")  # with --all, their cases launch every specialisation
+
+PREFILL = {torch.bfloat16: 2**-7, torch.float32: 2**-7}  # left operands are rounded to 16 bits
 
 
-def good_cases(*functions: str) -> Iterator[Case]:
+def good_cases(*functions: str, bounds: dict[torch.dtype, float] | None = None) -> Iterator[Case]:
     """The good calls of functions, which are small."""
-    yield from (partial(lambda name: Call(name, good_calls()[name]()), name) for name in functions)
+    yield from (partial(lambda name: Call(name, good_calls()[name](), bounds=bounds), name) for name in functions)
 
 
 CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "attention/decode": engine_calls.decode_cases,
     "attention/prefill": engine_calls.prefill_cases,
     "attention/prefill_wgmma": engine_calls.prefill_wgmma_cases,
+    "conv/causal": partial(good_cases, "causal_conv1d_fn", "causal_conv1d_update", bounds={torch.bfloat16: 2.0**-12}),
     "gdn/chunk": partial(quantize_calls.gdn_cases, CHUNK),
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),
+    "gdn/prefill": partial(good_cases, "chunk_gated_delta_rule", bounds=PREFILL),
+    "gdn/prefill_products": partial(good_cases, "chunk_gated_delta_rule", bounds=PREFILL),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),
     "gemm/blockscaled_k96": partial(engine_calls.blockscaled_cases, K96Tactic(64, 1, 2, 2), K96Tactic(64, 2, 2, 3)),
     "gemm/expand": engine_calls.fp4_wide_cases,

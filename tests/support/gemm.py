@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,12 +10,14 @@ import torch
 
 from jitfp4 import Fp4Weight, SfLayout, mm_bf16_fp4, mm_fp4, prepare_fp4_weight
 from jitfp4.formats import NVFP4, BlockFormat
+from jitfp4.reference.experts import activation, activation_bound
 from jitfp4.reference.formats import swizzle
 from jitfp4.reference.gemm import error_bound, matmul
 from jitfp4.reference.quantize import dequantize
 from tests.support.compare import poisoned
 
 LINEAR = SfLayout.layout_linear
+_SWIGLU = (1.0, 0.0, math.inf)  # alpha, beta, limit
 
 
 def make_codes(n: int, k: int, block_format: BlockFormat, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +73,16 @@ def assert_close(
     values = weight.dequantize()
     error = (out.double() - matmul(a, values, alpha, bias)).abs()
     bound = error_bound(a, values, alpha, bias, out.dtype)
+    assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
+
+
+def assert_gated(out: torch.Tensor, a: torch.Tensor, weight: Fp4Weight, alpha: torch.Tensor | None) -> None:
+    """silu(gate) * up of a product with a weight of gates and ups is within the bound."""
+    values = weight.dequantize()
+    gate, up = matmul(a, values, alpha, None).chunk(2, -1)
+    of_gate, of_up = error_bound(a, values, alpha, None, torch.float32).chunk(2, -1)
+    error = (out.double() - activation(gate, up, *_SWIGLU)).abs()
+    bound = activation_bound(gate, up, (of_gate, of_up), *_SWIGLU, out.dtype)
     assert bool((error <= bound).all()), f"{(error / bound).max().item():.2f} times what is allowed"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 from jitfp4 import nvrtc
@@ -18,10 +17,9 @@ def kept(folder: Path, compile_ptx: CompilePtx) -> CompilePtx:
     """``compile_ptx``, with its results kept in a folder that processes may share.
 
     The engine forgets its kernels after each test, so that no test sees another's; without this, each simulated test
-    would compile anew.
+    would compile anew. They are kept on disk only: of all kernels they are hundreds of megabytes.
     """
 
-    @cache
     def compiled(source: str, arch: Arch, symbol: str, toolchain: nvrtc.Toolchain | None) -> str:
         what = "\0".join((source, arch.ptx_target, symbol, toolchain.name if toolchain else "none", *nvrtc.OPTIONS))
         path = folder / f"{hashlib.sha256(what.encode()).hexdigest()}.ptx"

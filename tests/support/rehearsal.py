@@ -32,7 +32,7 @@ class OnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.random_:  # has no meta implementation
             return args[0]
-        return func(*args, **kwargs | ({"device": "meta"} if kwargs.get("device") == "cuda" else {}))
+        return func(*args, **kwargs | ({"device": "meta"} if str(kwargs.get("device")) == "cuda" else {}))
 
 
 class Stream:

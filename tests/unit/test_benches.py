@@ -18,33 +18,54 @@ from tests.support.programs import FILES, ROOT, load, run_main
 from tests.support.rehearsal import rehearsal
 
 RESULTS = ROOT / "bench/results"
+NEED_VALUES = (  # good calls that look at values or addresses
+    "mxfp4_dequantize_host",
+    "block_scale_interleave",
+    "make_nvfp4_global_scale",
+    "silu_and_mul",
+    "nvfp4_quantize_paged_kv_cache",
+    "Fp4Weight.from_tensors",
+    "Fp4Experts.from_tensors",
+)
 # A program and its arguments; constants that leave less to do; the files that it writes.
 RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_attention": ({"READ_BYTES": 1 << 24}, {"attention"}),
+    "bench_conv": ({}, {"conv"}),
+    "bench_conv --part search": ({}, {"conv_search"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
     "bench_fp8": ({"PAUSE_S": 0}, {"fp8"}),
     "bench_fp8 --part search": ({"LAYERS": ((8192, 8192),)}, {"fp8_search"}),
     "bench_gdn": ({}, {"gdn"}),
+    "bench_gdn_prefill": ({"CELLS": ((1, 128),), "ERROR_TOKENS": 64}, {"gdn_prefill", "gdn_prefill_errors"}),
     "bench_gemm": ({}, {"gemm"}),
     "bench_gemm --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_search"}),
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),
     "bench_gemm_wide": ({"PAUSE_S": 0}, {"gemm_wide"}),
     "bench_gemm_wide --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_wide_search"}),
     "bench_kv": ({}, {"kv", "kv_tactics"}),
-    "bench_launch": ({"CALLS": 1, "ROUNDS": 1}, {"launch"}),
+    "bench_launch": ({"CALLS": 1, "ROUNDS": 1, "LEFT_OUT": NEED_VALUES}, {"launch"}),
     "bench_mm_fp4": ({}, {"mm_fp4"}),
     "bench_mm_fp4 --part kernels": ({}, {"mm_fp4_kernels"}),
     "bench_mm_fp4 --part search": ({"LAYERS": ((8192, 8192),)}, {"mm_fp4_search"}),
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
+    "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
     "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
+    "bench_step --model 8b --step separate fused": (
+        {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},
+        {"step", "step_launches"},
+    ),
     "ceiling_gdn": ({}, {"gdn_ceiling"}),
     "search_attention": ({"LOADS": ((1, 1024), (64, 8192))}, {"attention_search", "prefill_search"}),
     "search_gdn": ({"BATCHES": (64,)}, {"gdn_search"}),
     "search_norm": ({"ROWS": (1, 1000)}, {"norm_shapes"}),
 }
-NEVER_FILLED = {("launch", "triton_launches"), ("quantize_peers", "wrote")}  # the peers are not here
+NEVER_FILLED = {
+    *(("gdn_prefill", "fla_us"), ("gdn_prefill", "speedup")),
+    *(("gdn_prefill_errors", "output"), ("gdn_prefill_errors", "state")),
+    *(("launch", "triton_launches"), ("quantize_peers", "wrote")),
+}  # the peers are not here
 
 
 @pytest.mark.complete

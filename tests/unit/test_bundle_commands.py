@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -46,6 +47,9 @@ def test_export_and_import_a_plan(built: Path) -> None:
     exported = run("export", built / "plan.json", "--out", built / "bundle.tar.zst")
     assert exported.exit_code == 0, exported.stderr
     digest = exported.stdout.strip()
+    own = hashlib.sha256((built / "bundle.tar.zst").read_bytes()).hexdigest()
+    assert f"sha256sum of the file itself: {own}" in exported.stderr and own != digest
+    assert run("import", built / "bundle.tar.zst", "--digest", own, "--cache-dir", built / "other").exit_code == 2
     imported = run("import", built / "bundle.tar.zst", "--digest", digest, "--cache-dir", built / "image", "--json")
     assert imported.exit_code == 0, imported.stderr
     document = json.loads(imported.stdout)

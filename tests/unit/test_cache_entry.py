@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
 
 import pytest
 
@@ -64,6 +66,45 @@ def test_garbage_never_reaches_the_parser(data: bytes) -> None:
 def test_sealed_nonsense_is_corrupt(edit: tuple[str, str]) -> None:
     with pytest.raises(CacheCorruptError):
         Manifest.decode(reseal(MANIFEST.encode().decode().replace(*edit, 1)))
+
+
+def members(value: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """The path of every member of a JSON document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from members(inner, (*path, key))
+
+
+WRONG = (None, True, -1, 10**30, 1.5, "", "\ud800", "\0", "x" * 100_000, [], [[]], {}, {"a": {}})
+
+
+def test_whatever_stands_in_a_sealed_member_is_corrupt_or_changes_nothing() -> None:
+    """Every member, taken out or with every kind of value: a typed error, or an entry that passes every check."""
+    document = json.loads(FILES.manifest)
+    del document["seal"]
+    paths, passed = list(members(document)), set()
+    assert len(paths) > 15
+    for path in paths:
+        for value in ("absent", *WRONG):
+            edited = json.loads(json.dumps(document))
+            *folders, leaf = path
+            place = functools.reduce(lambda folder, key: folder[key], folders, edited)
+            if value == "absent":
+                del place[leaf]
+            else:
+                place[leaf] = value
+            body = json.dumps(edited, indent=2).removesuffix("\n}").encode()
+            sealed = body + b',\n  "seal": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+            try:
+                EntryFiles(cubin=FILES.cubin, source=FILES.source, manifest=sealed).check(RECIPE.digest, TOOLCHAIN)
+                manifest = Manifest.decode(sealed)
+                manifest.check_asked(RECIPE)
+                manifest.encode()
+            except CacheCorruptError:
+                continue
+            passed.add(path[0])
+    assert passed <= {"provenance"}
 
 
 @pytest.mark.parametrize("field", ["family", "arch", "options"])

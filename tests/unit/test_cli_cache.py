@@ -100,7 +100,8 @@ def test_size_counts_entries_and_blocks(cache: Path) -> None:
     assert fields["bytes"] >= sum(cubin.stat().st_size for cubin in cubins(cache))
     assert fields["inodes"] == 1 + sum(1 for _ in cache.rglob("*"))
     assert fields["quarantined"] == 0
-    assert run("size").stdout.split()[:2] == ["entries", str(KERNELS)]
+    shown = run("size").stdout.split()
+    assert shown[:3] == ["entries", str(KERNELS), "bytes"] and shown[4] in ("KiB", "MiB")
 
 
 def test_an_absent_cache_is_an_empty_one(tmp_path: Path) -> None:
@@ -135,9 +136,9 @@ def test_ls_puts_the_last_used_first(cache: Path) -> None:
 
 def test_ls_as_a_table(cache: Path) -> None:
     lines = run("ls").stdout.splitlines()
-    assert lines[0].split() == ["recipe", "kernel", "arch", "bytes", "last", "used"]
+    assert lines[0].split() == ["recipe", "kernel", "arch", "size", "last", "used"]
     assert len(lines) == 1 + KERNELS
-    assert all("quantize/vector" in line and len(line) <= 80 for line in lines[1:])
+    assert all("quantize/vector" in line and " KiB " in line and len(line) <= 80 for line in lines[1:])
     long = run("ls", "--long").stdout.splitlines()
     assert all("nvrtc-" in line and "in_dtype=bf16" in line for line in long[1:])
 

@@ -89,6 +89,74 @@ def test_bad_arguments_are_named(kernel: Path, arguments: tuple[object, ...], na
     assert result.exit_code == 2 and name in result.stderr
 
 
+SMALL = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 p) {
+  .reg .b32 %r; .reg .b64 %a, %b;
+  ld.param.u64 %a, [p]; mov.u32 %r, %tid.x; mad.wide.u32 %b, %r, 4, %a; st.global.u32 [%b], %r; ret;
+}
+"""
+NO_ARGUMENTS = (
+    *("i8[40]=300", "u8[4]=-1", "i32[4]=99999999999999999999", "f32[99999999999999]", "u32[3]=4294967296"),
+    *(f"f32[{','.join('4' * 34)}]", f"f32[{'9' * 4000}]", "9" * 5000, "f32[4]=x", "0x", "cut.npy", "empty.npy"),
+    *("objects.npy", "missing.npy", ".npy"),
+)
+NO_PTX: dict[str, tuple[str, str]] = {
+    "no ret": (" ret;", ""),
+    "a huge variable": (".visible", ".global .b8 x[99999999999999];\n.visible"),
+    "a negative variable": (".visible", ".global .b8 x[-4];\n.visible"),
+    "huge shared memory": ("  .reg .b32 %r;", ".shared .b8 s[9999999999]; .reg .b32 %r;"),
+    "huge local memory": ("  .reg .b32 %r;", ".local .b8 s[9999999999]; .reg .b32 %r;"),
+    "huge parameters": (".param .u64 p", ".param .u64 p, .param .b8 q[99999999999]"),
+    "too many initial values": (".visible", ".global .b32 x[2] = {1,2,3};\n.visible"),
+    "deep blocks": ("ret;", "{" * 5000 + "}" * 5000 + " ret;"),
+    "deep parentheses": (", 4,", ", " + "(" * 5000 + "4" + ")" * 5000 + ","),
+    "a long number": (", 4,", f", {'9' * 5000},"),
+    "a huge offset": ("[p]", "[p+99999999999999999999]"),
+    "an unknown instruction": ("mad.wide.u32", "frob.u32"),
+    "no such label": ("ret;", "bra NOWHERE;"),
+    "cut": ("st.global.u32 [%b], %r; ret;\n}", ""),
+    "another target": ("sm_90a", "sm_7"),
+    "no target": (".target sm_90a", ""),
+    "nothing": (SMALL, ""),
+}
+
+
+@pytest.mark.parametrize("argument", NO_ARGUMENTS, ids=lambda text: text[:20])
+def test_what_is_no_argument_is_a_message(tmp_path: Path, argument: str) -> None:
+    (tmp_path / "small.ptx").write_text(SMALL)
+    np.save(tmp_path / "whole.npy", np.arange(100))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:40])
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "objects.npy", np.array([{}]))
+    result = run(tmp_path / "small.ptx", tmp_path / argument if argument.endswith(".npy") else argument)
+    assert result.exit_code == 2 and result.stderr.startswith("jitfp4: "), result.exception
+
+
+@pytest.mark.parametrize("what", NO_PTX)
+def test_what_is_no_ptx_is_a_message(tmp_path: Path, what: str) -> None:
+    assert NO_PTX[what][0] in SMALL
+    (tmp_path / "wrong.ptx").write_text(SMALL.replace(*NO_PTX[what], 1))
+    result = run(tmp_path / "wrong.ptx", "i32[32]", "--limit", 1000)
+    assert result.exit_code == 2 and result.stderr.startswith("jitfp4: "), (result.output[:200], result.exception)
+
+
+@pytest.mark.parametrize("data", [bytes(range(256)), SMALL.encode("utf-16"), b"\xff\xfe"], ids=len)
+def test_bytes_that_are_no_text_are_a_message(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "wrong.ptx").write_bytes(data)
+    result = run(tmp_path / "wrong.ptx")
+    assert result.exit_code == 2 and "KERNEL.ptx" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--grid", "--block", "--cluster"])
+def test_sizes_that_are_none_are_a_message(tmp_path: Path, option: str) -> None:
+    (tmp_path / "small.ptx").write_text(SMALL)
+    for size in ("0", "-1", "", "1,2,3,4", "9" * 5000, "\u00b2", "\u0663", "1.5", "x"):
+        result = run(tmp_path / "small.ptx", "i32[32]", option, size)
+        assert result.exit_code == 2 and option in result.stderr, (size, result.exception)
+
+
 def test_numpy_users_need_no_torch() -> None:
     code = """
 import sys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_families_lists_every_operation() -> None:
     listed = {one["operation"]: one for one in document("operations")["operations"]}
     assert listed.keys() == {one.name for one in operations()}
     assert listed["mm_bf16_fp4"]["kernels"] == ["gemm/narrow", "gemm/wide"]
-    assert listed["mm_bf16_fp4"]["problem"] == ["dtype", "out_dtype", "format", "m", "n", "k"]
+    assert listed["mm_bf16_fp4"]["problem"] == ["dtype", "out_dtype", "format", "m", "n", "k", "gated"]
     assert "gemm/narrow, gemm/wide" in run("operations").stdout == run("families").stdout
 
 
@@ -98,7 +99,10 @@ def test_every_tactic_is_legal_with_its_spec_or_rejected_with_a_reason(operation
 
 def test_what_selected_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = "tactics", "mm_bf16_fp4", "--problem", PROBLEM, "--arch", "sm_90a"
-    assert document(*command)["by"] == "table: row 12 of bench/results/h200/gemm_wide_search.csv"
+    by = document(*command)["by"]
+    assert re.fullmatch(r"table: row 12 of \d+, read from bench/results/h200/gemm_search.csv", by)
+    wide = document("tactics", "mm_bf16_fp4", "--problem", "m=512,n=8192,k=8192", "--arch", "sm_90a")["by"]
+    assert wide.endswith("read from bench/results/h200/gemm_wide_search.csv")
     tuned = NarrowTactic(16, 4, 2, 4, 2, 2)
     write_choice(tmp_path / "tactics.json", tuned, m=13, n=8192, k=8192)
     found = document(*command, "--tactics", tmp_path / "tactics.json")
@@ -195,6 +199,24 @@ def test_the_example_of_shapes_is_tuned(script: Path, tmp_path: Path, arguments:
     problems = {(c.problem["n"], c.problem["k"], c.problem["m"]) for c in choices}
     assert problems == {(n, k, m) for n, k in ((128, 256), (64, 128)) for m in (4, 64)}
     assert {choice.operation for choice in choices} == {"mm_fp4" if arguments else "mm_bf16_fp4"}
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "few"])
+def test_the_example_of_layers_of_experts_is_tuned(script: Path, tmp_path: Path, routing: str) -> None:
+    """Three tokens without a list of items, forty with one: every step of both layers has a choice."""
+    example = Path(__file__).parents[2] / "examples" / "expert_layers.py"
+    layer = ["16x4x64x96", "--tokens", "3", "40", "--routing", routing, "--device", "cpu"]
+    with sim.device("sm_90a"):
+        tuned = run("tune", "--out", tmp_path / "tactics.json", "--", example, *layer)
+    assert tuned.exit_code == 0, tuned.stderr
+    choices = tactics.read(tmp_path / "tactics.json").choices.values()
+    assert {(choice.operation, choice.problem["tokens"]) for choice in choices} == {
+        *((operation, tokens) for operation in ("experts_topk", "experts_up", "experts_down") for tokens in (4, 64)),
+        ("experts_gather", 64),
+        *((operation, 64) for operation in ("experts_route", "experts_results")),
+    }
+    up = [choice.problem for choice in choices if choice.operation == "experts_up"]
+    assert {(problem["experts"], problem["slots"], problem["n"], problem["k"]) for problem in up} == {(16, 4, 192, 64)}
 
 
 def test_ctrl_c_is_status_130(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

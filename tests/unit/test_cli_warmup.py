@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from jitfp4 import nvrtc
 from jitfp4.arch import ARCHS, Arch
+from jitfp4.cache import Manifest
 from jitfp4.cli import app
 from jitfp4.cli import warmup as command
 from jitfp4.cli.gpus import Driver, Gpu
@@ -252,4 +254,22 @@ def test_dtype_keeps_the_kernels_of_these_activations(cache: Path, tmp_path: Pat
 
 def test_it_says_how_long_it_will_take(cache: Path, small_plan: Path) -> None:
     assert f"{KERNELS} kernels, {KERNELS} to compile: about " in run(small_plan, "--jobs", 1).stderr
-    assert f"{KERNELS} kernels, 0 to compile: about 0 s with 1 job" in run(small_plan, "--jobs", 1).stderr
+    assert f"{KERNELS} kernels, 0 to compile\n" in run(small_plan, "--jobs", 1).stderr
+
+
+def test_it_learns_from_the_cache_how_long_a_kernel_takes(cache: Path, small_plan: Path, tmp_path: Path) -> None:
+    run(small_plan, "--jobs", 1)
+    for path in cache.rglob("entry.json"):
+        manifest = Manifest.decode(path.read_bytes())
+        provenance = {**manifest.provenance, "compile_ms": 50_000.0}
+        path.write_bytes(replace(manifest, provenance=provenance).encode())
+    (tmp_path / "more.json").write_text(write_plan(plan([Arch.of("sm_80")], ["quantize/row_scale"])[:2]))
+    assert "2 kernels, 2 to compile: about 100 s with 1 job" in run(tmp_path / "more.json", "--jobs", 1).stderr
+
+
+def test_an_operation_names_its_kernels(cache: Path, tmp_path: Path) -> None:
+    assert run("--arch", "sm_90a", "--kernel", "mm_bf16_fp4", "--write-plan", tmp_path / "plan").exit_code == 0
+    plan = json.loads((tmp_path / "plan").read_text())
+    assert {entry["family"] for entry in plan["kernels"]} == {"gemm/narrow", "gemm/wide"}
+    refused = run("--arch", "sm_90a", "--kernel", "mm_bf17_fp4", "--check")
+    assert refused.exit_code == 2 and "gemm/narrow" in refused.stderr

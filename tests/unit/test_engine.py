@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -17,7 +18,7 @@ import jitfp4.families
 from jitfp4 import OfflineError, engine, nvrtc, warmup
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.kernel import lookup
+from jitfp4.kernel import AnyKernel, kernels, lookup
 
 pytestmark = pytest.mark.compile
 
@@ -167,6 +168,38 @@ def test_jitfp4_log_shows_what_is_compiled(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(r"INFO jitfp4.engine: compiled quantize/vector\[.*\] for sm_90a in \d+ ms \(absent\)", line)
+
+
+def test_what_a_full_disk_leaves_of_a_record_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = warmup.plan([ARCH], ["quantize/vector"])[:3]
+    first, second, third = (json.dumps(task.entry()) for task in tasks)
+    cut = second[:40]
+    for text in (f"{first}\n\n{cut}\n{third}\n", f"{cut}{first}\n{first}\n{third}\n", f"{first}\n{third}\n{cut}"):
+        assert warmup.read_plan(text) == (tasks[0], tasks[2])
+    assert re.findall(r"line (\d+) was cut", caplog.text) == ["3", "1", "3"]
+    caplog.clear()
+    assert warmup.read_plan(f"{first}\n" + "\0" * 4000 + "\n\n") == (tasks[0],)
+    assert not caplog.text
+    with pytest.raises(ArgumentError, match="plan: got in line 2"):
+        warmup.read_plan(f"{first}\n{second.replace('quantize/vector', 'quantize/nothing')}\n")
+    document = f'{{"schema": 1, "kernels": [\n{first},\n{second}\n]}}'
+    assert warmup.read_plan(document) == tasks[:2]  # a plan whose lines look like those of a record
+
+
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
+def test_a_plan_names_nothing_that_no_problem_gives(kernel: AnyKernel) -> None:
+    """A template or NVRTC may never end with other numbers. What a problem gives is taken."""
+    specs = [spec for arch in ("sm_90a", "sm_103a") for spec in kernel.specs(Arch.of(arch), "all")]
+    for spec in specs[:: max(1, len(specs) // 50)]:
+        kernel.check_spec(spec)
+    fields = specs[0].fields()
+    for name in [name for name, value in fields.items() if type(value) is int]:
+        tuned = any(hasattr(tactic, name) for tactic in kernel.tactics)
+        for wrong in (*([0] if tuned else []), -1, 10**4, 10**30):
+            if not any(getattr(spec, name) == wrong for spec in specs):
+                entry = {"family": kernel.name, "arch": "sm_90a", "spec": fields | {name: wrong}}
+                with pytest.raises(ArgumentError, match=rf"spec: got .*{name}\W+{wrong}"):
+                    warmup.read_plan(json.dumps({"schema": 1, "kernels": [entry]}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 99, "kernels": []}', '{"schema": 1, "kernels": [{}]}'])

@@ -29,6 +29,9 @@ _SPILLED = {
     ("add=true,gate=false", "units=8,warps=16"): 241,
     ("gate=true", "warps=16"): 2,
     ("cache=", "lanes=", "threads=64"): 2,
+    # Convolutions: a register, stored once.
+    ("sm_120a", "width=4,vec=2,by_sequence=true,threads=64"): 2,
+    ("sm_121a", "width=4,vec=2,by_sequence=true,threads=64"): 2,
     ("sm_89", "format=nvfp4,a_layout=layout_128x4", "tile_m=32,tile_n=128,warp_m=32,warp_n=32"): 3,
 }
 _SAMPLE = 5000  # instructions of the builds of a kernel that are compiled

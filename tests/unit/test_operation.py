@@ -17,9 +17,13 @@ from jitfp4.arch import ARCHS
 from jitfp4.errors import LaunchError
 from jitfp4.families.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from jitfp4.families.norm import operation as norm
-from jitfp4.families.norm.problem import Tactic as NormTactic
-from jitfp4.families.quantize.operation import QUANTIZE, TMA, VECTOR
-from jitfp4.families.quantize.problem import TableTactic, TmaTactic, VectorTactic
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic as NormTactic
+from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.tma import KERNEL as TMA
+from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.kernels.vector import KERNEL as VECTOR
+from jitfp4.families.quantize.kernels.vector import VectorTactic
+from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.kernel import Plan, kernels
 from jitfp4.operation import Operation, Written, _schema, operations
 from tests.support.compare import assert_same_bytes

@@ -7,25 +7,34 @@ from pathlib import Path
 
 import pytest
 
+import jitfp4.families  # noqa: F401 - registers every kernel
 from jitfp4 import nvrtc
 from jitfp4.arch import Arch
 from jitfp4.errors import CompileError, RenderError
+from jitfp4.kernel import kernels
 from jitfp4.render import render_partial, templates_dir
 
 FOLDER = templates_dir()
 PARTIALS = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cuh.j2"))
 
 TAKES = {
-    *(f"attention/{name}.cuh.j2" for name in ("blocks", "byte_tile", "codes", "combine", "cvt_e2m1", "expand")),
-    *(f"attention/{name}.cuh.j2" for name in ("half_tile", "items", "matrices", "nvfp4_tile", "pages", "parts")),
-    *(f"attention/{name}.cuh.j2" for name in ("products", "queries", "request", "rows", "softmax", "team", "tiles")),
-    "attention/work.cuh.j2",
-    *(f"experts/{name}.cuh.j2" for name in ("activation", "finish", "pieces", "rows", "wide")),
-    *(f"gemm/{name}.cuh.j2" for name in ("group_sums", "multiply", "output", "packed_weight", "prepared_weight")),
-    *(f"gemm/{name}.cuh.j2" for name in ("products", "wide_mainloop", "wide_place", "wide_results")),
-    *(f"gemm/{name}.cuh.j2" for name in ("fp8_products", "fp8_weight", "wide_fp8_mainloop", "wide_fp8_results")),
+    f"attention/{name}.cuh.j2"
+    for name in (
+        *("blocks", "byte_tile", "cluster_items", "combine", "expand", "half_tile", "items", "nvfp4_tile", "pages"),
+        *("parts", "queries", "rows", "softmax", "team", "tiles", "work"),
+    )
 }
 """Those that still take names of the template that includes them. One that does not any more leaves the list."""
+
+SPECS = {
+    "attention/products.cuh.j2": "attention/prefill_wgmma",
+    "gemm/products.cuh.j2": "gemm/wide",
+    "gemm/wide_mainloop.cuh.j2": "gemm/wide",
+    "experts/wide.cuh.j2": "experts/wide_up",
+    "experts/wide_config.cuh.j2": "experts/wide_up",
+    "experts/wide_mainloop.cuh.j2": "experts/wide_up",
+}
+"""Those whose text a spec makes, as assembly that names each register; and a kernel that has such specs."""
 
 GDN = """
 struct Stub {
@@ -83,7 +92,91 @@ __global__ void run(float (&sums)[1][2][4], Chunk& a, Place& place) {
   %s<Format::kMxfp4>::multiply(sums, a, a, place, 64, 3);
 }
 """
+WIDE = """
+struct Weight { static __device__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {} };
+struct Shared {
+  uint8   x[4][32 * 128], weight[3][2][4608];
+  Barrier full[4], empty[4], weight_full[3], weight_empty[3];
+};
+template struct Consumer<Shared, Weight, 32, 32, 1, 1>;
+"""
 USES: dict[str, tuple[str, str]] = {
+    "attention/codes.cuh.j2": (
+        "sm_100a",
+        "__global__ void run(uint32 (&pair)[4]) { decode(5, pair), pair[0] = decode_scales(multiply_add(1, 2, 3)); }\n",
+    ),
+    "attention/products.cuh.j2": ("sm_90a", "__global__ void run(float (&d)[16]) { hold(d); }\n"),
+    "attention/scales.cuh.j2": (
+        "sm_80",
+        "struct Operands { float bmm1, bmm2; const float *bmm1_tensor, *bmm2_tensor, *sinks; };\n"
+        "__global__ void run(const Operands& p, float* x) {\n"
+        "  const float factor = add_sink(p, 0, x[0], x[1]) * logit_scale(p, 1) * query_exponent(x[0]);\n"
+        "  x[2] = output_factor(factor, output_scale(p, 1), x[1]), x[3] = row_lse(x[0], x[1]);\n}\n",
+    ),
+    "attention/request.cuh.j2": (
+        "sm_80",
+        "struct Operands {\n"
+        "  const int32 *cum_q, *page_ends, *seq_lens;\n"
+        "  int q_len, total_q, max_pages, table_stride, page, group, window_left, kv_heads;\n};\n"
+        "__global__ void run(const Operands& p, TiledRequest<32, 8, 2>& r) { r.load(p, r.items(p)); }\n",
+    ),
+    "experts/activation.cuh.j2": (
+        "sm_80",
+        "struct Results { __device__ float4 of_sums(const float* sums, int) const { return {*sums}; } };\n"
+        "__global__ void run(float4* to, const float* sums) {\n"
+        "  *to = Activation<true, 32>{1, 1, 7}.of_sums(Results{}, sums, int(ctas() - cta_number()));\n"
+        "  *to = Activation<false, 32>{}.of_sums(Results{}, sums, 0);\n}\n",
+    ),
+    "experts/finish.cuh.j2": (
+        "sm_80",
+        "struct Rows { int32 assignment[8], finished[8]; uint32 taken[8]; };\n"
+        "__global__ void run(Finish<bf16, 16, 128>& f, Rows& rows, Routing& routing, int32* done, bf16* out) {\n"
+        "  f.count(rows, done, 8, threadIdx.x, 0, 1), f.add_up(rows, 8, 0, threadIdx.x, 4, 0, 1);\n"
+        "  zero_tokens<16, 4>(routing, out, 8, 2, 64, 64, 0, 0, threadIdx.x);\n}\n",
+    ),
+    "experts/rows.cuh.j2": (
+        "sm_80",
+        "__global__ void run(Item* to, const int4* items, Routing& routing, int32 (&rows)[8]) {\n"
+        "  to[0] = listed_item<8>(items, 1, 2), to[1] = found_item(routing, 0, 9, rows, 0, threadIdx.x);\n}\n",
+    ),
+    "gemm/group_sums.cuh.j2": (
+        "sm_90a",
+        "struct Sums { static constexpr int kGroups = 2, kGap = 64; };\n"
+        "__global__ void run(float4* p, const float* x) { *p = add(sum_groups<Sums>(x), sum_cluster(x, 2)); }\n",
+    ),
+    "gemm/multiply.cuh.j2": (
+        "sm_80",
+        "template struct WeightPiece<bf16, Format::kMxfp4, 8, 2>;\n"
+        "template struct WeightPiece<f16, Format::kNvfp4, 16, 1>;\n",
+    ),
+    "gemm/output.cuh.j2": (
+        "sm_80",
+        "template struct Output<bf16, Format::kMxfp4>;\ntemplate struct Output<f16, Format::kNvfp4>;\n",
+    ),
+    "gemm/packed_weight.cuh.j2": (
+        "sm_90a",
+        "using Weight = PackedWeight<f16, Format::kNvfp4>;\ntemplate struct PackedWeight<bf16, Format::kMxfp4>;\n"
+        "__global__ void run(Weight& w, uint8 (&to)[2][Weight::kTileBytes], Barrier* b) { w.load(to, 0, 0, 1, b); }\n",
+    ),
+    "gemm/pieces.cuh.j2": (
+        "sm_90a",
+        "using Piece = WeightPiece<bf16, Format::kNvfp4, 8, 3>;\ntemplate struct GroupSums<Piece, 2, 48>;\n"
+        "template struct PieceLoads<Piece, true>;\ntemplate struct PieceLoads<Piece, false>;\n",
+    ),
+    "gemm/prepared_weight.cuh.j2": (
+        "sm_90a",
+        "using Weight = PreparedWeight<f16, bf16, Format::kMxfp4>;\n"
+        "template struct PreparedWeight<bf16, bf16, Format::kNvfp4>;\n"
+        "__global__ void run(Weight& w, uint8 (&to)[2][Weight::kTileBytes], Barrier* b) { w.load(to, 0, 0, 1, b); }\n",
+    ),
+    "gemm/wide_mainloop.cuh.j2": ("sm_90a", WIDE),
+    "gemm/wide_results.cuh.j2": (
+        "sm_90a",
+        "using Results = WideResults<bf16, 64, 2, 2, 2, 2, false>;\ntemplate class Exchange<64, 2, 2, 16384>;\n"
+        "__global__ void run(float (&sums)[32], const float* other) {\n"
+        "  Results::stage<1>(0, sums, threadIdx.x, {}, {});\n"
+        "  Results::stage_total<0>(1, other, 0, sums, threadIdx.x, {}, {});\n}\n",
+    ),
     "gdn/lanes.cuh.j2": ("sm_90a", GDN),
     "gdn/rows.cuh.j2": ("sm_90a", GDN + GDN_ROWS),
     "gdn/row_writer.cuh.j2": (
@@ -176,7 +269,8 @@ USES: dict[str, tuple[str, str]] = {
 
 def compiles(partial: str) -> bool:
     arch, use = USES.get(partial, ("sm_90a", ""))
-    source = render_partial(partial, Arch.of(arch))
+    spec = next(iter(next(iter(kernels(SPECS[partial]))).specs(Arch.of(arch)))) if partial in SPECS else None
+    source = render_partial(partial, Arch.of(arch), spec)
     try:
         nvrtc.compile_ptx(f'{source}{use}extern "C" __global__ void alone() {{}}\n', Arch.of(arch), symbol="alone")
     except CompileError as error:
@@ -204,5 +298,5 @@ def test_includes_stand_at_the_top(partial: str) -> None:
 
 
 def test_the_list_is_of_partials() -> None:
-    assert TAKES | USES.keys() <= set(PARTIALS)
+    assert TAKES | USES.keys() | SPECS.keys() <= set(PARTIALS)
     assert Path(FOLDER).is_dir()

@@ -13,42 +13,10 @@ import torch
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, engine, replay
 from jitfp4.arch import ARCHS
-from jitfp4.families.kv import arguments
+from jitfp4.families.kv import checks
 from jitfp4.remembered import Step
 from tests.support.launches import FakeLaunch, Launches, plain  # noqa: F401 - a fixture
-
-
-class Public:
-    """A public function ``x, out, flag -> out, sums``, decorated; how often it ran, and its launches."""
-
-    def __init__(self, *, launches: int = 1, hidden: bool = False) -> None:
-        self.ran = 0
-        self.launched: list[FakeLaunch] = []
-
-        @replay.replayed
-        def function(
-            x: torch.Tensor, out: torch.Tensor | None = None, flag: object = None, *, scale: object = 1.0
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            self.ran += 1
-            out = torch.empty(x.shape) if out is None else out
-            sums = torch.empty(x.shape[0])
-            for _ in range(launches):
-                launch, tensors = FakeLaunch(), (x, out, sums, *([torch.empty(3)] if hidden else []))
-                self.launched.append(launch)
-                replay.note(Step(launch, tensors, aligned=(0,), disjoint=((1, 0),)))
-            return out, sums
-
-        self.call: Callable[..., Any] = function
-
-    @property
-    def repeated(self) -> list[tuple[int, ...]]:
-        return [addresses for launch in self.launched for addresses in launch.repeated]
-
-
-def aligned(*shape: int) -> torch.Tensor:
-    tensor = torch.zeros(*shape)
-    assert tensor.data_ptr() % 16 == 0
-    return tensor
+from tests.support.replay import Public, aligned
 
 
 @pytest.mark.usefixtures("plain")
@@ -223,151 +191,6 @@ class TestLogic:
         function(x), function(x)
         assert len(ran) == 2
 
-    def test_pairs_of_tensors_are_arguments_like_others(self) -> None:
-        ran, launch = [], FakeLaunch()
-
-        @replay.replayed
-        def function(x: torch.Tensor, cache: object, flag: str = "") -> torch.Tensor:
-            ran.append(1)
-            k, v = cache  # type: ignore[misc]
-            out = torch.empty(4)
-            replay.note(Step(launch, (x, k, v, out), (), ()))
-            return out
-
-        tensors = [aligned(4) for _ in range(6)]
-        function(tensors[0], (tensors[1], tensors[2]))
-        out = function(tensors[3], (tensors[4], tensors[5]))
-        assert launch.repeated == [(*(x.data_ptr() for x in tensors[3:]), out.data_ptr())] and len(ran) == 1
-        function(tensors[0], [tensors[1], tensors[2]])
-        function(tensors[0], (tensors[1], aligned(4).double()))
-        function(tensors[0], (tensors[1], tensors[2]), "other")
-        assert len(ran) == 4, "a call was taken for another"
-        for cache in ((tensors[1], None), (tensors[1], "k")):  # what is wrong with them is for the function to say
-            function(tensors[0], cache), function(tensors[0], cache)
-        for wrong in (tuple(tensors[:1]), ()):
-            with pytest.raises(ValueError, match="unpack"):
-                function(tensors[0], wrong)
-        assert len(ran) == 10 and len(launch.repeated) == 1
-
-    def test_groups_of_other_lengths_are_other_calls(self) -> None:
-        ran = []
-
-        @replay.replayed
-        def function(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
-            ran.append((len(first), len(second)))
-            replay.note(Step(FakeLaunch(), (*first, *second), (), ()))
-
-        a, b, c = (aligned(4) for _ in "abc")
-        calls: list[Any] = [((a,), (b, c)), ((a, b), (c,)), ((a, b, c), ()), ((), (a, b, c)), ((a,), (b,))]
-        for first, second in calls * 2:
-            function(first, second)
-        assert ran == [(1, 2), (2, 1), (3, 0), (0, 3), (1, 1)]
-
-    def test_a_call_without_a_result_returns_none(self) -> None:
-        ran = []
-
-        @replay.replayed
-        def function(x: torch.Tensor) -> None:
-            ran.append(1)
-            replay.note(Step(FakeLaunch(), (x,), (0,), ()))
-
-        memory = aligned(8)
-        assert function(memory[:4]) is None and function(memory[4:]) is None
-        assert len(ran) == 1
-        assert function(memory[1:5]) is None
-        assert len(ran) == 2, "misaligned"
-
-    def test_parts_of_an_argument_keep_their_place_in_it(self) -> None:
-        ran, launch = [], FakeLaunch()
-
-        @replay.replayed
-        def function(cache: torch.Tensor, out: torch.Tensor) -> None:
-            ran.append(1)
-            k, v = cache[:, 0], replay.part(cache[:, 1], cache)
-            replay.note(Step(launch, (k, v, out), (1,), ((2, 1),)))
-
-        first, second, out = aligned(3, 2, 4), aligned(3, 2, 4), aligned(4)
-        function(first, out)
-        function(second, out)
-        assert launch.repeated == [(second.data_ptr(), second.data_ptr() + 16, out.data_ptr())] and len(ran) == 1
-        function(second, second.view(-1)[12:16])  # V of the second page
-        assert len(ran) == 2, "overlapping"
-
-    def test_a_part_where_another_argument_begins_is_not_understood(self) -> None:
-        ran = []
-
-        @replay.replayed
-        def function(cache: torch.Tensor, other: torch.Tensor) -> None:
-            ran.append(1)
-            replay.note(Step(FakeLaunch(), (replay.part(cache[1], cache), other), (), ()))
-
-        cache = aligned(2, 4)
-        function(cache, cache[1]), function(cache, cache[1])
-        assert len(ran) == 2
-
-    def test_a_condition_holds_for_each_call(self) -> None:
-        ran, asked = [], []
-
-        def holds(x: torch.Tensor) -> bool:
-            asked.append(x)
-            return bool(x[0] > 0)
-
-        @replay.replayed
-        def function(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            ran.append(1)
-            out = torch.empty(4)
-            replay.require(holds, x)
-            replay.note(Step(FakeLaunch(), (y, out), (), ()))
-            return out
-
-        y, x = aligned(4), aligned(4) + 1
-        function(y, x), function(y, x)
-        assert len(ran) == 1 and asked[-1] is x
-        x.zero_()
-        function(y, x), function(y, x)
-        assert len(ran) == 3
-
-    def test_two_arguments_at_one_address_are_not_understood_but_others_later_are(self) -> None:
-        public, x = Public(), aligned(4, 8)
-        public.call(x, x)
-        public.call(x, x)
-        assert public.ran == 2
-        public.call(x, aligned(4, 8))
-        public.call(aligned(4, 8), x)
-        assert public.ran == 3
-
-    def test_arguments_at_one_address_are_repeated_while_they_share_it(self) -> None:
-        launched: list[FakeLaunch] = []
-
-        @replay.replayed
-        def total(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(4)
-            launched.append(FakeLaunch())
-            replay.note(Step(launched[-1], (a, b, out), (), ()))
-            return out
-
-        one, other = aligned(4), aligned(4)
-        total(one, one)
-        total(other, other)
-        assert len(launched) == 1 and launched[0].repeated[0][:2] == (other.data_ptr(), other.data_ptr())
-        total(one, other)
-        total(other, one)
-        assert len(launched) == 2 and launched[1].repeated[0][:2] == (other.data_ptr(), one.data_ptr())
-
-    def test_a_result_that_is_part_of_something_larger_is_not_repeated(self) -> None:
-        ran = []
-
-        @replay.replayed
-        def half(x: torch.Tensor) -> torch.Tensor:
-            ran.append(1)
-            out = torch.empty(2, *x.shape)[0]
-            replay.note(Step(FakeLaunch(), (x, out), (), ()))
-            return out
-
-        x = aligned(4)
-        half(x), half(x)
-        assert len(ran) == 2
-
     def test_temporaries_are_made_anew(self) -> None:
         """From a number, from an argument, and from a temporary: nobody's old values are used."""
         launch = FakeLaunch()
@@ -390,7 +213,35 @@ class TestLogic:
         scaled(aligned(4), 5.0)
         assert seen[2].tolist() == [5, 0, 0, 0, 0] and len(launch.repeated) == 1
 
-    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self) -> None:
+    def test_a_companion_is_asked_for_once_at_an_address_unless_it_is_another_each_time(self) -> None:
+        launch, asked = FakeLaunch(), []
+        kept: dict[int, torch.Tensor] = {}
+
+        def find(source: torch.Tensor) -> torch.Tensor:
+            asked.append(source.data_ptr())
+            if lasts:
+                return kept.setdefault(source.data_ptr(), torch.zeros(2))
+            kept[len(asked)] = torch.zeros(2)
+            return kept[len(asked)]
+
+        @replay.replayed
+        def counted(x: torch.Tensor, out: torch.Tensor, lasting: bool) -> torch.Tensor:
+            replay.note(Step(launch, (replay.companion(find, x), x, out), (1,), ()))
+            return out
+
+        out, spaces, lasts = aligned(4), (aligned(4), aligned(4)), True
+        for space in (*spaces, *spaces, *spaces):
+            counted(space, out, True)
+        assert asked.count(spaces[1].data_ptr()) == 2, "the second only to see whether it is the same"
+        assert [own for own, *_ in launch.repeated] == [kept[at].data_ptr() for _, at, _ in launch.repeated]
+        lasts, before = False, len(launch.repeated)
+        for _ in range(4):
+            counted(spaces[0], out, False)
+        last = [own for own, *_ in launch.repeated[before:]]
+        assert len(set(last)) == len(last) == 3, "no tensor is given to two launches"
+
+    @pytest.mark.parametrize("made_by", [replay.temporary, replay.companion])
+    def test_a_temporary_may_come_from_a_view_of_an_argument_and_be_kept(self, made_by: Callable[..., Any]) -> None:
         """As counters that belong to the address of a workspace."""
         launch, ran = FakeLaunch(), []
         kept: dict[int, torch.Tensor] = {}
@@ -399,7 +250,7 @@ class TestLogic:
         def counted(x: torch.Tensor, space: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             out, scratch = torch.empty(x.shape), space.view(torch.uint8).flatten()
-            own = replay.temporary(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
+            own = made_by(lambda y: kept.setdefault(y.data_ptr(), torch.zeros(2)), scratch)
             replay.note(Step(launch, (x, scratch, own, out), (), ()))
             return out
 
@@ -497,13 +348,13 @@ class TestLogic:
     def test_no_value_of_a_scale_is_read_while_a_graph_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         scale, other = torch.ones(1), torch.full((1,), -1.0)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert arguments._are_good(scale, other)
+        assert checks._are_good(scale, other)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        assert arguments._are_good(scale) and not arguments._are_good(scale, other)
+        assert checks._are_good(scale) and not checks._are_good(scale, other)
         monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-        assert arguments._are_good(scale)
+        assert checks._are_good(scale)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert not arguments._are_good(scale), "it would be copied to the device"
+        assert not checks._are_good(scale), "it would be copied to the device"
 
     def test_an_error_is_raised_again_and_not_remembered(self) -> None:
         ran = []

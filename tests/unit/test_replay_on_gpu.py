@@ -12,8 +12,8 @@ import torch
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout, dispatch, engine, replay
+from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import VectorTactic
 from tests.inputs.calls import function_of
 from tests.inputs.repeated import CHECKED, NO_LAUNCH, filled, repeated_calls, tensors_of, without_outputs
 from tests.support.compare import assert_same_bytes

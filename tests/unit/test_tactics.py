@@ -16,8 +16,9 @@ import torch
 import jitfp4
 from jitfp4 import TacticsError, engine, nvrtc, replay, sim, tactics
 from jitfp4.arch import Arch
+from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.kernels.vector import VectorTactic
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import TmaTactic, VectorTactic
 from jitfp4.kernel import Plan
 from jitfp4.operation import Operation, operations
 from jitfp4.spec import fields_of
@@ -174,7 +175,7 @@ def test_select_says_what_selected(file: TacticsFile, path: Path) -> None:
     assert QUANTIZE.select(problem, SM_90A, read) == TUNED
     assert QUANTIZE.selection(problem, SM_90A, read).by == f"tuned: {path}"
     assert QUANTIZE.selection(problem, SM_90A).by.startswith("table: row ")
-    assert QUANTIZE.selection(problem, SM_90A).by.endswith(" of bench/results/h200/quantize_variants.csv")
+    assert QUANTIZE.selection(problem, SM_90A).by.endswith(", read from bench/results/h200/quantize_variants.csv")
     with QUANTIZE.forced(TmaTactic(6, 1, 2)):
         assert QUANTIZE.selection(problem, SM_90A, read) == (TmaTactic(6, 1, 2), "forced")
 

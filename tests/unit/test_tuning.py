@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ import pytest
 import torch
 
 import jitfp4
-from jitfp4 import ArgumentError, CompileError, TacticsError, engine, sim, tactics, tuning
+from jitfp4 import ArgumentError, CompileError, TacticsError, sim, tactics, tuning
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.families.quantize.operation import QUANTIZE
-from jitfp4.families.quantize.problem import VectorTactic
-from jitfp4.operation import Observed
+from jitfp4.operation import Observed, operations
 from jitfp4.tuning import Measure, Search, tune
+from tests.support.experts import make_layer, make_routing, make_x
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
 SM_90A = Arch.of("sm_90a")
 X = torch.ones(4, 64).bfloat16()
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "h200"
 COMPILE_S, SET_UP_S = 0.4, 0.03  # of a tactic on two cores; of a graph
 
 
@@ -124,15 +124,6 @@ def test_what_cannot_be_built_is_passed_over() -> None:
 # ---- a call ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Specs of launches, on a simulated GPU that runs nothing."""
-    specs: list[Any] = []
-    monkeypatch.setattr(engine, "launch", lambda plan, *_, **__: specs.append(plan.spec))
-    with sim.device("sm_90a"):
-        yield specs
-
-
 class FakeMeasurer:
     """Of each problem, the last candidate is the fastest; ``stop`` is called before each measurement."""
 
@@ -185,6 +176,27 @@ def test_what_the_file_has_is_not_measured_again_unless_that_is_asked_for(tmp_pa
     assert len(measurer.problems) == 2 and len(file.choices) == 2
     tune(calls, path, again=True, measurer=measurer)
     assert len(measurer.problems) == 4
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_layer_of_experts_is_tuned_loaded_and_used(tmp_path: Path, launched: list[Any], tokens: int) -> None:
+    layer, x, (ids, weights) = make_layer(16, 64, 96), make_x(tokens, 64), make_routing(tokens, 4, 16)
+
+    def call() -> None:
+        jitfp4.fp4_experts(x, layer, ids, weights)
+
+    measurer = FakeMeasurer()
+    file = tune(call, tmp_path / "tactics.json", measurer=measurer)
+    assert all(first == table for first, table in measurer.first)
+    best = {one.operation: operations(one.operation)[0].chosen(one)[1] for one in file.choices.values()}
+    assert {"experts_up", "experts_down"} <= best.keys()
+    jitfp4.load_tactics(tmp_path / "tactics.json")
+    before = list(launched)
+    with tuning.observed(lambda one: seen.append(one)):
+        seen: list[Observed] = []
+        call()
+    plans = [one.operation.plan(one.problem, SM_90A, best[one.operation.name]) for one in seen]
+    assert sorted(map(repr, launched[len(before) :])) == sorted(repr(plan.spec) for plan in plans)
 
 
 def test_an_interruption_keeps_what_is_measured_and_the_next_run_goes_on(tmp_path: Path, launched: list[Any]) -> None:
@@ -268,82 +280,3 @@ def test_a_call_must_launch_on_one_gpu(tmp_path: Path, launched: list[Any]) -> N
             tune(call, tmp_path / "tactics.json", measurer=FakeMeasurer())
     with pytest.raises(ArgumentError, match="a regular file"):
         tune(calls, tmp_path, measurer=FakeMeasurer())
-
-
-# ---- copies ----------------------------------------------------------------------------------------------------------
-
-
-def test_arguments_are_copied_with_their_strides_and_what_is_large_only_where_it_is_written() -> None:
-    memory = torch.arange(64, dtype=torch.int16)
-    for tensor in (
-        memory[3:51].view(6, 8)[:, :5],
-        memory[5:10].expand(4, 5),
-        memory.view(8, 8).t(),
-        memory[:0],
-        memory.view(torch.float8_e4m3fn)[7:20],
-        torch.ones(3, 4, requires_grad=True)[:, 1:],
-    ):
-        copy = tuning._copy(tensor)
-        assert copy.stride() == tensor.stride() and copy.dtype == tensor.dtype
-        values = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (copy, tensor)]
-        assert torch.equal(*values)
-        assert copy.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
-    seen: list[Observed] = []
-    with sim.device("sm_90a"), pytest.MonkeyPatch.context() as patch, tuning.observed(seen.append):
-        patch.setattr(engine, "launch", lambda *_, **__: None)
-        jitfp4.nvfp4_quantize(X, 1.0)
-    (call,) = seen
-    assert QUANTIZE.written == {"out", "out_sf"}
-    for everything in (True, False):
-        own = tuning._copied(call, everything=everything)
-        assert (own.a.data_ptr() == X.data_ptr()) is not everything
-        assert own.out.data_ptr() != call.arguments.out.data_ptr()
-
-
-def test_on_a_gpu_each_tactic_is_built_once_and_timed_on_copies(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it does around time_us(), which needs a GPU."""
-    seen: list[Observed] = []
-    with tuning.observed(seen.append):
-        jitfp4.nvfp4_quantize(X, 1.0)
-    built: list[Any] = []
-    timed: list[tuple[int, int, set[int]]] = []
-
-    def time_us(make_call: Callable[[], Callable[[], object]], size: int, *, replays: int) -> float:
-        calls = [make_call() for _ in range(tuning.calls_per_graph(size))]
-        for call in calls:
-            call()
-        timed.append((size, replays, set(addresses)))
-        return 1.0
-
-    addresses: list[int] = []
-    monkeypatch.setattr(tuning, "time_us", time_us)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(engine, "build", lambda kernel, spec, _: built.append((kernel, spec)))
-    monkeypatch.setattr(
-        type(QUANTIZE), "_checked", lambda self, args: addresses.append(args[0].data_ptr()) or self.arguments(*args)
-    )
-    with pytest.raises(ArgumentError, match="one on a simulated GPU"), tuning.on_gpu(seen[0], []):
-        pass
-    call = seen[0]._replace(target=engine.Target(SM_90A, 0))
-    tactics_ = [VectorTactic(1, 128), VectorTactic(1, 256), VectorTactic(4, 256)]
-    with tuning.on_gpu(call, tactics_) as measure:
-        assert [measure(tactic, 3) for tactic in tactics_] == [1.0] * 3
-    plans = [QUANTIZE.plan(seen[0].problem, SM_90A, tactic) for tactic in tactics_]
-    assert launched[1:] == [plan.spec for plan in plans for _ in range(50)]
-    assert sorted(map(repr, built)) == sorted({repr((plan.kernel, plan.spec)) for plan in plans})
-    size = X.nbytes + 4 * 32 + 128 * 4 + 4
-    assert [(bytes_, replays) for bytes_, replays, _ in timed] == [(size, 3)] * 3
-    assert len(timed[0][2]) == 50 and timed[2][2] == timed[0][2] and X.data_ptr() not in timed[0][2]
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_tuned_and_computes_the_same_bytes(tmp_path: Path) -> None:
-    x = torch.randn(512, 4096, device="cuda").bfloat16()
-    want = jitfp4.nvfp4_quantize(x, 1.0)
-    file = tune(lambda: jitfp4.nvfp4_quantize(x, 1.0), tmp_path / "tactics.json", progress=False)
-    assert [choice.finished for choice in file.choices.values()] == [True]
-    jitfp4.load_tactics(tmp_path / "tactics.json")
-    for got, wanted in zip(jitfp4.nvfp4_quantize(x, 1.0), want, strict=True):
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))

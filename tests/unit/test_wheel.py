@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -104,11 +106,41 @@ def test_another_bundle_is_pinned(site: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(isinstance(look_up(task), Missed) for task in TASKS)
 
 
-def test_a_package_without_its_digest_is_left_out(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("data", [b"banana", b"", b"\xff\xfe\0", b"0" * 10_000, None])
+def test_a_package_without_its_digest_is_left_out_with_one_warning(
+    site: Path, caplog: pytest.LogCaptureFixture, data: bytes | None
+) -> None:
     (digest,) = site.rglob("bundle.sha256")
-    digest.write_text("banana")
+    digest.unlink() if data is None else digest.write_bytes(data)
     assert all(isinstance(look_up(task), Missed) for task in TASKS)
-    assert "bundle.sha256" in caplog.text
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "jitfp4.cache"]
+    assert "no kernel is taken from it" in warning and "bundle.sha256" in warning
+
+
+def test_a_folder_of_packages_that_cannot_be_listed_is_a_miss(
+    site: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every call, not only for those that have a package; root could list the folder, so the error is pretended."""
+    folder, listed = site / "jitfp4_kernels", Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path == folder:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert all(isinstance(look_up(task), Missed) for task in TASKS)
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "jitfp4.cache"]
+    assert "no kernel is taken from it" in warning and str(folder) in warning
+
+
+def test_what_an_uninstallation_leaves_is_no_warning(site: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (package,) = (site / "jitfp4_kernels").iterdir()
+    shutil.rmtree(next(site.glob("*.dist-info")))
+    shutil.rmtree(package / "bundles")
+    (site / "jitfp4_kernels" / "__pycache__").mkdir()
+    assert all(isinstance(look_up(task), Missed) for task in TASKS)
+    assert not [record for record in caplog.records if record.name == "jitfp4.cache"]
 
 
 def test_nothing_is_no_wheel(tmp_path: Path) -> None:

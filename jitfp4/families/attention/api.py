@@ -10,12 +10,12 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_Q_LEN
-from jitfp4.public import checked
+from jitfp4.public import public
 
 BACKENDS = ("auto", "trtllm-gen", "xqa", "cake")
 
 
-@checked
+@public
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: checks.Pair,
@@ -111,8 +111,9 @@ def trtllm_batch_decode_with_kv_cache(
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:
         ``softmax(bmm1_scale * q k) v * bmm2_scale`` with ``k = e2m1(code) * e4m3(scale)``. Products of codes and scales
-        are exact; q keeps all bits of elements down to 2**-28 of its row's largest; weights are float16, sums float32.
-        The order of the sums depends on the GPU and on the lengths, because the division of the work does.
+        are exact; q keeps all bits of elements down to 2**-28 of its row's largest; weights are float16, or bf16 over a
+        bf16 cache, sums float32. The order of the sums depends on the GPU and on the lengths, because the division of
+        the work does.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """

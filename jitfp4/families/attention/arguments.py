@@ -21,7 +21,7 @@ class Arguments(NamedTuple):
     select a kernel.
     With ``soft_cap``, which is 0 or positive, a logit x becomes ``soft_cap * tanh(x / soft_cap)``.
     Where ``causal``, query i of n sees tokens up to seq_lens[b] - n + i; a window begins ``window_left`` tokens before
-    that one.
+    that one. Where ``whole``, no request's tokens are divided among CTAs: its results depend on no other request.
     """
 
     query: torch.Tensor
@@ -49,6 +49,7 @@ class Arguments(NamedTuple):
     interleaved: bool
     enable_pdl: bool | None
     soft_cap: float = 0.0
+    whole: bool = False
     names: str = (
         "key_cache=kv_cache,value_cache=kv_cache,key_scales=kv_cache_sf,value_scales=kv_cache_sf,page_ends=indptr"
     )

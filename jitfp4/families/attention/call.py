@@ -48,14 +48,16 @@ class Call(NamedTuple):
     out_dtype: torch.dtype | None = None
     soft_cap: float = 0.0
     causal: bool = True
+    whole: bool = False
     shared_pages: bool = True
     with_lse: bool = False
     enable_pdl: bool | None = None
 
 
-@replayed
 def attend(call: Call) -> tuple[torch.Tensor, ...]:
     """Attention of a call whose types are checked. Returns (out,), or (out, lse) with ``with_lse``.
+
+    Public functions that only sort their arguments are remembered whole, and call this; others call attend_again().
 
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
@@ -98,6 +100,7 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
             q_len_per_req=call.q_len,
             window_left=call.window_left,
             causal=call.causal,
+            whole=call.whole,
             max_tokens=max_seq_len,
             hnd=hnd,
             interleaved=cache.interleaved,
@@ -105,6 +108,10 @@ def attend(call: Call) -> tuple[torch.Tensor, ...]:
         )
     )
     return (out,) if lse is None else (out, lse)
+
+
+attend_again = replayed(attend)
+"""attend(), remembered by the tensors and flags of the call."""
 
 
 def _check_lists(call: Call, page: int) -> int:

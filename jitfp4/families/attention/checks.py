@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
@@ -192,12 +193,22 @@ def product(query: torch.Tensor, number: float, **factors: Factor) -> torch.Tens
             raise ArgumentError(name, f"{value.numel()} elements", "1")
         if value.device.type == "cpu":
             number *= value.item()
+            if query.is_cuda:
+                replay.note(None)  # the next call may have another value
         else:
             check_same_device(name, value, query)
-            tensors.append(value.float().view(1))
+            tensors.append(value)
     if not tensors:
         return number
-    return functools.reduce(torch.mul, tensors if number == 1 else [number * tensors[0], *tensors[1:]])
+    if number == 1 and len(tensors) == 1 and tensors[0].dtype == torch.float32:
+        return tensors[0].view(1)
+    return replay.temporary(functools.partial(_multiplied, number), *tensors)
+
+
+def _multiplied(number: float, *tensors: torch.Tensor) -> torch.Tensor:
+    """The product of numbers, float32 [1], one rounding for each factor in order."""
+    factors = [tensor.float().view(1) for tensor in tensors]
+    return functools.reduce(torch.mul, factors if number == 1 else [number * factors[0], *factors[1:]])
 
 
 def scale(name: str, value: torch.Tensor | float, query: torch.Tensor) -> tuple[float, torch.Tensor | None]:
@@ -227,6 +238,8 @@ def causal_or_nan(
     check_query(query)
     if q_ends is not None:
         check_ints("cum_seq_lens_q", q_ends, (None,), query)
+        if not q_ends.numel():
+            raise ArgumentError("cum_seq_lens_q", "no element", "[batch + 1]")
     tokens, width = query.shape[0], 2 * ceil_div(q_len, 32)
     shape = (tokens // q_len, q_len, width) if q_ends is None else (tokens, width)
     check_dtype("mask", mask, (torch.uint16,))
@@ -234,17 +247,27 @@ def causal_or_nan(
     if differ(mask.shape, shape):
         raise ArgumentError("mask", f"shape {tuple(mask.shape)}", f"{shape}")
     number, tensor = scale("bmm2_scale", factor, query)
+    given = [each for each in (q_ends, tensor) if each is not None]
+    return replay.temporary(functools.partial(_nan_unless_causal, q_len, number, q_ends is not None), mask, *given)
+
+
+def _nan_unless_causal(
+    q_len: int, number: float, ragged: bool, mask: torch.Tensor, *given: torch.Tensor
+) -> torch.Tensor:
+    """What causal_or_nan() gives; ``given`` are the queries' ends, if ``ragged``, and a factor, if there is one."""
     words = mask.view(torch.int16)[..., 0].flatten().int()
-    at = torch.arange(len(words), dtype=torch.int32, device=query.device)
+    at = torch.arange(len(words), dtype=torch.int32, device=mask.device)
     seen = words & (2 << torch.full_like(at, q_len - 1)) - 1
-    if q_ends is None:
+    if not ragged:
         causal = seen == (2 << at % q_len) - 1
     else:
+        q_ends = given[0]
         behind = at >= q_ends[-1]
         first = q_ends[(torch.searchsorted(q_ends, at, right=True) - 1).clamp(0, len(q_ends) - 1)]
         causal = behind | (seen == (2 << (at - first).clamp(0, q_len)) - 1)
-    factors = torch.full((1,), number, device=query.device, dtype=torch.float32) if tensor is None else tensor
-    return torch.where(causal.all(), factors, torch.nan)
+    factors = given[ragged:]
+    factor = factors[0] if factors else torch.full((1,), number, device=mask.device, dtype=torch.float32)
+    return torch.where(causal.all(), factor, torch.nan)
 
 
 def soft_cap(logits_soft_cap: float | None) -> float:

@@ -11,12 +11,12 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.single import single
-from jitfp4.public import checked
+from jitfp4.public import checked, public
 
 _BACKENDS = ("auto", "fa2", "fa3")
 
 
-@checked
+@public
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: checks.Pair,
@@ -205,7 +205,7 @@ def single_prefill_with_kv_cache(
     checks.check_backend(backend, _BACKENDS)
     if q.dim() != 3:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[tokens, heads, d]")
-    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    bmm1 = max(1, q.shape[-1]) ** -0.5 if sm_scale is None else sm_scale
     options = {
         "bmm1_scale": checks.product(q, bmm1, k_scale=k_scale),
         "bmm2_scale": checks.product(q, 1.0, v_scale=v_scale),

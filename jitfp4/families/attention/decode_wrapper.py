@@ -3,14 +3,68 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.problem import CACHES, MAX_Q_LEN
-from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtype, dtypes
+from jitfp4.families.attention.wrapper import Lists, PagedWrapper, Plan, Run, attention, check_sizes, dtype, dtypes
 from jitfp4.public import checked
+from jitfp4.replay import replayed
+
+
+@checked
+def _run(
+    plan: Plan,
+    q: torch.Tensor,
+    paged_kv_cache: checks.Pair,
+    q_scale: float | torch.Tensor | None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    return_lse: bool,
+    enable_pdl: bool | None,
+    window_left: int | None,
+    sinks: torch.Tensor | None,
+    q_len_per_req: int | None,
+    skip_softmax_threshold_scale_factor: float | None,
+    kv_cache_sf: checks.Pair | None,
+    workspace: torch.Tensor,
+    *lists: torch.Tensor | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """run() with what the wrapper has."""
+    checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
+    q_len = (plan.q_len or 1) if q_len_per_req is None else q_len_per_req
+    checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
+    return attention(
+        plan,
+        Run(
+            workspace,
+            *Lists(*lists),  # type: ignore[arg-type]
+            q=q,
+            paged_kv_cache=paged_kv_cache,
+            kv_cache_sf=kv_cache_sf,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            window_left=window_left,
+            q_len=q_len,
+            enable_pdl=enable_pdl,
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(plan: Plan) -> Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """_run() for a plan, remembered by its other arguments."""
+    return replayed(functools.partial(_run, plan))
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
@@ -47,6 +101,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_indices_buffer": paged_kv_indices_buffer,
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
+        self._run: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]] | None = None
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers if use_cuda_graph else None)
 
     @checked
@@ -93,8 +148,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q_len_per_req: query tokens of a request, 1 to 8.
             is_causal: whether the queries of a request see only tokens up to their own; None is True.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
-            pos_encoding_mode, rope_scale, rope_theta, fixed_split_size, disable_split_kv, window_right: any value but
-                the default is an error, except -1 for fixed_split_size.
+            disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
+                other request; slower where few requests are long.
+            pos_encoding_mode, rope_scale, rope_theta, fixed_split_size, window_right: any value but the default is an
+                error, except -1 for fixed_split_size.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
@@ -102,7 +159,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         check_plain(pos_encoding_mode, rope_scale, rope_theta)
         for name, value, default in (
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
-            ("disable_split_kv", disable_split_kv, False),
             ("window_right", window_right, 0),
         ):
             checks.unused(name, value, default)
@@ -113,8 +169,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         checks.check_q_len("q_len_per_req", q_len_per_req, MAX_Q_LEN)
         lists = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
         self._cached_o_data_type = out_dtype
-        self._plan = Plan(
-            lists=self._take(lists, page_size, seq_lens, non_blocking),
+        plan = Plan(
+            kv_layout=self._kv_layout,
+            v_scale_layout=self._v_scale_layout,
             heads=(num_qo_heads, num_kv_heads),
             head_dim=head_dim,
             page_size=page_size,
@@ -126,7 +183,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=q_len_per_req,
             causal=is_causal is not False,
+            whole=disable_split_kv,
         )
+        self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 
     begin_forward = _plan_impl = plan
 
@@ -135,7 +194,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """False, so that engines call plan() for CUDA graphs too, and do not write into FlashInfer's own buffers."""
         return False
 
-    @checked
     def run(
         self,
         q: torch.Tensor,
@@ -164,30 +222,40 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             out, lse, return_lse, enable_pdl, sinks: as for trtllm_batch_decode_with_kv_cache().
             window_left, q_len_per_req: None means the values of plan().
         Returns:
-            out, or ``(out, lse)`` with return_lse; the same bits as trtllm_batch_decode_with_kv_cache() returns.
+            out, or ``(out, lse)`` with return_lse: what trtllm_batch_decode_with_kv_cache() returns, but for the order
+            of the sums: that function chooses a kernel by its max_seq_len, this one by the length of its list of pages.
         Raises:
             ArgumentError, ArgumentTypeError: before anything is written.
         """
-        checks.unused("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None)
-        q_len = (self._planned().q_len or 1) if q_len_per_req is None else q_len_per_req
-        checks.check_q_len("q_len_per_req", q_len, MAX_Q_LEN)
-        return self._attend(
-            Run(
-                q=q,
-                paged_kv_cache=paged_kv_cache,
-                kv_cache_sf=kv_cache_sf,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                out=out,
-                lse=lse,
-                return_lse=return_lse,
-                window_left=window_left,
-                q_len=q_len,
-                enable_pdl=enable_pdl,
-            )
+        run = self._run
+        if run is None:
+            plan = self._planned()
+            if torch.compiler.is_dynamo_compiling():
+                run = functools.partial(_run, plan)
+            else:
+                run = self._run = _remembered(plan)
+        return run(
+            q,
+            paged_kv_cache,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            return_lse,
+            enable_pdl,
+            window_left,
+            sinks,
+            q_len_per_req,
+            skip_softmax_threshold_scale_factor,
+            kv_cache_sf,
+            self._workspace,
+            *self._listed(),
         )
+
+    def _store(self, plan: Plan, lists: Lists) -> None:
+        super()._store(plan, lists)
+        self._run = None
 
     @checked
     def forward(

@@ -59,5 +59,5 @@ class BufferPlanner:
         wrapper = self._wrapper
         last = wrapper._paged_kv_last_page_len_buf
         ends = wrapper._paged_kv_indptr_buf[: len(last) + 1]
-        wrapper._planned().lists.seq_lens.copy_(tokens(ends, last, values[10]))
+        wrapper._listed().seq_lens.copy_(tokens(ends, last, values[10]))
         return []

@@ -110,4 +110,4 @@ def scratch(arguments: Arguments, needed: int) -> dict[str, Any]:
     workspace = arguments.workspace_buffer
     if workspace.numel() < needed:
         raise ArgumentError("workspace_buffer", f"{workspace.numel()} bytes", f"{needed} or more")
-    return {"workspace": workspace, "counters": replay.temporary(counters.of, workspace)}
+    return {"workspace": workspace, "counters": replay.companion(counters.of, workspace)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -12,9 +13,16 @@ from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.context import check_masks
 from jitfp4.families.attention.engine_names import BufferPlanner
-from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, check_sizes, dtypes
+from jitfp4.families.attention.wrapper import PagedWrapper, Plan, Run, attention, check_sizes, dtypes
 from jitfp4.public import checked
+from jitfp4.replay import replayed
 from jitfp4.tensors import output
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(plan: Plan) -> Callable[[Run], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """attention() for a plan, remembered by what run() takes."""
+    return replayed(functools.partial(attention, plan))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
@@ -122,8 +130,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             uniform_q_len: the queries of every request, if all have as many; it says the same.
             logits_soft_cap: if positive, a logit x becomes ``logits_soft_cap * tanh(x / logits_soft_cap)``.
             custom_mask, packed_custom_mask, pos_encoding_mode, rope_scale, rope_theta, prefix_len_ptr,
-                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size, disable_split_kv:
-                any value but the default is an error, except -1 for fixed_split_size.
+                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, fixed_split_size: any value but the
+                default is an error, except -1 for fixed_split_size.
+            disable_split_kv: if True, no request's tokens are divided among CTAs, so that its results depend on no
+                other request; on sm_90a slower by a kernel without wgmma.
         Raises:
             ArgumentError, ArgumentTypeError.
         """
@@ -141,7 +151,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         for name, value, default in (
             ("token_pos_in_items_len", token_pos_in_items_len, 0),
             ("fixed_split_size", None if fixed_split_size == -1 else fixed_split_size, None),  # engines pass either
-            ("disable_split_kv", disable_split_kv, False),
         ):
             checks.unused(name, value, default)
         if head_dim_vo not in (None, head_dim_qk):
@@ -157,8 +166,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_last_page_len": paged_kv_last_page_len,
             "qo_indptr": qo_indptr,
         }
-        self._plan = Plan(
-            lists=self._take(lists, page_size, seq_lens, non_blocking),
+        plan = Plan(
+            kv_layout=self._kv_layout,
+            v_scale_layout=self._v_scale_layout,
             heads=(num_qo_heads, num_kv_heads),
             head_dim=head_dim_qk,
             page_size=page_size,
@@ -170,7 +180,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             soft_cap=checks.soft_cap(logits_soft_cap),
             q_len=uniform_q_len if max_token_per_sequence is None else max_token_per_sequence,
             causal=causal,
+            whole=disable_split_kv,
         )
+        self._store(plan, self._take(lists, page_size, seq_lens, non_blocking))
 
     begin_forward = plan
 
@@ -233,24 +245,27 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 raise ArgumentError(name, repr(value), " or ".join(map(repr, allowed)))
         transposed = lse_layout == "HN" and (return_lse or lse is not None)
         given = output("lse", lse, (q.shape[1], q.shape[0]), (torch.float32,), like=q) if transposed else lse
-        q_len = self._planned().q_len
-        result = self._attend(
-            Run(
-                q=q,
-                paged_kv_cache=paged_kv_cache,
-                kv_cache_sf=kv_cache_sf,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                sinks=sinks,
-                out=out,
-                lse=None if transposed else given,
-                return_lse=return_lse or lse is not None,
-                window_left=window_left,
-                q_len=max(1, q.shape[0]) if q_len is None else q_len,
-                enable_pdl=enable_pdl,
-            )
+        plan, lists = self._planned(), self._listed()
+        q_len = plan.q_len
+        request = Run(
+            self._workspace,
+            *lists,
+            q=q,
+            paged_kv_cache=paged_kv_cache,
+            kv_cache_sf=kv_cache_sf,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            sinks=sinks,
+            out=out,
+            lse=None if transposed else given,
+            return_lse=return_lse or lse is not None,
+            window_left=window_left,
+            q_len=max(1, q.shape[0]) if q_len is None else q_len,
+            enable_pdl=enable_pdl,
         )
+        compiling = torch.compiler.is_dynamo_compiling()
+        result = attention(plan, request) if compiling else _remembered(plan)(request)
         if not isinstance(result, tuple):
             return result
         logarithms = given.copy_(result[1].T) if transposed and given is not None else result[1]

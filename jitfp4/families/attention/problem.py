@@ -82,7 +82,8 @@ class Problem(NamedTuple):
     give few problems. A request has at most ``tiles`` tiles of 32 tokens. A call has at most ``units`` units, each a
     tile for one KV head, and with many rows at most ``blocks`` blocks of ROW_BLOCK rows; with few rows that is 0.
 
-    Where each request has one query token, ``causal`` is True.
+    Where each request has one query token, ``causal`` is True. With ``listed``, requests share one list of pages, and
+    ``tiles`` is a mean. With ``whole``, the tokens of a request are not divided among CTAs.
     """
 
     cache: Cache
@@ -100,9 +101,16 @@ class Problem(NamedTuple):
     causal: bool = True
     blocks: int = 0
     soft_cap: bool = False
+    listed: bool = False
+    whole: bool = False
 
     def units_per_sm(self, arch: Arch) -> int:
         return ceil_div(self.units, arch.num_sms)
+
+    @property
+    def items(self) -> int:
+        """Requests, for one KV head, of the greatest length."""
+        return self.units // self.tiles
 
     def items_per_sm(self, arch: Arch) -> int:
         """Requests, for one KV head, of the greatest length."""
@@ -143,6 +151,8 @@ def problem_of(a: Arguments) -> Problem:
         causal=causal,
         blocks=0 if few else _power_of_two(blocks),
         soft_cap=a.soft_cap > 0,
+        listed=a.page_ends is not None and batch > 1,
+        whole=a.whole,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain, new_workspace
-from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.call import Call, attend_again
 from jitfp4.families.attention.problem import MAX_PAGE, TILE
 from jitfp4.public import checked
 
@@ -59,7 +59,7 @@ def single_decode_with_kv_cache(
     check_plain(pos_encoding_mode, rope_scale, rope_theta)
     if q.dim() != 2:
         raise ArgumentError("q", f"shape {tuple(q.shape)}", "[heads, d]")
-    bmm1 = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    bmm1 = max(1, q.shape[-1]) ** -0.5 if sm_scale is None else sm_scale
     options = {
         "bmm1_scale": checks.product(q, bmm1, q_scale=q_scale, k_scale=k_scale),
         "bmm2_scale": checks.product(q, 1.0, v_scale=v_scale),
@@ -93,7 +93,7 @@ def single(
     page = next(page for page in _pages() if tokens % page == 0)
     paged = [side.unflatten(1, (-1, page)).transpose(0, 1) if hnd else side.unflatten(0, (-1, page)) for side in sides]
     try:
-        return attend(
+        return attend_again(
             Call(
                 query=q,
                 key=paged[0],

@@ -3,8 +3,10 @@
 Twelve warps with a ring of two tiles each keep an SM busy. They take several heads of the same tokens: then requests
 end less often, and fewer parts are added up. Where an SM has no more than one request and head, they take one, so that
 all SMs have work. Short requests end often: two CTAs then fill each other's pauses. Little work is over sooner with
-fewer parts to add up, and fewer tiles in flight. Where the rows of a head do not follow each other, four heads also
-share sectors of scales: two tiles leave room for L1 to keep them until the last has come.
+fewer parts to add up, and fewer tiles in flight; soonest where a cluster takes each item, and adds up its parts in
+shared memory. That is so while a warp has few tiles of an item, since requests may have very different lengths. Where
+the rows of a head do not follow each other, four heads also share sectors of scales: two tiles leave room for L1 to
+keep them until the last has come.
 
 From 128 query rows on sm_90a takes its warpgroup products, in three teams of 64 rows with one warpgroup that expands or
 copies K and V. Two CTAs share the expansion of NVFP4 and E4M3. A few hundred rows are better cut into 128 than into
@@ -33,8 +35,19 @@ _SHORT = 64  # tiles of a request
 _FEW_TILES = 32  # of a request
 _SOME_ROWS = 16 * ROW_BLOCK  # of a request and a KV head
 
+_SMALL = (  # items, and tiles of a request, that clusters are done with first
+    (DecodeTactic(4, 2, 1, cluster=8), {"items": 8, "tiles": 32}),
+    (DecodeTactic(8, 2, 1, cluster=8), {"items": 8, "tiles": 256}),
+    (DecodeTactic(4, 2, 3, cluster=8), {"items": 16, "tiles": 128}),
+    (DecodeTactic(4, 2, 3, cluster=8), {"items": 32, "tiles": 64}),
+    (DecodeTactic(8, 2, 1, cluster=2), {"items": 64, "tiles": 128}),
+    (DecodeTactic(8, 2, 1, cluster=1), {"items": 128, "tiles": 64}),
+    (DecodeTactic(4, 2, 1, cluster=1), {"items": 256, "tiles": 32}),
+)
+
 TABLE: Table[Any] = Table(
     (
+        *rows(*_SMALL, cache=Cache.NVFP4, wide=False, listed=False),
         *rows(
             (DecodeTactic(8, 2, 1), {"cache": Cache.E4M3, "wide": False}),
             (DecodeTactic(4, 3, 1), {"cache": Cache.E4M3}),
@@ -58,6 +71,7 @@ TABLE: Table[Any] = Table(
         Row(DecodeTactic(4, 2, 1)),
         Row(DecodeTactic(2, 2, 1)),
         Row(DecodeTactic(1, 2, 1)),
+        *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
         # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
         *rows(
             (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
@@ -100,6 +114,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         for packed, interleaved in ((True, False), (True, True), (False, False)):
             for tiles, units in loads:
                 yield _problem(arch, page, tiles, units, packed=packed, interleaved=interleaved)
+            for _, most_of in _SMALL:
+                small = _problem(arch, page, most_of["tiles"], 1, packed=packed, interleaved=interleaved)
+                yield small._replace(units=most_of["items"] * most_of["tiles"])
         yield _problem(arch, page, *loads[3], rows=16)
         yield _problem(arch, page, *loads[3], head_dim=64)
         yield _problem(arch, page, *loads[3], head_dim=256)
@@ -125,6 +142,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
     for rows_ in (8, 16, ROW_BLOCK, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, soft_cap=True)
+    for cache in Cache:
+        yield _problem(arch, Pages.HALVES, *loads[3], cache=cache)._replace(whole=True)
+    yield _problem(arch, Pages.HALVES, *loads[3], cache=Cache.BF16, head_dim=256, rows=16)._replace(whole=True)
     for rows_ in (_SOME_ROWS, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, interleaved=True)
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, two_tables=True)

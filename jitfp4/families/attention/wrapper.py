@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from jitfp4 import replay
 from jitfp4.dtypes import CODE_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
 from jitfp4.families.attention import checks
@@ -21,8 +22,7 @@ from jitfp4.tensors import check_dtype, check_strided
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen")
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
+class Lists(NamedTuple):
     """Lists of a batch on the device.
 
     ``page_ends`` says where the pages of each request begin and end in ``pages``, ``q_ends`` where its queries do, and
@@ -37,9 +37,10 @@ class Lists:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What plan() stores for run(). A request has at most ``q_len`` queries; None is no bound."""
+    """What plan() stores for run(), beside lists. A request has at most ``q_len`` queries; None is no bound."""
 
-    lists: Lists
+    kv_layout: str
+    v_scale_layout: str
     heads: tuple[int, int]
     head_dim: int
     page_size: int
@@ -51,11 +52,17 @@ class Plan:
     soft_cap: float
     q_len: int | None
     causal: bool
+    whole: bool
 
 
 class Run(NamedTuple):
-    """The tensors and factors of a run()."""
+    """The tensors and factors of a run(), with the wrapper's workspace and the lists of its plan()."""
 
+    workspace: torch.Tensor
+    page_ends: torch.Tensor
+    pages: torch.Tensor
+    seq_lens: torch.Tensor
+    q_ends: torch.Tensor | None
     q: torch.Tensor
     paged_kv_cache: checks.Pair
     kv_cache_sf: checks.Pair | None
@@ -84,6 +91,7 @@ class PagedWrapper(EngineNames):
         self._kv_layout, self._v_scale_layout = kv_layout, "interleaved4" if backend == "trtllm-gen" else "linear"
         self._buffers: list[torch.Tensor] | None = None
         self._plan: Plan | None = None
+        self._lists: Lists | None = None
         if buffers is not None:
             given = []
             for name, buffer in buffers.items():
@@ -163,12 +171,21 @@ class PagedWrapper(EngineNames):
             raise ArgumentError("run", "a call before plan()", "plan() first")
         return self._plan
 
+    def _listed(self) -> Lists:
+        if self._lists is None:
+            raise ArgumentError("run", "a call before plan()", "plan() first")
+        return self._lists
+
     def _replan(self, window_left: int, sm_scale: float | None, soft_cap: float | None, causal: bool) -> None:
         """What forward() says anew, for this and for later calls."""
         plan = self._planned()
         scale = plan.head_dim**-0.5 if sm_scale is None else sm_scale
         cap = checks.soft_cap(soft_cap)
-        self._plan = replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal)
+        self._store(replace(plan, window_left=window_left, sm_scale=scale, soft_cap=cap, causal=causal), self._listed())
+
+    def _store(self, plan: Plan, lists: Lists) -> None:
+        """Keep what the next run() uses."""
+        self._plan, self._lists = plan, lists
 
     @checked
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
@@ -186,63 +203,64 @@ class PagedWrapper(EngineNames):
     def end_forward(self) -> None:
         """Nothing: FlashInfer's older engines call it after forward()."""
 
-    def _sides(self, name: str, tensors: checks.Pair) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V with a dimension for the tokens of a page, which may be left out where that is one."""
-        if isinstance(tensors, torch.Tensor) and tensors.dim() == 4 and tensors.shape[1] == 2:
-            check_strided(name, tensors)
-            tensors = tensors[:, 0], tensors[:, 1]
-        key, value = checks.pair(name, tensors)
-        page_at = -2 if self._kv_layout == "HND" else -3
-        return key if key.dim() != 3 else key.unsqueeze(page_at), value if value.dim() != 3 else value.unsqueeze(
-            page_at
-        )
 
-    def _attend(self, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        plan = self._planned()
-        check_dtype("q", run.q, (plan.q_dtype,))
-        key, value = self._sides("paged_kv_cache", run.paged_kv_cache)
-        check_dtype("paged_kv_cache", key, CODE_DTYPES if plan.cache_dtype in CODE_DTYPES else (plan.cache_dtype,))
-        page_at, heads_at = (2, 1) if self._kv_layout == "HND" else (1, 2)
-        if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
-            wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"
-            raise ArgumentError("paged_kv_cache", f"shape {tuple(key.shape)}", wanted)
-        if run.q.dim() != 3 or tuple(run.q.shape[1:]) != (plan.heads[0], plan.head_dim):
-            wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
-            raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
-        scales = (None, None) if run.kv_cache_sf is None else self._sides("kv_cache_sf", run.kv_cache_sf)
-        try:
-            result = attend(
-                Call(
-                    query=run.q,
-                    key=key,
-                    value=value,
-                    key_scales=scales[0],
-                    value_scales=scales[1],
-                    workspace_buffer=self._workspace,
-                    block_tables=plan.lists.pages,
-                    seq_lens=plan.lists.seq_lens,
-                    page_ends=plan.lists.page_ends,
-                    cum_seq_lens_q=plan.lists.q_ends,
-                    bmm1_scale=checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
-                    bmm2_scale=checks.product(run.q, 1.0, v_scale=run.v_scale),
-                    sinks=run.sinks,
-                    out=run.out,
-                    lse=run.lse,
-                    max_seq_len=0,
-                    window_left=plan.window_left if run.window_left is None else run.window_left,
-                    out_dtype=plan.out_dtype,
-                    kv_layout=self._kv_layout,
-                    v_scale_layout=self._v_scale_layout,
-                    q_len=run.q_len,
-                    soft_cap=plan.soft_cap,
-                    causal=plan.causal,
-                    with_lse=run.return_lse or run.lse is not None,
-                    enable_pdl=run.enable_pdl,
-                )
+def sides(name: str, tensors: checks.Pair, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V with a dimension for the tokens of a page, which may be left out where that is one."""
+    if isinstance(tensors, torch.Tensor) and tensors.dim() == 4 and tensors.shape[1] == 2:
+        check_strided(name, tensors)
+        tensors = tensors[:, 0], replay.part(tensors[:, 1], tensors)
+    page_at = -2 if kv_layout == "HND" else -3
+    key, value = (side.unsqueeze(page_at) if side.dim() == 3 else side for side in checks.pair(name, tensors))
+    return key, value
+
+
+def attention(plan: Plan, run: Run) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What run() gives for a plan."""
+    check_dtype("q", run.q, (plan.q_dtype,))
+    key, value = sides("paged_kv_cache", run.paged_kv_cache, plan.kv_layout)
+    check_dtype("paged_kv_cache", key, CODE_DTYPES if plan.cache_dtype in CODE_DTYPES else (plan.cache_dtype,))
+    page_at, heads_at = (2, 1) if plan.kv_layout == "HND" else (1, 2)
+    if key.dim() != 4 or (key.shape[page_at], key.shape[heads_at]) != (plan.page_size, plan.heads[1]):
+        wanted = f"pages of {plan.page_size} tokens and {plan.heads[1]} heads, as planned"
+        raise ArgumentError("paged_kv_cache", f"shape {tuple(key.shape)}", wanted)
+    if run.q.dim() != 3 or tuple(run.q.shape[1:]) != (plan.heads[0], plan.head_dim):
+        wanted = f"[tokens, {plan.heads[0]}, {plan.head_dim}], as planned"
+        raise ArgumentError("q", f"shape {tuple(run.q.shape)}", wanted)
+    scales = (None, None) if run.kv_cache_sf is None else sides("kv_cache_sf", run.kv_cache_sf, plan.kv_layout)
+    try:
+        result = attend(
+            Call(
+                query=run.q,
+                key=key,
+                value=value,
+                key_scales=scales[0],
+                value_scales=scales[1],
+                workspace_buffer=run.workspace,
+                block_tables=run.pages,
+                seq_lens=run.seq_lens,
+                page_ends=run.page_ends,
+                cum_seq_lens_q=run.q_ends,
+                bmm1_scale=checks.product(run.q, plan.sm_scale, q_scale=run.q_scale, k_scale=run.k_scale),
+                bmm2_scale=checks.product(run.q, 1.0, v_scale=run.v_scale),
+                sinks=run.sinks,
+                out=run.out,
+                lse=run.lse,
+                max_seq_len=0,
+                window_left=plan.window_left if run.window_left is None else run.window_left,
+                out_dtype=plan.out_dtype,
+                kv_layout=plan.kv_layout,
+                v_scale_layout=plan.v_scale_layout,
+                q_len=run.q_len,
+                soft_cap=plan.soft_cap,
+                causal=plan.causal,
+                whole=plan.whole,
+                with_lse=run.return_lse or run.lse is not None,
+                enable_pdl=run.enable_pdl,
             )
-        except ArgumentError as error:
-            raise renamed(error, _NAMES) from None
-        return (result[0], result[1]) if run.return_lse else result[0]
+        )
+    except ArgumentError as error:
+        raise renamed(error, _NAMES) from None
+    return (result[0], result[1]) if run.return_lse else result[0]
 
 
 def _bytes(workspace: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:

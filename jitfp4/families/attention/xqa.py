@@ -8,10 +8,10 @@ from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, attend
 from jitfp4.families.attention.problem import MAX_Q_LEN
-from jitfp4.public import checked
+from jitfp4.public import public
 
 
-@checked
+@public
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: checks.Pair,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -13,9 +14,10 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPER
 from jitfp4.families.experts.problem import DTYPES, counters, most_items
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
-from jitfp4.formats import MXFP4
+from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.public import checked, public
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device
+from jitfp4.weight import check_still
 
 _ID_DTYPES = (torch.int32, torch.int64)
 _MOST_ASSIGNMENTS = 1 << 24
@@ -138,6 +140,8 @@ def _experts(
     check_dtype("x", x, tuple(DTYPES))
     check_device("x", x)
     check_same_device("experts", w13, x)
+    kind = MXFP4 if mxfp4 else NVFP4
+    check_still("experts", partial(Fp4Experts, w13, scale13, bias13, w2, scale2, bias2, hidden, inter, gated, kind))
     if x.dim() != 2 or x.shape[1] != hidden:
         raise ArgumentError("x", f"shape {tuple(x.shape)}", f"[tokens, {hidden}], as the experts")
     tokens, slots = _check_routing(x, topk_ids, topk_weights, expert_map)

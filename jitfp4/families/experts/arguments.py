@@ -31,6 +31,23 @@ class RouteArguments(NamedTuple):
     names: str
 
 
+class GatherArguments(NamedTuple):
+    """rows [tokens * slots, hidden] = the rows of x in the order of the list (``items``, ``order``).
+
+    ``input_weights`` float32 [tokens, slots] or None: factors of them. Rows of skipped slots are unwritten.
+    """
+
+    x: torch.Tensor
+    input_weights: torch.Tensor | None
+    items: torch.Tensor
+    order: torch.Tensor
+    rows: Written
+    slots: int
+    item_rows: int
+    enable_pdl: bool | None
+    names: str
+
+
 class UpArguments(NamedTuple):
     """h [tokens * slots, inter] = activation(x [tokens, hidden] times w13).
 

@@ -177,5 +177,6 @@ EXPERTS_DOWN = Operation(
     output="out",
     aligned=("h", "w2", "scale2", "bias2", "items", "y", "out"),
     exclusive=("y", "done", "out"),
+    zeroed=("done",),
     growing=("tokens",),
 )

@@ -31,6 +31,16 @@ class RouteProblem(NamedTuple):
     experts: int
 
 
+class GatherProblem(NamedTuple):
+    """Rows of x [tokens, .] in the order of a list of ``items``, each of up to ``item_rows`` rows."""
+
+    dtype: DType
+    tokens: int
+    slots: int
+    items: int
+    item_rows: int
+
+
 class Problem(NamedTuple):
     """A product of a layer: rows of activations, ``slots`` for each token, by weights [n, k] of ``experts`` experts.
 

@@ -15,17 +15,20 @@ from jitfp4.operation import Operation
 from jitfp4.reference import experts as reference
 from jitfp4.selection import Row, Table
 
-_ITEM_ROWS = {
-    16: WideTactic(16, 8, 4),
-    32: WideTactic(32, 8, 4),
-    64: WideTactic(64, 16, 4),
-    80: WideTactic(80, 16, 4),
-    160: WideTactic(160, 32, 3),
-}
 TABLE: Table[WideTactic] = Table(
-    (*(Row(tactic, {"item_rows": item_rows}) for item_rows, tactic in _ITEM_ROWS.items()), Row(WideTactic(256, 64, 2))),
+    (
+        Row(WideTactic(16, 8, 5), {"item_rows": 16, "n": 4096}),
+        Row(WideTactic(16, 8, 4), {"item_rows": 16}),
+        Row(WideTactic(32, 16, 5), {"item_rows": 32}),
+        Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
+        Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
+        Row(WideTactic(96, 8, 4, 2), {"item_rows": 96}),
+        Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
+        Row(WideTactic(256, 64, 2, 2)),
+    ),
     measured=None,
 )
+_ITEM_ROWS = (16, 32, 48, 80, 96, 160, 256)
 
 
 def _problem(arguments: ResultArguments) -> Problem:
@@ -45,8 +48,9 @@ def _problem(arguments: ResultArguments) -> Problem:
 def _problems(arch: Arch) -> Iterator[Problem]:
     """One for each row of the table, where the kernel exists."""
     if arch.has_wgmma:
-        for dtype, block_format, item_rows in product(DTYPES.values(), BlockFormat, (*_ITEM_ROWS, 256)):
-            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, 2048, 768, item_rows)
+        sizes = [(2048, item_rows) for item_rows in _ITEM_ROWS] + [(7168, 16)]
+        for dtype, block_format, (n, item_rows) in product(DTYPES.values(), BlockFormat, sizes):
+            yield Problem(Product.DOWN, dtype, block_format, 2048, 8, 128, n, 768, item_rows)
 
 
 def _reference(arguments: ResultArguments) -> None:

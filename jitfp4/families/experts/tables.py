@@ -23,7 +23,7 @@ from jitfp4.selection import Row, Table, rows
 _FOUND = 16  # assignments up to which each CTA finds its rows by itself, without a list
 _TOKENS = (1, 2, 8, 64, 128, 256, 512, 1024, 2048, 8192)
 # Rows of an item, and the mean number of rows of an expert up to which they hold nearly all rows of most experts
-_ITEM_ROWS = ((8, 4), (16, 8), (32, 16), (64, 32), (80, 64), (160, 128), (256, math.inf))
+_ITEM_ROWS = ((8, 2), (16, 8), (32, 16), (48, 32), (80, 64), (160, 128), (256, math.inf))
 
 _forced: ContextVar[int | None] = ContextVar("jitfp4_item_rows", default=None)
 
@@ -78,13 +78,19 @@ _NARROW: tuple[Row[Any], ...] = (
 UP_TABLE: Table[Any] = Table((*_UP, *_NARROW), measured=None)
 DOWN_TABLE: Table[Any] = Table((*_DOWN, *_NARROW), measured=None)
 
+# experts_search_many: the more warpgroups, the better, where their tiles fill the last wave
 _WIDE: tuple[Row[Any], ...] = (
-    Row(WideTactic(16, 8, 4), {"item_rows": 16}),
-    Row(WideTactic(32, 8, 4), {"item_rows": 32}),
-    Row(WideTactic(64, 16, 4), {"item_rows": 64}),
-    Row(WideTactic(80, 16, 4), {"item_rows": 80}),
-    Row(WideTactic(160, 32, 3), {"item_rows": 160}),
-    Row(WideTactic(256, 64, 2)),
+    *rows(
+        (WideTactic(16, 8, 5), {"n": 2048}),
+        (WideTactic(16, 8, 4, 2), {"n": 4096}),
+        (WideTactic(16, 8, 6), {}),
+        item_rows=16,
+    ),
+    Row(WideTactic(32, 8, 5), {"item_rows": 32}),
+    Row(WideTactic(48, 8, 4, 2), {"item_rows": 48}),
+    Row(WideTactic(80, 8, 4, 2), {"item_rows": 80}),
+    Row(WideTactic(160, 16, 3, 2), {"item_rows": 160}),
+    Row(WideTactic(256, 64, 2, 2)),
 )
 HOPPER_UP: Table[Any] = Table((*_UP, *_WIDE), measured=None, needs="has_wgmma")
 HOPPER_DOWN: Table[Any] = Table((*_DOWN, Row(CombineTactic(128))), measured=None, needs="has_wgmma")
@@ -95,7 +101,8 @@ def route_problems(_arch: Arch) -> Iterator[RouteProblem]:
 
 
 def up_problems(_arch: Arch) -> Iterator[Problem]:
-    yield from _problems((Product.GATED, Product.PLAIN), 1536, 2048)
+    for n, k in ((1536, 2048), (4096, 7168), (5760, 2880)):
+        yield from _problems((Product.GATED, Product.PLAIN), n, k)
 
 
 def down_problems(_arch: Arch) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from jitfp4.dtypes import CODE_DTYPES, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError, renamed
@@ -23,15 +24,23 @@ from jitfp4.tensors import (
     check_same_device,
     check_strided,
 )
-from jitfp4.weight import TILE_COLS, TILE_ROWS, Fp4Weight, prepare, tile_bytes
+from jitfp4.weight import (
+    ORDERS,
+    TILE_COLS,
+    TILE_ROWS,
+    Fp4Weight,
+    gate_up_order,
+    places_of,
+    prepare,
+    tile_bytes,
+)
 
 MULTIPLE = 32  # of the hidden and of the intermediate size
 _MOST_SIZE = 1 << 31
 MOST_EXPERTS = 1024
-_HALF_BLOCK = 8  # features whose gate rows lie together
+_GROUP = 1 << 26  # bytes of codes that are brought into order at a time
 _ORDER = 1  # the number of the order of a prepared layer: another one whenever it changes, with that of Fp4Weight
 _BIASES = (torch.float32, torch.bfloat16, torch.float16)
-ORDERS = ("concatenated gate,up", "concatenated up,gate", "interleaved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +187,6 @@ def gates_first(matrix: Matrix) -> Matrix:
     return Matrix(*(None if part is None else part[places] for part in matrix))  # type: ignore[arg-type]
 
 
-def gate_up_order(inter: int, device: torch.device | str) -> torch.Tensor:
-    """For each row of a prepared w13, its number among the gates and then the up rows."""
-    gates = torch.arange(inter, device=device).view(-1, _HALF_BLOCK)
-    return torch.stack((gates, gates + inter), 1).flatten()
-
-
 @checked
 def prepare_fp4_experts(
     w13: torch.Tensor,
@@ -239,7 +242,7 @@ def prepare_fp4_experts(
         raise ArgumentError("w2", f"shape {tuple(w2.shape)}", f"({experts}, {hidden}, {inter // 2})")
     scales13 = _linear("w13_scales", w13_scales, (experts, rows, hidden), block_format, layout, w13)
     scales2 = _linear("w2_scales", w2_scales, (experts, hidden, inter), block_format, layout, w13)
-    places = None if order is None else _places(order, inter, w13.device)
+    places = None if order is None else places_of(order, inter, w13.device)
     alpha13 = _alphas("w13_alpha", w13_alpha, experts, order is not None, w13)
     if places is not None:
         alpha13 = alpha13.expand(experts, 2).repeat_interleave(inter, 1)[:, gate_up_order(inter, w13.device)]
@@ -314,16 +317,6 @@ def _bias(
     return padded
 
 
-def _places(order: str, inter: int, device: torch.device) -> torch.Tensor:
-    """For each row of a prepared w13, its row in the given order."""
-    logical = gate_up_order(inter, device)
-    if order == "concatenated gate,up":
-        return logical
-    is_up = logical >= inter
-    feature = logical - is_up * inter
-    return feature + ~is_up * inter if order == "concatenated up,gate" else 2 * feature + is_up
-
-
 def _pack(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -338,12 +331,17 @@ def _pack(
     data = torch.empty(shape, dtype=torch.uint8, device=codes.device)
     factors = torch.ones(experts, tiles * TILE_ROWS, dtype=torch.float32, device=codes.device)
     factors[:, :n] = alpha
-    for expert in range(experts):
-        rows, of_rows = codes[expert].view(torch.uint8), scales[expert]
+    below = tiles * TILE_ROWS - n
+    group = max(1, _GROUP // (tiles * TILE_ROWS * half_k))
+    for first in range(0, experts, group):
+        some = slice(first, first + group)
+        rows, of_rows = codes[some].view(torch.uint8), scales[some]
         if places is not None:
-            rows, of_rows = rows[places], of_rows[places]
-        weight = prepare(rows, of_rows, block_format)
-        data[expert] = weight.data
+            rows, of_rows = rows[:, places], of_rows[:, places]
+        if below:
+            rows, of_rows = pad(rows, (0, 0, 0, below)), pad(of_rows, (0, 0, 0, below))
+        weight = prepare(rows.flatten(0, 1), of_rows.flatten(0, 1), block_format)
+        data[some] = weight.data.view(-1, *shape[1:])
         if weight.row_scale is not None:
-            factors[expert] *= weight.row_scale
+            factors[some, :n] *= weight.row_scale.view(-1, tiles * TILE_ROWS)[:, :n]
     return data, factors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.arguments import Call
+from jitfp4.families.gdn.checks import Call
 from jitfp4.public import public
 
 

@@ -13,17 +13,9 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
-from jitfp4.families.gdn.problem import (
-    HEAD_DIMS,
-    MAX_CHUNK,
-    MAX_TOKENS,
-    STATE_DTYPES,
-    VALUE_DIMS,
-    ChunkTactic,
-    Problem,
-    StateLayout,
-    WalkTactic,
-)
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.problem import HEAD_DIMS, MAX_CHUNK, MAX_TOKENS, STATE_DTYPES, VALUE_DIMS, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.selection import Row, Table
 
@@ -103,38 +95,6 @@ TABLE = Table(
     ),
     measured="h200/gdn_search.csv",
 )
-
-# tile_v, ilp_rows, warps
-_CUTS = (
-    (8, 1, 2),
-    (16, 1, 4),
-    (16, 2, 2),
-    (32, 1, 8),
-    (32, 2, 4),
-    (32, 4, 2),
-    (64, 2, 8),
-    (64, 4, 4),
-    (128, 4, 8),
-    (128, 8, 4),
-)
-_CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 3, 4, 5, 6), 8: (0, 2, 3)}  # by warps
-_AHEAD = (0, 32, 48, 96)
-
-
-def _walk_tactics() -> Iterator[WalkTactic]:
-    """Tactics for small batches, whose states fit in L2, for large ones, which memory bounds, and for stored steps."""
-    yield from (row.tactic for row in TABLE.rows if isinstance(row.tactic, WalkTactic))
-    for cut in _CUTS:
-        for bulk_stores, keep_state in product((False, True), (False, True)):
-            yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
-        for ahead, use_smem_v in product(_AHEAD, (False, True)):
-            yield WalkTactic(*cut, ahead=ahead, use_smem_v=use_smem_v)
-        for ctas_per_sm, ahead in product(_CTAS_PER_SM[cut[2]], _AHEAD):
-            yield WalkTactic(*cut, ctas_per_sm=ctas_per_sm, bulk_stores=True, ahead=ahead)
-
-
-WALK_TACTICS = tuple(dict.fromkeys(_walk_tactics()))
-CHUNK_TACTICS = tuple(ChunkTactic(warps, ahead) for warps, ahead in product((2, 4, 8), _AHEAD))
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:

@@ -11,14 +11,19 @@ from jitfp4.operation import Written
 
 
 class Arguments(NamedTuple):
-    """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4."""
+    """a [m, k], a prepared weight of n rows, and out [m, n]. ``row_scale`` is None for NVFP4.
+
+    ``gated``: rows of the weight are gates and ups, and out is [m, n / 2].
+    """
 
     a: torch.Tensor
     data: torch.Tensor
     row_scale: torch.Tensor | None
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
+    residual: torch.Tensor | None
     out: Written
+    gated: bool
     enable_pdl: bool | None
     names: str
 
@@ -38,6 +43,11 @@ class Fp8Arguments(NamedTuple):
     out: Written
     enable_pdl: bool | None
     names: str
+
+
+def weight_rows(arguments: Arguments) -> int:
+    """The rows of the weight."""
+    return arguments.out.shape[1] * (2 if arguments.gated else 1)
 
 
 class Fp4Arguments(NamedTuple):

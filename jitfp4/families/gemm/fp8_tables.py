@@ -14,13 +14,9 @@ from jitfp4.selection import Row, Table
 
 TABLE = Table(
     (
-        Row(Fp8Tactic(64, 64, split=2), {"m": 64, "tiles_per_sm": 0.5}),
         Row(Fp8Tactic(64, 64, divided=True), {"m": 64}),
-        Row(Fp8Tactic(128, 128, split=2), {"tiles_per_sm": 0.5}),
-        Row(Fp8Tactic(128, 128), {"tiles_per_sm": 1.0}),
-        Row(Fp8Tactic(128, 128, divided=True), {"tiles_per_sm": 2.0}),
-        Row(Fp8Tactic(128, 128), {"m": 128}),
-        Row(Fp8Tactic(256, 128)),
+        Row(Fp8Tactic(128, 128, divided=True), {"m": 128}),
+        Row(Fp8Tactic(256, 128, divided=True)),
     ),
     measured=None,
 )

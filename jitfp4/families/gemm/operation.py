@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jitfp4.families.gemm.arguments import Arguments
+from jitfp4.families.gemm.arguments import Arguments, weight_rows
 from jitfp4.families.gemm.kernels import narrow, wide
 from jitfp4.families.gemm.problem import DTYPES, Problem
 from jitfp4.families.gemm.tables import HOPPER, TABLE, problems
@@ -19,16 +19,22 @@ def _problem(arguments: Arguments) -> Problem:
         out_dtype=DTYPES[arguments.out.dtype],
         format=NVFP4 if arguments.row_scale is None else MXFP4,
         m=m,
-        n=arguments.out.shape[1],
+        n=weight_rows(arguments),
         k=k,
+        gated=arguments.gated,
     )
 
 
 def _reference(arguments: Arguments) -> None:
-    n, k = arguments.out.shape[1], arguments.a.shape[1]
+    n, k = weight_rows(arguments), arguments.a.shape[1]
     block_format = NVFP4 if arguments.row_scale is None else MXFP4
-    weight = Fp4Weight(arguments.data, arguments.row_scale, n, k, block_format).dequantize()
-    arguments.out.copy_(reference.matmul(arguments.a, weight, arguments.alpha, arguments.bias))
+    weight = Fp4Weight(arguments.data, arguments.row_scale, n, k, block_format, arguments.gated).dequantize()
+    out = reference.matmul(arguments.a, weight, arguments.alpha, arguments.bias)
+    if arguments.gated:
+        out = reference.swiglu(out)
+    if arguments.residual is not None:
+        out = out.to(arguments.out.dtype).float() + arguments.residual.float()
+    arguments.out.copy_(out)
 
 
 MM_BF16_FP4 = Operation(
@@ -40,7 +46,7 @@ MM_BF16_FP4 = Operation(
     tables=(TABLE, HOPPER),
     reference=_reference,
     output="out",
-    aligned=("a", "data", "bias", "out"),
+    aligned=("a", "data", "bias", "residual", "out"),
     exclusive=("out",),
     growing=("m",),
 )

@@ -16,7 +16,10 @@ TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 
 class Problem(NamedTuple):
-    """x [m, k] times the transpose of a weight [n, k]."""
+    """x [m, k] times the transpose of a weight [n, k].
+
+    ``gated``: the weight is n / 2 gates and as many ups.
+    """
 
     dtype: DType
     out_dtype: DType
@@ -24,6 +27,7 @@ class Problem(NamedTuple):
     m: int
     n: int
     k: int
+    gated: bool = False
 
     def tiles_per_sm(self, arch: Arch) -> float:
         """Tiles of 64 rows of the weight, for each SM."""

@@ -118,6 +118,7 @@ HOPPER: Table[Any] = Table(
     ),
     measured="h200/gemm_wide_search.csv",
     needs="has_wgmma",
+    elsewhere={NarrowTactic: "h200/gemm_search.csv"},
 )
 
 _LOADS = {  # with wgmma
@@ -134,9 +135,16 @@ _LOADS = {  # with wgmma
 
 
 def problems(arch: Arch) -> Iterator[Problem]:
-    """Few, some and many rows of the weight, for every number of rows of x that tables distinguish."""
+    """Few, some and many rows of the weight, for every number of rows of x that tables distinguish; of gates, too."""
+    for problem in _plain(arch):
+        yield problem
+        if problem.n % 16 == 0:
+            yield problem._replace(gated=True)
+
+
+def _plain(arch: Arch) -> Iterator[Problem]:
     loads = (0.25, 0.4, 0.75, 1.25, 4.0)
-    for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, TILE_MS, loads):
+    for dtype, block_format, m, load in product(DTYPES.values(), BlockFormat, (1, *TILE_MS), loads):
         n = round(load * arch.num_sms) * TILE_ROWS
         yield Problem(dtype, dtype, block_format, m=m, n=n, k=4096)
     if not arch.has_wgmma:

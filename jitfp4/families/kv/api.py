@@ -8,7 +8,16 @@ import torch
 
 from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.kv.arguments import (
+from jitfp4.families.kv.calls import (
+    NO_LISTS,
+    append_by_position,
+    append_by_slot,
+    dequantize_paged,
+    dequantize_side,
+    quantize_side,
+    quantize_sides,
+)
+from jitfp4.families.kv.checks import (
     Side,
     check_rows,
     check_side,
@@ -18,15 +27,6 @@ from jitfp4.families.kv.arguments import (
     is_interleaved,
     nhd,
     written_pair,
-)
-from jitfp4.families.kv.calls import (
-    NO_LISTS,
-    append_by_position,
-    append_by_slot,
-    dequantize_paged,
-    dequantize_side,
-    quantize_side,
-    quantize_sides,
 )
 from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.public import public

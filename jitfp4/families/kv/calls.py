@@ -10,20 +10,21 @@ from jitfp4.addresses import Places
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES, INDEX_DTYPES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.kv.arguments import (
+from jitfp4.families.kv.arguments import NEITHER, Dequantize, Quantize
+from jitfp4.families.kv.checks import (
     APPEND_SF_DTYPES,
     Side,
-    check_list,
     check_rows,
     check_unit_stride,
     check_work,
     is_interleaved,
     sides,
 )
-from jitfp4.families.kv.operation import NEITHER, Dequantize, Quantize, dequantize, quantize, steps
-from jitfp4.families.kv.problem import MAX_GRID_YZ
+from jitfp4.families.kv.launches import steps
+from jitfp4.families.kv.operation import dequantize, quantize
 from jitfp4.formats import NVFP4
-from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
+from jitfp4.spec import MAX_GRID_YZ
+from jitfp4.tensors import check_contiguous, check_dtype, check_list, check_same_device
 
 Lists = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Slots or positions. With positions also: the request of each token, all pages, where each request's pages begin."""

@@ -7,10 +7,10 @@ import torch
 from jitfp4.dispatch import differ, reaches
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.kv.arguments import (
+from jitfp4.families.kv.arguments import NEITHER
+from jitfp4.families.kv.checks import (
     APPEND_SF_DTYPES,
     Side,
-    check_list,
     check_rows,
     check_unit_stride,
     is_interleaved,
@@ -19,12 +19,12 @@ from jitfp4.families.kv.arguments import (
     written_pair,
 )
 from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, TABLE, Arguments, problem, problems
-from jitfp4.families.kv.operation import NEITHER, steps
+from jitfp4.families.kv.launches import steps
 from jitfp4.operation import Operation
 from jitfp4.public import checked, public
 from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
-from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_same_device, output
+from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_list, check_same_device, output
 
 _ROTARY = 32  # rotated elements come in multiples of it
 _MOST_ROWS = 1 << 31
@@ -259,8 +259,8 @@ def _check_cos_sin(cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
     check_same_device("cos_sin_cache", cos_sin_cache, query)
     check_contiguous("cos_sin_cache", cos_sin_cache)
     rotary, d = cos_sin_cache.shape[-1] if cos_sin_cache.dim() == 2 else 0, query.shape[2]
-    if not 0 < rotary <= d or rotary % _ROTARY:
-        allowed = f"[max_position, rotary], rotary a multiple of {_ROTARY} to {d}"
+    if not 0 < rotary <= d or rotary % _ROTARY or not cos_sin_cache.shape[0]:
+        allowed = f"[max_position, rotary], at least one position, rotary a multiple of {_ROTARY} to {d}"
         raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", allowed)
 
 

@@ -7,13 +7,9 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
-from jitfp4.families.kv.problem import (
-    Addressing,
-    DequantizeProblem,
-    DequantizeTactic,
-    QuantizeProblem,
-    QuantizeTactic,
-)
+from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
+from jitfp4.families.kv.kernels.quantize import QuantizeTactic
+from jitfp4.families.kv.problem import Addressing, DequantizeProblem, QuantizeProblem
 from jitfp4.selection import Row, Table
 
 _FEW, _SOME = 1000, 12000  # blocks or chunks of an SM
@@ -37,12 +33,6 @@ DEQUANTIZE = Table(
         Row(DequantizeTactic(8, 128, by_cta=True)),
     ),
     measured="h200/kv_tactics.csv",
-)
-
-QUANTIZE_TACTICS = tuple(QuantizeTactic(*cut) for cut in product((1, 2, 4, 8), (64, 128, 256)))
-DEQUANTIZE_TACTICS = (
-    *(DequantizeTactic(*cut) for cut in product((1, 2, 4, 8), (128, 256))),
-    *(DequantizeTactic(*cut, by_cta=True) for cut in product((4, 8), (128, 256))),
 )
 
 _MANY = 1 << 20  # tokens

@@ -10,7 +10,8 @@ import torch
 from jitfp4.dispatch import differ
 from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.norm.operation import RMSNORM, Arguments
+from jitfp4.families.norm.arguments import Arguments
+from jitfp4.families.norm.operation import RMSNORM
 from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN, Scale
 from jitfp4.formats import MXFP4
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape

@@ -11,7 +11,8 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
-from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, Problem, Scale, Tactic
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, Problem, Scale
 from jitfp4.selection import Row, Table, rows
 
 _MANY_ELEMENTS = 76000  # of each SM
@@ -49,8 +50,6 @@ TABLE = Table(
     ),
     measured="h200/norm_shapes.csv",
 )
-
-TACTICS = tuple(dict.fromkeys(row.tactic for row in TABLE.rows))
 
 
 def problems(arch: Arch) -> Iterator[Problem]:

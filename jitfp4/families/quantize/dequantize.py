@@ -7,7 +7,8 @@ import torch
 from jitfp4.dispatch import differ
 from jitfp4.dtypes import CODE_DTYPES, FLOATS, SF_DTYPES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.families.quantize.operation import DEQUANTIZE, DequantizeArguments
+from jitfp4.families.quantize.arguments import DequantizeArguments
+from jitfp4.families.quantize.operation import DEQUANTIZE
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public

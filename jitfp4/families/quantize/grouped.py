@@ -9,8 +9,9 @@ import torch
 from jitfp4.dispatch import differ
 from jitfp4.dtypes import ACTIVATIONS, HALVES
 from jitfp4.errors import ArgumentError
+from jitfp4.families.quantize.arguments import BatchArguments
 from jitfp4.families.quantize.four_over_six import check_recipe, quantize
-from jitfp4.families.quantize.operation import QUANTIZE_BATCH, BatchArguments
+from jitfp4.families.quantize.operation import QUANTIZE_BATCH
 from jitfp4.formats import NVFP4, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, ceil_div, padded_numel
 from jitfp4.public import public

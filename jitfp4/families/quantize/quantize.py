@@ -9,7 +9,8 @@ from jitfp4.addresses import extent, meet
 from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize import four_over_six
-from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE, Arguments, RowScaleArguments
+from jitfp4.families.quantize.arguments import Arguments, RowScaleArguments
+from jitfp4.families.quantize.operation import QUANTIZE, ROW_SCALE
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public

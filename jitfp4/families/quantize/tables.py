@@ -7,18 +7,11 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS, HALVES
-from jitfp4.families.quantize.problem import (
-    BatchProblem,
-    DequantizeProblem,
-    DequantizeTactic,
-    GroupedTactic,
-    Problem,
-    RowScaleProblem,
-    RowScaleTactic,
-    TableTactic,
-    TmaTactic,
-    VectorTactic,
-)
+from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, row_scale, tma
+from jitfp4.families.quantize.kernels.e4m3 import TableTactic
+from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.kernels.vector import VectorTactic
+from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, RowScaleProblem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.selection import Row, Table, rows
@@ -27,13 +20,6 @@ _MEASURED = "h200/quantize_variants.csv"
 
 Tactic = VectorTactic | TmaTactic | TableTactic
 Rows = tuple[Row[Tactic], ...]
-
-VECTOR_TACTICS = tuple(VectorTactic(blocks, threads) for blocks, threads in product((1, 2, 4), (64, 128, 256)))
-TMA_TACTICS = (TmaTactic(6, 1, 2), TmaTactic(3, 2, 2), TmaTactic(6, 2, 1))
-TABLE_TACTICS = (TableTactic(4, ctas_per_sm=4), TableTactic(2, ctas_per_sm=4))
-GROUPED_TACTICS = (GroupedTactic(2, 256), GroupedTactic(1, 128), GroupedTactic(4, 256))
-ROW_SCALE_TACTICS = (RowScaleTactic(),)
-DEQUANTIZE_TACTICS = (DequantizeTactic(256), DequantizeTactic(128))
 
 _MXFP4: Rows = rows(
     (VectorTactic(1, 128), {"work": (1 << 27) - 1}),
@@ -46,9 +32,9 @@ _SILU: Rows = rows(
     silu=True,
 )
 _SMALL: Row[Tactic] = Row(VectorTactic(1, 128), {"work": (1 << 23) - 1})
-_E4M3: Row[Tactic] = Row(TABLE_TACTICS[0])  # without an instruction for E2M1, other kernels are bound by instructions
+_E4M3: Row[Tactic] = Row(e4m3.TACTICS[0])  # without an instruction for E2M1, other kernels are bound by instructions
 _NVFP4: Rows = (Row(VectorTactic(2, 128), {"work": (1 << 25) - 1}), Row(VectorTactic(4, 256)))
-_TMA: Row[Tactic] = Row(TMA_TACTICS[0], {"suits_tma": True})
+_TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
@@ -56,9 +42,9 @@ MATRIX_TABLES = (
     Table((*_MXFP4, *_SILU, _SMALL, _E4M3, *_NVFP4), _MEASURED),
     Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
-BATCH_TABLES = (Table((Row(GROUPED_TACTICS[0]),), _MEASURED),)
-ROW_SCALE_TABLES = (Table((Row(ROW_SCALE_TACTICS[0]),), "h200/quantize_others.csv"),)
-DEQUANTIZE_TABLES = (Table((Row(DEQUANTIZE_TACTICS[0]),), "h200/quantize_others.csv"),)
+BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
+ROW_SCALE_TABLES = (Table((Row(row_scale.TACTICS[0]),), "h200/quantize_others.csv"),)
+DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.csv"),)
 
 
 def matrix_problems(_arch: Arch) -> Iterator[Problem]:

@@ -15,8 +15,9 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.formats import MXFP4, NVFP4
 from jitfp4.integrations.checkpoints import Source
+from jitfp4.integrations.partitions import fp4_format
 from jitfp4.integrations.vllm.experts import (
     CompressedTensorsFp4ExpertsMethod,
     Fp4ExpertsMethod,
@@ -26,7 +27,6 @@ from jitfp4.integrations.vllm.experts import (
 from jitfp4.integrations.vllm.linear import Fp4LinearMethod
 
 _FP4_CAPABILITY = 100  # from sm_100 on, tensor cores multiply FP4 by FP4
-_STRATEGIES = {16: ("tensor_group", NVFP4), 32: ("group", MXFP4)}
 
 
 class Jitfp4CompressedTensorsConfig(CompressedTensorsConfig):
@@ -113,16 +113,6 @@ CONFIGS = {
     "jitfp4-modelopt": Jitfp4ModelOptConfig,
     "jitfp4-gpt-oss": Jitfp4GptOssConfig,
 }
-
-
-def fp4_format(weights: Mapping[str, Any] | None) -> BlockFormat | None:
-    """The format of weights that compressed-tensors' arguments describe; None where it is not NVFP4 or MXFP4."""
-    if weights is None or weights.get("num_bits") != 4 or weights.get("type") != "float":
-        return None
-    strategy, block_format = _STRATEGIES.get(weights.get("group_size") or 0, (None, None))
-    if weights.get("strategy") != strategy or not weights.get("symmetric", True) or weights.get("dynamic"):
-        return None
-    return block_format
 
 
 def _claims(cls: type, user_quant: str | None, by_16_bits: bool) -> bool:

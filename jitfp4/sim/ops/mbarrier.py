@@ -81,17 +81,23 @@ def _arrive(d: Decode) -> Step:
         one = np.ones(lanes.n, np.int64)
         given = one if amount is None else broadcast(amount(m, lanes), lanes.n).astype(np.int64)
         state = np.empty(lanes.n, np.uint64)
-        if m.races is not None:
+        groups = _grouped(keys, given)
+        arrivals = one if expect else given
+        apart = any(arrivals[where].sum() > units.get(key, lanes.ids[where]).pending for key, _, where in groups)
+        if m.races is not None and not apart:
             m.races.publish(units.clock, lanes, keys, relaxed=relaxed)
-        for key, total, where in _grouped(keys, given):
+        for key, total, where in groups:
             ids = lanes.ids[where]
             if expect:
                 units.expect(key, total, ids)
             before = units.get(key, ids).phase
-            base = units.arrive(key, len(where) if expect else total, ids, drop=drop)
+            for turn in units.by_phase(key, arrivals[where], ids) if apart else (np.arange(len(where)),):
+                if m.races is not None and apart:
+                    m.races.publish(units.clock, m.lanes(ids[turn]), keys[where[turn]], relaxed=relaxed)
+                base = units.arrive(key, int(arrivals[where[turn]].sum()), ids[turn], drop=drop)
+                state[where[turn]] = base - np.arange(len(turn))
             if no_complete and units.get(key, ids).phase != before:
                 raise m.error(SimError, "mbarrier.arrive.noComplete completed a phase", ids)
-            state[where] = base - np.arange(len(where))
         if dst is not None:
             dst(m, lanes, state)
 

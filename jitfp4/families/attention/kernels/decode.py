@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jitfp4.arch import Arch
+from jitfp4.arch import Arch, names_with
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
@@ -19,6 +19,7 @@ _WARP = 32
 _LINE = 128  # bytes
 _WIDE_WARPS = 8  # of an SM
 _MOST_CTAS = _WARP**2
+_MOST_ITEMS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,18 @@ class DecodeTactic:
     stages: int
     min_ctas: int
     head_warps: int = 1
+    cluster: int = 0
 
 
 TACTICS = (
+    DecodeTactic(4, 2, 1, cluster=8),
+    DecodeTactic(8, 2, 1, cluster=8),
+    DecodeTactic(4, 2, 3, cluster=8),
+    DecodeTactic(8, 2, 1, cluster=2),
+    DecodeTactic(8, 2, 1, cluster=1),
+    DecodeTactic(4, 2, 1, cluster=1),
+    DecodeTactic(2, 2, 1, cluster=1),
+    DecodeTactic(1, 2, 1, cluster=1),
     DecodeTactic(8, 2, 1),
     DecodeTactic(4, 3, 1),
     DecodeTactic(12, 2, 1),
@@ -54,7 +64,8 @@ class DecodeSpec(KernelSpec):
     ``interleaved`` is the order of V's scales. In a ``packed`` cache the rows of a page and head follow each other
     without gaps. With ``two_tables``, K and V have different page numbers. A warp has ``stages`` tiles in shared
     memory. An SM holds ``min_ctas`` CTAs of ``warps`` warps; ``head_warps`` warps of a CTA take the same tokens for
-    different KV heads.
+    different KV heads. With a ``cluster``, so many CTAs share an item, one for each query token of a KV head; with 0,
+    all CTAs share all items.
     """
 
     cache: Cache
@@ -71,6 +82,7 @@ class DecodeSpec(KernelSpec):
     stages: int
     min_ctas: int
     head_warps: int
+    cluster: int
 
     @property
     def stage_bytes(self) -> int:
@@ -90,13 +102,21 @@ class DecodeSpec(KernelSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp."""
+        """Shared memory that a CTA uses: rings, results and three positions in the work for each warp; its share."""
         of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
-        return round_up(round_up(of_warps, 16) + round_up(self.warps * 4, 16) + 48, _LINE)
+        share = 4 * self.head_warps * self.rows * (self.head_dim + 2) if self.cluster else _share_bytes(self.warps)
+        return round_up(round_up(of_warps, 16) + share, _LINE)
 
     def workspace_bytes(self, grid: int) -> int:
         """Bytes of two partial results of each CTA: for the first and the last item of its share."""
+        if self.cluster:
+            return 0
         return 2 * grid * self.head_warps * self.rows * (self.head_dim + 2) * 4
+
+
+def _share_bytes(warps: int) -> int:
+    """What the warps of a CTA have counted, and where its share begins."""
+    return round_up(warps * 4, 16) + 48
 
 
 def specialise(problem: Problem, tactic: DecodeTactic) -> DecodeSpec:
@@ -115,7 +135,13 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
         return f"parts of {_MOST_CTAS} CTAs are added up in two steps, of a warp each"
     if problem.wide and tactic.warps * tactic.min_ctas > _WIDE_WARPS:
         return f"registers suffice for {_WIDE_WARPS} warps"
+    if problem.whole and tactic.cluster != 1:
+        return "it divides the tokens of a request among CTAs"
     lines = tactic.head_warps * problem.rows
+    if tactic.cluster > 1 and not arch.has_tma:
+        return f"clusters are on {names_with('has_tma')}"
+    if tactic.cluster and tactic.cluster * _items(problem, tactic) > _MOST_ITEMS:
+        return f"a launch has {_MOST_ITEMS} CTAs at most"
     if 2 * arch.num_sms * tactic.min_ctas * lines > COUNTER_BYTES:
         return f"there are {COUNTER_BYTES} bytes of counters, two for each line of a CTA"
     shared = specialise(problem, tactic).shared_bytes
@@ -124,11 +150,18 @@ def rejects(problem: Problem, tactic: DecodeTactic, arch: Arch) -> str | None:
     return None
 
 
+def _items(problem: Problem, tactic: DecodeTactic) -> int:
+    """A bound of the requests, for all groups of KV heads that a CTA takes together."""
+    return problem.items // tactic.head_warps
+
+
 def geometry(problem: Problem, tactic: DecodeTactic, arch: Arch) -> Geometry:
-    """As many CTAs as the GPU holds at once; each finds its share of the work."""
+    """As many CTAs as the GPU holds at once; each finds its share of the work. Or a cluster for each item."""
+    own = tactic.cluster * _items(problem, tactic)
     return Geometry(
-        grid=(arch.num_sms * tactic.min_ctas, 1, 1),
+        grid=(own or arch.num_sms * tactic.min_ctas, 1, 1),
         block=(tactic.warps * _WARP, 1, 1),
+        cluster=(max(1, tactic.cluster), 1, 1),
         shared_bytes=specialise(problem, tactic).shared_bytes,
     )
 

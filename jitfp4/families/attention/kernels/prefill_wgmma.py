@@ -192,6 +192,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem."""
     if not arch.has_wgmma:
         return f"its products are instructions of {names_with('has_wgmma')}"
+    if problem.whole:
+        return "it divides the tokens of the last items among clusters"
     if problem.rows <= ROW_BLOCK:
         return "half of its query rows would be empty"
     spec = specialise(problem, tactic)

@@ -15,7 +15,7 @@ from jitfp4.kernel import Before, Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 
-_COLUMNS = 4  # of a thread
+_COLUMNS = 8  # of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class CombineTactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineSpec(KernelSpec):
-    """A thread adds up four columns of a token."""
+    """A thread adds up eight columns of a token."""
 
     dtype: DType
     threads: int

@@ -5,24 +5,30 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.arguments import ResultArguments, UpArguments
+from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, UpArguments
+from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.formats import BlockFormat, DType
-from jitfp4.kernel import Kernel, Plan
+from jitfp4.kernel import Before, Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
-_MOST_SLOTS = 24
-_HALF_ROW_BYTES = TILE_COLS  # half a step of 16-bit elements
+_MOST_STAGES = 16
+_ROW_BYTES = TILE_COLS * 2  # of a step of x
 _BARRIER_BYTES = 8
 _MOST_STAGED = 64  # rows of results
+_STORED_ROWS = 16  # of results, which a warp writes at a time
+_FEW_ROWS, _FEWEST_ROWS = 32, 8
 _MOST_ROWS = 256  # of a product
-_MAX_TEAMS = 4
+_MAX_TEAMS = 6
 _MAX_SUMS = 512  # rows of x, over all warpgroups
+_CLUSTERS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,15 @@ class WideTactic:
     tile_m: int
     step_m: int
     groups: int
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WideSpec(KernelSpec):
     """A CTA takes items of up to ``tile_m`` rows of an expert by 64 * ``groups`` rows of its weight.
 
-    The rows of an item are rounded up to a multiple of ``step_m``, and there is code for each multiple.
+    The rows of an item are rounded up to a multiple of ``step_m``, and there is code for each multiple. ``cluster``
+    CTAs share the rows of an item, each with different rows of the weight.
     """
 
     dtype: DType
@@ -46,22 +54,30 @@ class WideSpec(KernelSpec):
     tile_m: int
     step_m: int
     groups: int
+    cluster: int
 
     gated = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.tile_m <= _MOST_ROWS or self.tile_m % 16:
-            raise ArgumentError("tile_m", self.tile_m, f"a multiple of 16 up to {_MOST_ROWS}")
+        if not 0 < self.tile_m <= _MOST_ROWS or self.tile_m % _STORED_ROWS:
+            raise ArgumentError("tile_m", self.tile_m, f"a multiple of {_STORED_ROWS} up to {_MOST_ROWS}")
         if self.step_m not in (8, 16, 32, 64, 128, 256) or self.tile_m % self.step_m:
             raise ArgumentError("step_m", self.step_m, "a power of two from 8 that divides tile_m")
         if not 2 <= self.groups <= _MAX_TEAMS or self.groups * self.tile_m > _MAX_SUMS:
             enough = f"2 to {_MAX_TEAMS}, times tile_m at most {_MAX_SUMS}: registers"
             raise ArgumentError("groups", self.groups, enough)
+        if self.cluster not in _CLUSTERS:
+            raise ArgumentError("cluster", self.cluster, f"one of {_CLUSTERS}")
 
     @property
     def product_rows(self) -> range:
         """The rows of x of products on the tensor cores."""
         return range(self.step_m, self.tile_m + 1, self.step_m)
+
+    @property
+    def box_m(self) -> int:
+        """Rows of x that are copied at a time: none of a product is missing."""
+        return max(self.step_m, _STORED_ROWS if self.tile_m > _FEW_ROWS else _FEWEST_ROWS)
 
     @property
     def staged_rows(self) -> int:
@@ -78,35 +94,25 @@ class WideSpec(KernelSpec):
         return 128 * (self.groups + 1)
 
     @property
-    def slots(self) -> int:
-        """Half steps of x in flight: as many as fit in shared memory."""
-        return max(slots for slots in range(2, _MOST_SLOTS + 1) if self._bytes(slots) <= _SHARED_BYTES)
-
-    @property
-    def weight_slots(self) -> int:
-        """Steps of the weight in flight."""
-        return _weight_slots(self.slots)
+    def stages(self) -> int:
+        """Steps in flight: as many as fit in shared memory."""
+        return max(stages for stages in range(1, _MOST_STAGES + 1) if self._bytes(stages) <= _SHARED_BYTES)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, in bytes."""
-        return self._bytes(self.slots)
+        return self._bytes(self.stages)
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of 64 rows of a step of the weight: codes and scales."""
         return tile_bytes(self.format)
 
-    def _bytes(self, slots: int) -> int:
-        x = slots * (self.tile_m * _HALF_ROW_BYTES + 3 * _BARRIER_BYTES)
-        weights = _weight_slots(slots) * (self.groups * self.tile_bytes + 2 * _BARRIER_BYTES)
+    def _bytes(self, stages: int) -> int:
+        stage = round_up(self.tile_m * _ROW_BYTES + self.groups * self.tile_bytes, 1024)
         staged = self.groups * self.staged_rows * 2 * self.staged_cols
-        affine = 2 * 4 * self.groups * TILE_ROWS
-        return round_up(x + weights + staged + affine, 1024)
-
-
-def _weight_slots(slots: int) -> int:
-    return slots // 2 + 1
+        aside = 4 * self.groups * (2 * TILE_ROWS + self.tile_m)
+        return round_up(stages * (stage + 2 * _BARRIER_BYTES) + staged + aside, 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,29 +151,51 @@ def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
-    """A CTA for each tile, but at most as many as fill the GPU: they are persistent."""
+    """A cluster for each tile, but at most as many as fill the GPU: they are persistent."""
     spec = specialise(problem, tactic)
-    tiles = problem.items * ceil_div(problem.n, TILE_ROWS * spec.groups)
-    grid = (min(arch.num_sms, tiles), 1, 1)
-    return Geometry(grid=grid, block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
+    tiles = problem.items * ceil_div(problem.n, TILE_ROWS * spec.groups * spec.cluster)
+    grid = (min(arch.num_sms // spec.cluster, tiles) * spec.cluster, 1, 1)
+    cluster = (spec.cluster, 1, 1)
+    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
 
 
-def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
+def _map(rows: torch.Tensor, spec: WideSpec) -> TileMap:
+    return TileMap(rows.view(torch.uint16), (spec.box_m, TILE_COLS // 2), swizzle=128)
+
+
+def _sorted_rows(arguments: UpArguments, plan: Plan) -> dict[str, Scratch]:
+    return {"rows": Scratch((plan.problem.assignments, plan.problem.k), arguments.x.dtype)}
+
+
+def _gather(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> GatherArguments:
+    a = arguments
+    if a.items is None or a.order is None:
+        raise ArgumentError("items", "None", "the list of items")
+    return GatherArguments(
+        x=a.x,
+        input_weights=a.input_weights,
+        items=a.items,
+        order=a.order,
+        rows=rows,
+        slots=plan.problem.slots,
+        item_rows=a.item_rows,
+        enable_pdl=a.enable_pdl,
+        names=a.names,
+    )
+
+
+def _bind_up(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> dict[str, Any]:
     return {
-        "x": arguments.x,
+        "x": _map(rows, plan.spec),
         "weight": arguments.w13,
         "scale": arguments.scale13,
         "bias": arguments.bias13,
-        "input_weights": arguments.input_weights,
         "items": arguments.items,
-        "order": arguments.order,
         "h": arguments.h,
         "done": arguments.done,
         "items_end": plan.problem.items,
-        "slots": plan.problem.slots,
         "n": plan.problem.n,
         "k": plan.problem.k,
-        "x_stride": arguments.x.stride(0),
         "counters": arguments.done.shape[0],
         "swiglu_alpha": arguments.swiglu_alpha,
         "swiglu_beta": arguments.swiglu_beta,
@@ -177,7 +205,7 @@ def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
 
 def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
     return {
-        "x": arguments.h,
+        "x": _map(arguments.h, plan.spec),
         "weight": arguments.w2,
         "scale": arguments.scale2,
         "bias": arguments.bias2,
@@ -185,10 +213,8 @@ def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
         "order": arguments.order,
         "y": arguments.y,
         "items_end": plan.problem.items,
-        "slots": plan.problem.slots,
         "n": plan.problem.n,
         "k": plan.problem.k,
-        "x_stride": arguments.h.stride(0),
     }
 
 
@@ -197,37 +223,32 @@ _WEIGHT = (
     Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
     Ptr("bias", "const float", "as scale; null: none"),
 )
-_LIST = (
-    Ptr("items", "const int4", "[items_end]"),
-    Ptr("order", "const int32", "[tokens * slots]"),
-)
+_ITEMS = Ptr("items", "const int4", "[items_end]")
 _SIZES = (
     I64("items_end"),
-    I64("slots", "of a token"),
     I64("n", "rows of the weight"),
     I64("k", "columns, a multiple of 32"),
-    I64("x_stride", "elements, as all strides"),
 )
 
+_CUTS = ((16, 8, (4, 5, 6)), (32, 8, (4, 5)), (48, 8, (4,)), (80, 8, (4,)), (96, 8, (4,)), (160, 16, (3,)))
 WIDE_TACTICS = (
-    *(WideTactic(16, 8, groups) for groups in (3, 4)),
-    *(WideTactic(32, 8, groups) for groups in (3, 4)),
-    *(WideTactic(64, 16, groups) for groups in (3, 4)),
-    *(WideTactic(80, 16, groups) for groups in (3, 4)),
-    WideTactic(96, 16, 3),
-    *(WideTactic(128, 32, groups) for groups in (2, 3)),
-    *(WideTactic(160, 32, groups) for groups in (2, 3)),
-    WideTactic(256, 64, 2),
+    *(
+        WideTactic(tile_m, step_m, groups, cluster)
+        for tile_m, step_m, several in _CUTS
+        for groups in several
+        for cluster in _CLUSTERS
+    ),
+    WideTactic(32, 16, 5),
+    WideTactic(256, 64, 2, 2),
 )
 
 WIDE_UP = Kernel(
     name="experts/wide_up",
     spec=UpSpec,
     params=(
-        Ptr("x", "const In", "[tokens, k]"),
+        TensorMapParam("x", "[tokens * slots, k], boxes [kBoxM, kHalf]"),
         *_WEIGHT,
-        Ptr("input_weights", "const float", "[tokens, slots], factors of x; null: none"),
-        *_LIST,
+        _ITEMS,
         Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
         Ptr("done", "int32", "[counters]"),
         *_SIZES,
@@ -241,15 +262,18 @@ WIDE_UP = Kernel(
     specialise=specialise,
     geometry=geometry,
     bind=_bind_up,
+    scratch=_sorted_rows,
+    before=(Before(EXPERTS_GATHER, _gather),),
 )
 
 WIDE_DOWN = Kernel(
     name="experts/wide_down",
     spec=DownSpec,
     params=(
-        Ptr("x", "const In", "h [tokens * slots, k], in the order of the list"),
+        TensorMapParam("x", "h [tokens * slots, k], boxes [kBoxM, kHalf]"),
         *_WEIGHT,
-        *_LIST,
+        _ITEMS,
+        Ptr("order", "const int32", "[tokens * slots]"),
         Ptr("y", "In", "[tokens * slots, n], by assignment"),
         *_SIZES,
     ),

@@ -24,7 +24,11 @@ _ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
 
 @dataclass(frozen=True, slots=True)
 class NarrowTactic:
-    """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split."""
+    """The tunable fields of NarrowSpec, and the number of CTAs of a cluster over which the columns are split.
+
+    ``room``: for how many rows of x there is room, 0 for as many as ``tile_m``. ``x_stages``: for how many chunks of
+    them.
+    """
 
     tile_m: int
     warp_blocks: int
@@ -33,6 +37,8 @@ class NarrowTactic:
     stages: int
     ctas: int
     split: int = 1
+    room: int = 0
+    x_stages: int = 2
 
 
 _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of an SM
@@ -88,21 +94,48 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
     ),
 }
 _SPLITS = (1, 2, 3, 4)
+_ONE_ROW = (  # as above, with room for one row of x
+    (5, 1, 12, 3, 1),
+    (5, 1, 8, 2, 2),
+    (5, 1, 4, 2, 4),
+    (4, 1, 14, 3, 1),
+    (4, 1, 16, 2, 1),
+    (4, 1, 8, 3, 1),
+    (4, 1, 8, 2, 2),
+    (4, 1, 4, 2, 4),
+    (4, 1, 4, 2, 5),
+    (4, 1, 4, 3, 3),
+    (3, 1, 16, 3, 1),
+    (3, 1, 16, 2, 1),
+    (3, 1, 12, 2, 2),
+    (3, 1, 8, 3, 2),
+    (3, 1, 8, 2, 3),
+    (2, 1, 16, 5, 1),
+    (2, 1, 16, 3, 1),
+    (2, 1, 16, 2, 2),
+    (2, 1, 8, 4, 2),
+    (2, 1, 8, 2, 4),
+    (1, 1, 16, 4, 2),
+    (1, 1, 16, 2, 4),
+    (1, 1, 8, 4, 4),
+)
 _SPLITS = (1, 2, 3, 4)
 _SMALL = (NarrowTactic(tile_m, 1, 4, 4 if tile_m < 32 else 2, 2, 1) for tile_m in TILE_MS)  # little shared memory
 
 TACTICS = (
     *(NarrowTactic(tile_m, *cut, split) for tile_m in TILE_MS for cut in _CUTS[tile_m] for split in _SPLITS),
     *_SMALL,
+    *(NarrowTactic(8, *cut, split, room=1, x_stages=8) for cut in _ONE_ROW for split in _SPLITS[:2]),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowSpec(KernelSpec):
-    """A CTA takes ``tile_m`` rows of x, and 16 * ``warp_blocks`` * ``row_warps`` rows of the weight.
+    """A CTA takes ``tile_m`` rows of x, of which ``x_rows`` exist, by 16 * ``warp_blocks`` * ``row_warps`` weight rows.
 
     It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM, of this kernel and of the next one.
+    ``stages`` pieces of 16 * ``warp_blocks`` rows, and a group one of ``x_stages`` chunks of x. ``ctas`` CTAs fit on an
+    SM, of this kernel and of the next one. ``gated``: rows of the weight are gates and ups.
     """
 
     dtype: DType
@@ -114,6 +147,9 @@ class NarrowSpec(KernelSpec):
     groups: int
     stages: int
     ctas: int
+    x_rows: int
+    x_stages: int
+    gated: bool
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -121,9 +157,12 @@ class NarrowSpec(KernelSpec):
             ("warp_blocks", (1, 2, 3, 4, 5)),
             ("row_warps", (1, 2, 4)),
             ("stages", (2, 3, 4, 5, 6)),
+            ("x_stages", (2, 4, 8)),
         ):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        if not 0 < self.x_rows <= self.tile_m:
+            raise ArgumentError("x_rows", self.x_rows, f"1 to {self.tile_m}, as tile_m")
         if not 0 < self.threads <= _MAX_THREADS:
             raise ArgumentError("groups", self.groups, f"groups * row_warps from 1 to {_MAX_THREADS // 32}")
         if self.row_warps > 1 and self.groups > 15:
@@ -144,7 +183,7 @@ class NarrowSpec(KernelSpec):
         stages = self.groups * self.stages
         weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
         barriers = 8 * stages * self.row_warps
-        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
+        chunks = self.x_stages * self.groups * self.x_rows * _ROW_BYTES
         ring = round_up(weights, 128) + chunks + barriers
         sums = 4 * self.groups * self.tile_m * (self.rows + 4)
         return round_up(max(ring, sums), 128)
@@ -154,7 +193,14 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
     """The spec of a tactic for a problem."""
     cut = asdict(tactic)
     del cut["split"]
-    return NarrowSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **cut)
+    cut["x_rows"] = cut.pop("room") or tactic.tile_m
+    return NarrowSpec(
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        format=problem.format,
+        gated=problem.gated,
+        **cut,
+    )
 
 
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
@@ -162,6 +208,10 @@ def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     spec = specialise(problem, tactic)
     if spec.shared_bytes > arch.shared_of(tactic.ctas):
         return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    if min(problem.m, tactic.tile_m) > spec.x_rows:
+        return f"it has room for {spec.x_rows} rows of x"
+    if tactic.x_stages > tactic.stages and not arch.has_tma:
+        return "without barriers, copies of the weight are complete when later ones of x are"
     if tactic.split > 1 and not arch.has_tma:
         return "it needs clusters"
     if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
@@ -187,17 +237,20 @@ def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
 
 
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    residual = arguments.residual
     return {
         "x": arguments.a,
         "weight": arguments.data,
         "row_scale": arguments.row_scale,
         "alpha": arguments.alpha,
         "bias": arguments.bias,
+        "residual": residual,
         "out": arguments.out,
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
         "x_stride": arguments.a.stride(0),
+        "residual_stride": 0 if residual is None else residual.stride(0),
         "out_stride": arguments.out.stride(0),
     }
 
@@ -211,11 +264,13 @@ KERNEL = Kernel(
         Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
-        Ptr("out", "Out", "[m, n]"),
+        Ptr("residual", "const Out", "as out; null: none"),
+        Ptr("out", "Out", "[m, n], or [m, n / 2] of gates"),
         I64("m"),
         I64("n", "a multiple of 8"),
         I64("k", "a multiple of 32"),
         I64("x_stride", "elements, as all strides"),
+        I64("residual_stride"),
         I64("out_stride"),
     ),
     tactics=TACTICS,

@@ -12,13 +12,12 @@ from jitfp4.families.gemm.problem import Fp4Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import SfLayout, ceil_div, round_up
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, MAX_GRID_YZ, Geometry, KernelSpec, Ptr
 
 CHUNK = 128  # columns that a group of warps takes at a time
 _ROW_BYTES = CHUNK // 2
 _SCALE_ROWS = 128  # rows of a tile of scales
 _MAX_CLUSTER = 8
-_MAX_GRID = 65535  # along y and z
 _MAX_THREADS = 1024
 _WARP_TILES = (16, 32, 64)
 
@@ -131,8 +130,8 @@ def rejects(problem: Fp4Problem, tactic: PortableTactic, arch: Arch) -> str | No
     for rows, tile, least in ((problem.m, tactic.tile_m, 16), (problem.n, tactic.tile_n, 32)):
         if tile > least and tile >= 2 * rows:
             return "half of its tile would be empty"
-    if ceil_div(problem.n, tactic.tile_n) > _MAX_GRID:
-        return f"its grid has at most {_MAX_GRID} tiles of b"
+    if ceil_div(problem.n, tactic.tile_n) > MAX_GRID_YZ:
+        return f"its grid has at most {MAX_GRID_YZ} tiles of b"
     return None
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.arguments import Arguments
-from jitfp4.families.gemm.problem import Fp4Problem, Fp8Problem, Problem
+from jitfp4.families.gemm.problem import Fp4Problem, Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
@@ -87,8 +87,7 @@ class WideSpec(KernelSpec):
     band: int
 
     packed = False  # the weight is prepared
-    fp8 = False
-    step_slots = 2  # of x, for a step of the columns
+    gated = False
 
     def __post_init__(self) -> None:
         for name, allowed in zip(
@@ -175,13 +174,26 @@ class WideSpec(KernelSpec):
         return round_up(slots * (self._slot + _BARRIERS) + weights + out, 1024)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedWideSpec(WideSpec):
+    """A WideSpec whose weight is prepared; ``gated``: its rows are gates and ups."""
+
+    gated: bool
+
+
 def _weight_slots(slots: int) -> int:
     return slots // 2 + 1
 
 
-def specialise(problem: Problem, tactic: WideTactic) -> WideSpec:
+def specialise(problem: Problem, tactic: WideTactic) -> PreparedWideSpec:
     """The spec of a tactic for a problem."""
-    return WideSpec(dtype=problem.dtype, out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+    return PreparedWideSpec(
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        format=problem.format,
+        gated=problem.gated,
+        **asdict(tactic),
+    )
 
 
 def rejects(problem: Problem | Fp4Problem, tactic: WideTactic, arch: Arch) -> str | None:
@@ -200,28 +212,7 @@ def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
     return launch(specialise(problem, tactic), problem, arch)
 
 
-class Tiles(Protocol):
-    """What the launch depends on; see WideSpec."""
-
-    @property
-    def tile_m(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def cluster(self) -> int: ...
-    @property
-    def split(self) -> int: ...
-    @property
-    def divided(self) -> bool: ...
-    @property
-    def sharers(self) -> int: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def shared_bytes(self) -> int: ...
-
-
-def launch(spec: Tiles, problem: Problem | Fp4Problem | Fp8Problem, arch: Arch) -> Geometry:
+def launch(spec: WideSpec, problem: Problem | Fp4Problem, arch: Arch) -> Geometry:
     """One cluster for each tile, or for each step of divided tiles; persistent ones at most as many as fill the GPU."""
     width = spec.cluster * spec.split
     rows = TILE_ROWS * spec.groups * spec.cluster
@@ -241,8 +232,9 @@ def scratch(_arguments: Any, plan: Plan) -> dict[str, Scratch]:
 
 
 def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
-    spec: WideSpec = plan.spec
-    a, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    spec: PreparedWideSpec = plan.spec
+    a, out, residual = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16), arguments.residual
+    columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
         "x": TileMap(a, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "weight": arguments.data,
@@ -250,7 +242,9 @@ def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = Non
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "workspace": workspace,
-        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "residual": residual,
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
@@ -259,15 +253,17 @@ def _bind(arguments: Arguments, plan: Plan, workspace: torch.Tensor | None = Non
 
 KERNEL = Kernel(
     name="gemm/wide",
-    spec=WideSpec,
+    spec=PreparedWideSpec,
     params=(
         TensorMapParam("x", "[m, k], boxes [kCopyM, kHalf]"),
         Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
         Ptr("row_scale", "const float", "[round_up(n, 64)] of MXFP4, else null"),
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
+        Ptr("residual", "const Out", "as out; null: none"),
+        I64("residual_stride", "elements"),
         Ptr("workspace", "uint8", "of divided tiles, else null"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]"),
         I64("m"),
         I64("n", "a multiple of 8"),
         I64("k", "a multiple of 32"),

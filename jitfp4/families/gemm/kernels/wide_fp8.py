@@ -1,4 +1,4 @@
-"""Many rows of E4M3 activations by a prepared weight, which becomes E4M3 in registers, by wgmma."""
+"""Many rows of E4M3 activations by a prepared weight, which becomes E4M3 in shared memory, by wgmma."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm.arguments import Fp8Arguments
 from jitfp4.families.gemm.kernels import wide
-from jitfp4.families.gemm.kernels.wide import WideSpec
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -19,13 +18,12 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-_PRODUCTS = (64, 128)  # rows of x
-_MOST_PRODUCTS = 4  # of a step, which decode a quarter of the next one each
+_GROUPS = 2  # of 64 rows of the weight
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
-_MOST_SLOTS = 12
+_MOST_SLOTS = 8
+_DECODED_SLOTS, _WEIGHT_SLOTS = 3, 3
 _BARRIERS = 16  # bytes of a slot
-_PART_ROWS = 64  # 16-bit results of 64 rows of the weight are as large as a decoded tile
-_MOST_FLOATS = {2: 192, 3: 112, 4: 64}  # sums of a thread and of a product, by the number of groups
+_PART_BYTES = 64 * TILE_ROWS * 2  # results of a warpgroup that are written at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,80 +32,52 @@ class Fp8Tactic:
 
     tile_m: int
     product: int
-    groups: int = 2
-    split: int = 1
+    promoted: bool = True
     cluster: int = 1
     divided: bool = False
     band: int = 4
-    lead: int = 0
 
 
-# rows of x, of a product, most splits
-_CUTS = ((64, 64, 2), (128, 64, 1), (128, 128, 2), (256, 64, 1), (256, 128, 2))
-TACTICS: tuple[Fp8Tactic, ...] = (
-    *(Fp8Tactic(tile_m, product, split=split) for tile_m, product, most in _CUTS for split in range(1, most + 1)),
-    *(
-        Fp8Tactic(tile_m, product, cluster=cluster, divided=divided, band=4 * cluster, lead=lead)
-        for tile_m, product, _ in _CUTS
-        for cluster, divided, lead in ((1, True, 0), (1, False, 1), (2, False, 0), (2, True, 0))
-    ),
-    *(Fp8Tactic(tile_m, 64, groups=3) for tile_m in (64, 128)),
+TACTICS: tuple[Fp8Tactic, ...] = tuple(
+    Fp8Tactic(tile_m, product, promoted, cluster, divided, 4 * cluster)
+    for tile_m, product, promoted in ((64, 64, True), (128, 128, True), (256, 128, True), (256, 128, False))
+    for cluster in (1, 2)
+    for divided in (False, True)
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Spec(KernelSpec):
-    """A WideSpec whose x is E4M3, with one warpgroup for each group.
+    """A CTA takes tiles of ``tile_m`` rows of x by 128 rows of the weight.
 
-    Sums of 128 columns, by ``product`` rows of x at a time, are added to sums in float32. Each group is ``lead`` steps
-    ahead of the next one, so that one stores its results while another multiplies.
+    Products are by ``product`` rows of x at a time. With ``promoted``, their sums of 128 columns are added in float32;
+    else they stay in the tensor cores. ``cluster`` CTAs share rows of x, and the last tiles may be ``divided`` among all clusters.
+    Tiles follow each other in bands of ``band`` along the rows of x.
     """
 
     out_dtype: DType
     format: BlockFormat
     tile_m: int
     product: int
-    groups: int
-    split: int
+    promoted: bool
     cluster: int
     divided: bool
     band: int
-    lead: int
 
-    fp8 = True
-    packed = False
-    dtype = DType.BF16  # in which the weight is decoded
-    depth = 1
-    step_slots = 1
     product_rows = ()  # of 16-bit products
+    decoded_slots = _DECODED_SLOTS
+    weight_slots = _WEIGHT_SLOTS
 
     def __post_init__(self) -> None:
-        _ = self.cut  # it checks the fields that are also its own
-        allowed = [product for product in _PRODUCTS if product <= self.tile_m <= _MOST_PRODUCTS * product]
-        if self.product not in allowed:
-            raise ArgumentError("product", self.product, f"one of {allowed}, with a tile_m of {self.tile_m}")
-        if (self.tile_m + self.product) // 2 > _MOST_FLOATS[self.groups]:
-            raise ArgumentError("groups", self.groups, "fewer with these rows of x: registers")
-
-    @property
-    def cut(self) -> WideSpec:
-        """The tiles, warpgroups and clusters."""
-        shared = {name: getattr(self, name) for name in ("groups", "split", "cluster", "divided", "band", "tile_m")}
-        return WideSpec(dtype=self.dtype, out_dtype=self.out_dtype, format=self.format, depth=self.depth, **shared)
+        for name, allowed in (("tile_m", (64, 128, 256)), ("product", (64, 128)), ("cluster", (1, 2))):
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        if self.product > self.tile_m:
+            raise ArgumentError("product", self.product, "at most tile_m")
 
     @property
     def threads(self) -> int:
-        return self.cut.threads
-
-    @property
-    def sharers(self) -> int:
-        """CTAs with partial sums of the same elements."""
-        return self.cut.sharers
-
-    @property
-    def parts(self) -> int:
-        """Parts of the rows of x of a tile: with sharers as in WideSpec, else as many rows as a decoded tile holds."""
-        return self.cut.parts if self.sharers > 1 else self.tile_m // _PART_ROWS
+        return 128 * (_GROUPS + 2)
 
     @property
     def slots(self) -> int:
@@ -115,34 +85,24 @@ class Fp8Spec(KernelSpec):
         return max(slots for slots in range(2, _MOST_SLOTS + 1) if self._bytes(slots) <= _SHARED_BYTES)
 
     @property
-    def weight_slots(self) -> int:
-        """Steps of the weight in flight: it is decoded a step ahead."""
-        return self.slots + 1
-
-    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, in bytes."""
         return self._bytes(self.slots)
 
     @property
-    def tile_bytes(self) -> int:
-        """Bytes of 64 rows of a step of the weight: codes and scales."""
-        return tile_bytes(self.format)
-
-    @property
     def words_bytes(self) -> int:
-        """Bytes of the workspace before the sums, as in WideSpec."""
-        return self.cut.words_bytes
+        """Bytes of the workspace before the sums, where each warpgroup has a word."""
+        return 16384
 
     def workspace_bytes(self, ctas: int) -> int:
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
-        return self.cut.workspace_bytes(ctas)
+        return self.words_bytes + ctas * 4 * _GROUPS * TILE_ROWS * self.tile_m if self.divided else 0
 
     def _bytes(self, slots: int) -> int:
         x = slots * (self.tile_m * TILE_COLS + _BARRIERS)
-        weights = (slots + 1) * (self.groups * self.tile_bytes + _BARRIERS)
-        decoded = self.groups * 2 * TILE_ROWS * TILE_COLS
-        return round_up(x + weights + decoded, 1024)
+        weights = self.weight_slots * (_GROUPS * tile_bytes(self.format) + _BARRIERS)
+        decoded = self.decoded_slots * (_GROUPS * TILE_ROWS * TILE_COLS + _BARRIERS)
+        return round_up(x + weights + decoded + _GROUPS * _PART_BYTES, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
@@ -155,14 +115,18 @@ def rejects(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> str | None:
         return f"its products are instructions of {names_with('has_wgmma')}"
     if tactic.tile_m > 64 and 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
-    if tactic.split > ceil_div(problem.k, TILE_COLS):
-        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
     return None
 
 
 def geometry(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> Geometry:
-    """The geometry of a tactic for a problem."""
-    return wide.launch(_specialise(problem, tactic), problem, arch)
+    """At most as many clusters as fill the GPU; else one for each tile, or for each step of divided tiles."""
+    spec = _specialise(problem, tactic)
+    tiles = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, TILE_ROWS * _GROUPS * spec.cluster)
+    most = tiles * ceil_div(problem.k, TILE_COLS) if spec.divided else tiles
+    grid = min(arch.num_sms // spec.cluster, most) * spec.cluster
+    return Geometry(
+        grid=(grid, 1, 1), block=(spec.threads, 1, 1), cluster=(spec.cluster, 1, 1), shared_bytes=spec.shared_bytes
+    )
 
 
 def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
@@ -176,7 +140,7 @@ def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = 
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "workspace": workspace,
-        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "out": TileMap(out, (_PART_BYTES // (2 * TILE_ROWS), TILE_ROWS), swizzle=128),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
@@ -188,7 +152,7 @@ KERNEL = Kernel(
     name="gemm/wide_fp8",
     spec=Fp8Spec,
     params=(
-        TensorMapParam("x", "[m, k / 2] pairs of E4M3, boxes [kCopyM, kHalf]"),
+        TensorMapParam("x", "[m, k / 2] pairs of E4M3, boxes [kCopyM, 64]"),
         Ptr("x_scale", "const float", "[m] or [1]"),
         Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
         Ptr("row_scale", "const float", "[round_up(n, 64)], powers of two"),

@@ -13,8 +13,7 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.kv.operation import steps
-from jitfp4.families.kv.problem import Spec
+from jitfp4.families.kv.launches import CacheSpec, steps
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
@@ -82,7 +81,7 @@ class Tactic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeAppendSpec(Spec):
+class RopeAppendSpec(CacheSpec):
     """A row has ``lanes`` lanes of 16 elements each."""
 
     in_dtype: DType

@@ -12,16 +12,13 @@ import torch
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.norm.problem import MAX_HIDDEN, TURN
+from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, UNIT
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.operation import Written
 from jitfp4.selection import Row, Table
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
-
-_UNIT = 16  # elements
-_WARP = 32
+from jitfp4.spec import F32, I64, WARP, Geometry, KernelSpec, Ptr
 
 
 class Arguments(NamedTuple):
@@ -77,7 +74,7 @@ class Spec(KernelSpec):
     @property
     def max_threads(self) -> int:
         """The most threads of a CTA. Where one warp takes a row, a CTA has four warps."""
-        return _WARP * (4 if self.warps == 1 else self.warps)
+        return WARP * (4 if self.warps == 1 else self.warps)
 
 
 TACTICS = tuple(Tactic(units, warps) for units, warps in ((1, 1), (2, 1), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16)))
@@ -112,8 +109,8 @@ def rejects(problem: Problem, tactic: Tactic, _arch: Arch) -> str | None:
 def row_threads(h: int, spec: Spec) -> int:
     """Threads of a CTA that share a row: a power of two within a warp, or whole warps."""
     if spec.warps == 1 and spec.units == 1:
-        return 1 << (ceil_div(h, _UNIT) - 1).bit_length()
-    return _WARP * ceil_div(h, TURN * spec.units)
+        return 1 << (ceil_div(h, UNIT) - 1).bit_length()
+    return WARP * ceil_div(h, TURN * spec.units)
 
 
 def geometry(problem: Problem, tactic: Tactic, _arch: Arch) -> Geometry:

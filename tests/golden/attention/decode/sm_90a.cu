@@ -1,9 +1,10 @@
 // attention_decode, generated from templates/attention/decode.cu.j2
-// spec: {"cache":"nvfp4","head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":8}
+// spec: {"cache":"nvfp4","cluster":1,"head_dim":128,"head_warps":1,"interleaved":false,"min_ctas":1,"out_dtype":"bf16","packed":true,"pages":"halves","q_dtype":"bf16","rows":8,"soft_cap":false,"stages":2,"two_tables":false,"warps":4}
 //
 // Attention of a few query rows over a paged cache. Each warp takes tiles of 32 tokens: it copies them to its own ring
 // of stages in shared memory, multiplies K by up to 16 query rows on the tensor cores, updates its own online softmax,
-// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads.
+// and multiplies V by the weights. Each CTA takes an equal share of all tiles of all requests and KV heads; or, where
+// there is little work, each cluster takes one item.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -326,7 +327,7 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }
 }  // namespace ptx
 
-// ---- attention/matrices ----------------------------------------------------
+// ---- partials/matrices -----------------------------------------------------
 // Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
@@ -420,6 +421,41 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }
 }  // namespace ptx
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 enum class Pages { kWhole, kHalves, kMany };  // a tile lies in one page, each half in one, or in any number of pages
 
@@ -435,10 +471,11 @@ constexpr bool kSoftCap     = false;  // logits are capped
 constexpr Pages kPages      = Pages::kHalves;
 constexpr bool kPacked      = true;  // rows of a page and head follow each other
 constexpr bool kTwoTables   = false;  // K and V have different page numbers
-constexpr int  kWarps       = 8;
+constexpr int  kWarps       = 4;
 constexpr int  kHeadWarps   = 1;  // warps that take the same tokens for different KV heads
 constexpr int  kStages      = 2;
 constexpr int  kMinCtas     = 1;  // that an SM must hold at once; bounds the registers
+constexpr int  kCluster     = 1;  // CTAs that share an item; 0: all CTAs share all items
 
 constexpr int   kTile     = 32;  // tokens
 constexpr int   kSubs     = kTile / 16;
@@ -450,19 +487,6 @@ constexpr bool  kHalves   = kCacheBits == 16;
 constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
 constexpr int   kQueryWords = kHeadDim / 32;
 
-struct Queries { uint32 words[kBlocks][kSteps][2]; };
-
-// ---- partials/prefetch_line ------------------------------------------------
-namespace ptx {
-// Prefetches the 128-byte line of *p into L2.
-__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-}  // namespace ptx
-
-// ---- attention/work --------------------------------------------------------
-// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
-// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
-// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
-// without tokens counts as one unit, in which no token is present.
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -510,38 +534,21 @@ struct Operands {
   int group_inverse;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, kHeadWarps>;
 
-constexpr int kMostTokens = 1 << 24;  // of a request
+struct Queries { uint32 words[kBlocks][kSteps][2]; };
 
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
+// ---- partials/prefetch_line ------------------------------------------------
+namespace ptx {
+// Prefetches the 128-byte line of *p into L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+}  // namespace ptx
 
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+// ---- attention/work --------------------------------------------------------
+// A unit of work is a tile of kTile tokens for kHeadWarps KV heads and one block of kRows query rows; an item is all
+// tiles of a request for the same heads and rows. The units of a call are in the order request, heads, rows, tokens.
+// Every CTA takes the same number of consecutive units, and finds the first from the lengths on the device. A request
+// without tokens counts as one unit, in which no token is present.
 // a / b for a >= 0 and b > 0; fast in the most frequent cases, where it is 0 or a
 __device__ __forceinline__ int quotient(int a, int b) {
   if (a < b) return 0;
@@ -575,6 +582,18 @@ struct Inner {
   __device__ __forceinline__ bool has(int start) const { return uint32(start - first) <= uint32(width); }
 };
 
+constexpr int kSenders = kCluster > 1 ? kCluster : 1;  // CTAs that add up an item together in their shared memory
+constexpr int kStep    = kSenders * kTokenWarps * kTile;  // tokens from a tile of a warp to its next
+
+// Which of a cluster's warps with the same heads this one is
+__device__ __forceinline__ int turn_in_cluster() {
+  return int(threadIdx.x) / kWarp / kHeadWarps * kSenders + int(blockIdx.x) % kSenders;
+}
+// The request of this cluster's item
+__device__ __forceinline__ int request_of_cluster(const Operands& p) {
+  return quotient(int(blockIdx.x) / kSenders, p.kv_heads / kHeadWarps);
+}
+
 // The units of one item that this CTA takes.
 struct Segment {
   Request request;
@@ -586,8 +605,10 @@ struct Segment {
   __device__ __forceinline__ int head(int i) const { return heads * kHeadWarps + i; }
   __device__ __forceinline__ int first_row() const { return block * kRows; }
   __device__ __forceinline__ bool whole() const { return count == request.tiles; }
-  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments.
+  // The first token of this warp's first tile. Warps take the tiles of a CTA in turn, across the ends of segments; or
+  // all warps of a cluster take those of an item, its CTAs one after the other.
   __device__ __forceinline__ int first_token() const {
+    if constexpr (kCluster > 0) return request.first_tile * kTile + turn_in_cluster() * kTile;
     const int turn = int(threadIdx.x) / kWarp / kHeadWarps;
     return (request.first_tile + tile + (left + count - turn + kTokenWarps) % kTokenWarps) * kTile;
   }
@@ -595,11 +616,11 @@ struct Segment {
 
   // The tiles that this warp takes
   __device__ __forceinline__ int own_tiles() const {
-    constexpr int kStep = kTokenWarps * kTile;
     return (end_token() - first_token() + kStep - 1) / kStep;
   }
 
   __device__ __forceinline__ bool next(const Operands& p) {
+    if constexpr (kCluster > 0) return ++block < request.row_blocks;  // the same tokens for the next rows
     if (left == 0) return false;
     begin += count;
     if (++block == request.row_blocks) {
@@ -787,16 +808,50 @@ __device__ __forceinline__ int keep(int x) {
   return x;
 }
 
+__device__ __forceinline__ uint32 inverse_of_page(const Operands& p) { return (0x80000000u + p.page - 1) / p.page; }
+__device__ __forceinline__ int column_of(int token, uint32 inverse) {
+  return int(__umulhi(2 * token, inverse));  // exact below 2^24
+}
+// The token of a tile whose page a lane looks up
+__device__ __forceinline__ int lookup_of(int i) {
+  return kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2);
+}
+
+// The page numbers of a warp's first tile, where it is known before the request's length is: both are then read at the
+// same time. Those behind the request's end mean nothing.
+struct FirstPages {
+  bool known = false;
+  int  k[kLookups], v[kLookups];
+
+  FirstPages() = default;
+  __device__ __forceinline__ explicit FirstPages(const Operands& p) {
+    if constexpr (kCluster > 0) {
+      const int b = request_of_cluster(p);
+      known = p.page_ends == nullptr && p.window_left < 0 && b < p.batch;
+#pragma unroll
+      for (int i = 0; i < kLookups; ++i) {
+        const int column = column_of(turn_in_cluster() * kTile + lookup_of(i), inverse_of_page(p));
+        k[i] = v[i] = -1;
+        if (known && column < p.max_pages) {
+          k[i] = p.tables[b * p.table_stride + column];
+          v[i] = kTwoTables ? p.tables[b * p.table_stride + column + p.v_table] : k[i];
+        }
+      }
+    }
+  }
+};
+
 class Producer {
  public:
   // `segment` is the one that this warp copies, ahead of the one that it works on.
-  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring)
-      : p_(p), segment_(segment), inner_(p, segment.request), inverse_((0x80000000u + p.page - 1) / p.page) {
+  __device__ __forceinline__ Producer(const Operands& p, Segment& segment, uint32 ring, const FirstPages& first)
+      : p_(p), segment_(segment), inner_(p, segment.request), inverse_(inverse_of_page(p)) {
     const int lane = threadIdx.x % kWarp;
     rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
     scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
     enter();
-    seek();
+    if (kCluster > 0 && first.known && token_ < end_) look_up<true>(first);
+    else seek();
   }
 
   // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
@@ -817,7 +872,7 @@ class Producer {
         partial_ |= 1;
         copy<false>(stage, there);
       }
-      token_ += kTokenWarps * kTile;
+      token_ += kStep;
       seek();
     }
     ptx::copy_async_commit();
@@ -850,15 +905,20 @@ class Producer {
       if (!advance(p_, segment_)) return;
       enter();
     }
+    look_up<false>(FirstPages());
+  }
+
+  // The pages of the next tile, which is the `first` one if kFirst
+  template <bool kFirst> __device__ __forceinline__ void look_up(const FirstPages& first) {
 #pragma unroll
     for (int i = 0; i < kLookups; ++i) {
-      const int token  = token_ + (kPages == Pages::kMany ? int(threadIdx.x % kTile) : i * (kTile / 2));
-      const int column = int(__umulhi(2 * token, inverse_));  // exact below 2^24
+      const int token  = token_ + lookup_of(i);
+      const int column = column_of(token, inverse_);
       slot_[i] = token - column * p_.page;
       k_page_[i] = v_page_[i] = -1;
       if ((kInterleaved ? token & ~3 : token) < tokens_) {
-        k_page_[i] = table_[column];
-        v_page_[i] = kTwoTables ? table_[column + p_.v_table] : k_page_[i];
+        k_page_[i] = kFirst ? first.k[i] : table_[column];
+        v_page_[i] = kFirst ? first.v[i] : kTwoTables ? table_[column + p_.v_table] : k_page_[i];
       }
     }
   }
@@ -953,15 +1013,7 @@ class Producer {
   const uint8 *k_, *v_, *k_scales_, *v_scales_;
 };
 
-// ---- attention/nvfp4_tile --------------------------------------------------
-// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
-// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
-// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
-// queries and outputs use the same order.
-//
-// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
-// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
-// converts, it is the value itself.
+// ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
@@ -977,25 +1029,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
-namespace nvfp4_tile {
-using Mma = f16;
-constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
-constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
-constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
-
-// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
-__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
-  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
-}
-// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
-template <int kRegs>
-__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
-}
-// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
-
+// ---- attention/codes -------------------------------------------------------
 // a b + c as one instruction: the compiler would make a shift and an addition of it.
 __device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
   uint32 d;
@@ -1020,6 +1054,34 @@ __device__ __forceinline__ uint32 decode_scales(uint32 two) {
   const uint32 s = decode_e4m3x2(uint16(two));
   return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
 }
+
+// ---- attention/nvfp4_tile --------------------------------------------------
+// Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
+// rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
+// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// queries and outputs use the same order.
+//
+// Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
+// of its value. The product with a block scale is exact: where it is small, it is a subnormal float16. Where hardware
+// converts, it is the value itself.
+namespace nvfp4_tile {
+using Mma = f16;
+constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
+constexpr float kValueUnit = kKeyUnit;
+constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
+
+// Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
+__device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
+  return kHasE2m1Cvt ? 4 * j + 2 * r + half : 2 * j + r + 4 * half;
+}
+// Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
+template <int kRegs>
+__device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
+  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+}
+// The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
 
 // Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
 __device__ __forceinline__ uint32 low_twice(uint32 pair) {
@@ -1312,12 +1374,48 @@ struct Values {
 
 using namespace nvfp4_tile;
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/queries -----------------------------------------------------
 // kRows query rows as the right factor of products, which has eight columns. They are converted once for a segment. In
 // float16, each row is first scaled by a power of two to a maximum near 2^14, which keeps all bits of bfloat16 values
 // over 28 binades; Scales has the inverse.
-constexpr float kLog2E = 1.44269504f;
-
 constexpr int kQueryRegs = sizeof(Query) == 1 ? 2 : 4;  // registers of eight neighbouring elements
 
 // Factors from products to exponents of two, for the two columns of this lane in each block. They are positive.
@@ -1381,7 +1479,7 @@ struct RawQueries {
         }
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-        const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
+        const uint32 exponent = query_exponent(amax);
         factor = __uint_as_float(exponent << 23), inverse = __uint_as_float((254 - exponent) << 23);
       }
       factor = copysignf(factor, unit);
@@ -1609,17 +1707,10 @@ __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad
   const int   token = token_of(p, block_row);
   const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
   const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
-  float factor = 1.0f;
-  if (p.sinks) {
-    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, quad.reference);
-    factor = ptx::ex2_approx(quad.reference - top);
-    quad.sum = fmaf(quad.sum, factor, ptx::ex2_approx(sink - top)), quad.reference = top;
-  }
-  if (p.lse && dim == 0) {
-    p.lse[at] = quad.sum == 0.0f ? __uint_as_float(0xFF800000u) : quad.reference + log2f(quad.sum);
-  }
-  const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kValueUnit;
-  factor = quad.sum == 0.0f ? 0.0f : factor * scale / quad.sum;
+  float factor = add_sink(p, head, quad.reference, quad.sum);
+  if (p.lse && dim == 0) p.lse[at] = row_lse(quad.reference, quad.sum);
+  const float scale = output_scale(p, kValueUnit);
+  factor = output_factor(factor, scale, quad.sum);
   store_out(p.out + at * kHeadDim + dim, {quad.o.x * factor, quad.o.y * factor, quad.o.z * factor, quad.o.w * factor});
 }
 
@@ -1758,16 +1849,21 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
   ptx::barrier_sync(kAmongSettlers, kSettlers * kWarp);
 }
 
+// Adds up the parts of the warps of a CTA that has an item whole, and writes its outputs.
+__device__ __forceinline__ void write(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    finish(p, s, sum_of_warps(parts, line, dim), line, dim);
+  }
+}
+
 // Adds up the parts of a segment's warps, and writes the outputs of its item, or one part to the workspace. The warp
 // that writes the last of an item's parts of a line adds them up.
 __device__ __forceinline__ void combine(
-    const Operands& p, const Segment& s, int share, const Part (&parts)[kWarps]) {
-  const int cta = blockIdx.x, lane = threadIdx.x % kWarp;
+    const Operands& p, const Segment& s, const Shares& shares, const Part (&parts)[kWarps], bool) {
+  const int share = shares.size, cta = blockIdx.x, lane = threadIdx.x % kWarp;
   if (s.whole()) {
-    for (int i = threadIdx.x; i < kQuads; i += kThreads) {
-      const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
-      finish(p, s, sum_of_warps(parts, line, dim), line, dim);
-    }
+    write(p, s, parts);
     return;
   }
   const int item_begin = s.begin - s.tile;
@@ -1797,16 +1893,142 @@ __device__ __forceinline__ void combine(
     }
   }
 }
+// ---- partials/cluster_address ----------------------------------------------
+namespace ptx {
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
+}
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
+namespace ptx {
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
+}
+}  // namespace ptx
+
+// ---- attention/cluster_items -----------------------------------------------
+// One item for each cluster: the warps of its CTAs take the tiles in turn, and nothing goes through the workspace. A
+// CTA adds up the parts of its warps, and sends each line to the CTA that owns it, which adds up what comes and writes
+// it out. A request with more rows than a segment has gives the cluster one item after the other.
+//
+//   all CTAs of a cluster  started   sums of warps | stores to owners | sums of CTAs, outputs  (the next item)
+//   barrier of the cluster arrive             wait   arrive      wait                   arrive  wait
+namespace ptx {
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+}  // namespace ptx
+
+constexpr int kOwned = kLines / kSenders;  // lines that a CTA owns
+static_assert(kOwned * kSenders == kLines, "all CTAs own as many lines");
+
+struct alignas(16) Incoming {
+  float o[kSenders][kOwned][kHeadDim];
+  float reference[kSenders][kOwned], sum[kSenders][kOwned];
+};
+
+// Finds the item of this cluster; false for all CTAs of a cluster that has none.
+__device__ __forceinline__ bool find_share(const Operands& p, Incoming&, Segment& now, Segment& ahead) {
+  Segment s;
+  s.b = request_of_cluster(p);
+  if (s.b >= p.batch) return false;
+  s.request.load(p, s.b);
+  if (s.request.q_len == 0) return false;
+  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();  // nothing was written
+  s.heads = blockIdx.x / kSenders - s.b * (p.kv_heads / kHeadWarps), s.block = 0;
+  s.tile = s.begin = s.left = 0, s.count = s.request.tiles;
+  if (threadIdx.x % kWarp == 0) now = ahead = s;
+  __syncwarp();
+  return true;
+}
+
+// Adds up the parts of the warps of all CTAs of a cluster, and writes the outputs of their item.
+__device__ __forceinline__ void combine(
+    const Operands& p, const Segment& s, Incoming& incoming, const Part (&parts)[kWarps], bool more) {
+  if constexpr (kCluster == 1) return write(p, s, parts);
+  constexpr int kRowQuads = kHeadDim / 4;
+  const int rank = blockIdx.x % kSenders;
+  const auto is_used = [&](int line) { return s.first_row() + line % kRows < s.request.q_len * p.group; };
+  ptx::cluster_wait();  // all CTAs have started, or have read what came last
+  for (int i = threadIdx.x; i < kQuads; i += kThreads) {
+    const int line = i / kRowQuads, dim = i % kRowQuads * 4, owner = line / kOwned, own = line % kOwned;
+    if (!is_used(line)) continue;
+    const Quad quad = sum_of_warps(parts, line, dim);
+    const uint32 o[4] = {__float_as_uint(quad.o.x), __float_as_uint(quad.o.y), __float_as_uint(quad.o.z),
+                         __float_as_uint(quad.o.w)};
+    ptx::st_cluster(ptx::cluster_address(&incoming.o[rank][own][dim], owner), o);
+    if (dim == 0) {
+      ptx::st_cluster(&incoming.reference[rank][own], owner, quad.reference);
+      ptx::st_cluster(&incoming.sum[rank][own], owner, quad.sum);
+    }
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+  for (int i = threadIdx.x; i < kOwned * kRowQuads; i += kThreads) {
+    const int own = i / kRowQuads, dim = i % kRowQuads * 4, line = rank * kOwned + own;
+    if (!is_used(line)) continue;
+    Quad quad = {kNone, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) quad.reference = fmaxf(quad.reference, incoming.reference[c][own]);
+#pragma unroll
+    for (int c = 0; c < kSenders; ++c) {
+      const float f = ptx::ex2_approx(incoming.reference[c][own] - quad.reference);
+      quad.sum = fmaf(f, incoming.sum[c][own], quad.sum);
+      quad.add(f, *reinterpret_cast<const float4*>(&incoming.o[c][own][dim]));
+    }
+    finish(p, s, quad, line, dim);
+  }
+  if (more) ptx::cluster_arrive();
+}
 // ---- shared memory ---------------------------------------------------------
 struct Shared {
   Ring   rings[kWarps];
   Part   parts[kWarps];
   Segment now[kWarps], ahead[kWarps];  // a warp's own: where its work is, and where its copies are
   Segment done[kWarps];  // whose parts wait to be added up
-  Shares shares;
+  Select<(kCluster > 0), Incoming, Shares> shares;
 };
 
-static_assert(sizeof(Shared) == 110592, "the launch counts on it");
+static_assert(sizeof(Shared) == 59392, "the launch counts on it");
 
 // ---- a tile ----------------------------------------------------------------
 __device__ __forceinline__ void attend(const Operands& p, const Segment& s, const Lane& lane,
@@ -1906,16 +2128,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     ptx::griddep_wait();
   }
   Segment& now = s.now[warp];
+  const FirstPages first(p);
   if (!uniform(find_share(p, s.shares, now, s.ahead[warp]))) return;
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   RawQueries raw;
   raw.load(p, now);
-  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]));
+  Producer ahead(p, s.ahead[warp], ptx::shared_address(&s.rings[warp]), first);
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) ahead.issue(i * kStageBytes);
   const Lane lane;
-  const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kKeyUnit);
+  const float unit = logit_scale(p, kKeyUnit);
   constexpr int kLast = (kStages - 1) * kStageBytes;
   const Ring& ring = *reinterpret_cast<const Ring*>(dynamic + keep(warp * int(sizeof(Ring))));
   int  stage = 0, free = kLast;  // the stage that is used next, and the one that is filled; in bytes from the first
@@ -1947,11 +2170,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
     Segment next = now;
     more = uniform(next.next(p));
     if (more) raw.load(p, next);
-    unsettled = uniform(kSettlers > 0 && more && now.whole());
+    unsettled = uniform(kCluster == 0 && kSettlers > 0 && more && now.whole());
     if (!unsettled) {
       __syncthreads();
-      combine(p, now, s.shares.size, s.parts);
-      if (more) __syncthreads();
+      combine(p, now, s.shares, s.parts, more);
+      if (more && kCluster < 2) __syncthreads();
     } else if (warp < kFirstSettler) {
       ptx::barrier_arrive(kUnsettled, kThreads);
     } else if (threadIdx.x % kWarp == 0) {

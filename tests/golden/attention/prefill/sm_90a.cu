@@ -326,7 +326,7 @@ __device__ __forceinline__ uint4 load_matrices(uint32 row) {
 }
 }  // namespace ptx
 
-// ---- attention/matrices ----------------------------------------------------
+// ---- partials/matrices -----------------------------------------------------
 // Transposed 8 x 8 matrices of 16-bit floats. Lanes hold pairs as in partials/mma_half.
 namespace ptx {
 __device__ __forceinline__ uint32 transpose(uint32 a) {
@@ -420,6 +420,42 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 }
 }  // namespace ptx
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
+// ---- attention/cvt_e2m1 ----------------------------------------------------
 namespace ptx {
 // Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
 __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
@@ -435,6 +471,7 @@ __device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4])
 }
 }  // namespace ptx
 
+// ---- attention/codes -------------------------------------------------------
 // a b + c as one instruction: the compiler would make a shift and an addition of it.
 __device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
   uint32 d;
@@ -484,11 +521,6 @@ constexpr int  kUnroll     = kHeadDim <= 128 ? 8 : 1;  // of loops beside the su
 constexpr int  kQueryBytes = kHeldQueries ? 0 : kRows * kHeadDim * 2;  // in shared memory
 using Mma = Select<kHalves && kIsBf16Cache, bf16, f16>;
 
-// ---- attention/blocks ------------------------------------------------------
-// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
-// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
-// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
-constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -534,38 +566,12 @@ struct Operands {
   int causal;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
-constexpr int kMostTokens = 1 << 24;  // of a request
-
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
-
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+// ---- attention/blocks ------------------------------------------------------
+// The work of a call: blocks of kRows query rows of one request and one KV head, one for each CTA. A row is one query
+// token of one of the heads that share the KV head: row = token * group + head. The last rows of a request and head
+// come first: under a causal mask they see the most tokens, and blocks that start last should be short.
 struct Block {
   Request request;
   int head, first_row;
@@ -774,6 +780,44 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
   }
 }
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -788,7 +832,6 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
 // The kWarpRows query rows of a warp, which are the left factor of the product with K, and their online softmax in
 // powers of two. Of each 16 rows, a lane has elements of rows g and g + 8. In float16, each row is first scaled by a
 // power of two to a maximum near 2^14, which keeps all bits of bfloat16 values over 28 binades.
-constexpr float kLog2E = 1.44269504f;
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;  // exponents: of the weight that sets a reference, of any weight
 constexpr float kNone = -0x1p126f;  // the reference before the first token
 constexpr int   kParts = kWarpRows / 16;
@@ -828,7 +871,7 @@ struct Queries {
   uint32 at;  // address of this lane's words in shared memory
 
   __device__ __forceinline__ void load(const Operands& p, const Block& block, Shared& s, Scales& scales) {
-    const float unit = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
+    const float unit = logit_scale(p, kUnit);
     at = ptx::shared_address(s.rest) + 2 * kRawBytes + threadIdx.x * 16;
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
@@ -899,7 +942,7 @@ struct Queries {
     }
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-    const uint32 exponent = min(268 - (__float_as_uint(amax) >> 23), 253u);
+    const uint32 exponent = query_exponent(amax);
     factor = __uint_as_float(exponent << 23);
     return __uint_as_float((254 - exponent) << 23);
   }
@@ -953,12 +996,12 @@ struct State {
 
   // Writes the outputs of its rows.
   __device__ __forceinline__ void finish(const Operands& p, const Block& block) {
-    const float scale = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
+    const float scale = output_scale(p, kUnit);
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float total = sum[n][i], top = reference[n][i], factor = 1.0f;
+        float total = sum[n][i], top = reference[n][i];
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
         int row = row_of(block, n, i);
@@ -966,15 +1009,10 @@ struct State {
         if (row >= block.rows(p)) continue;
         const int head = block.head * p.group + row % p.group;
         const int64 at = int64(block.request.q_begin + row / p.group) * p.kv_heads * p.group + head;
-        if (p.sinks) {
-          const float sink = p.sinks[head] * kLog2E;
-          top    = fmaxf(top, sink);
-          factor = ptx::ex2_approx(reference[n][i] - top);
-          total  = fmaf(total, factor, ptx::ex2_approx(sink - top));
-        }
+        float factor = add_sink(p, head, top, total);
         const int c = threadIdx.x % 4;
-        if (p.lse && c == 0) p.lse[at] = total == 0.0f ? __uint_as_float(0xFF800000u) : top + log2f(total);
-        factor = total == 0.0f ? 0.0f : factor * scale / total;
+        if (p.lse && c == 0) p.lse[at] = row_lse(top, total);
+        factor = output_factor(factor, scale, total);
         Out* out = p.out + at * kHeadDim + 2 * c;
 #pragma unroll
         for (int m = 0; m < kHeadDim / 8; ++m) {

@@ -526,6 +526,41 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// ---- attention/request -----------------------------------------------------
+constexpr int kMostTokens = 1 << 24;  // of a request
+
+// A request in tiles of kTile tokens, blocks of kRows query rows, and groups of kHeadWarps KV heads.
+template <int kTile, int kRows, int kHeadWarps> struct TiledRequest {
+  int tokens;  // in the cache, at most as many as the page table covers
+  int q_begin, q_len;
+  int first_tile, tiles;  // that any of its query rows sees
+  int row_blocks;
+  int table;  // where its page numbers begin
+
+  template <class Operands> __device__ __forceinline__ void load(const Operands& p, int b) {
+    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
+    q_begin = max(0, min(begin, p.total_q));
+    q_len   = max(0, min(end, p.total_q) - q_begin);
+    int pages = p.max_pages;
+    table = b * p.table_stride;
+    if (p.page_ends) {
+      const int first = max(0, min(p.page_ends[b], p.max_pages));
+      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
+    }
+    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
+    first_tile = first_token(p) / kTile;
+    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
+    row_blocks = (q_len * p.group + kRows - 1) / kRows;
+  }
+  // The first token that any of its query rows sees
+  template <class Operands> __device__ __forceinline__ int first_token(const Operands& p) const {
+    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
+  }
+  template <class Operands> __device__ __forceinline__ int items(const Operands& p) const {
+    return p.kv_heads / kHeadWarps * row_blocks;
+  }
+};
+
 // ---- spec ------------------------------------------------------------------
 constexpr int kCacheBits = 4;  // of an element of K and V
 using Query = bf16;
@@ -560,22 +595,6 @@ constexpr int kGroups = kProducers * 4 / kWarps;
 constexpr int kSides  = kCtas == 1 ? 2 : 1;  // that a CTA expands
 constexpr int kEvery  = kGroups > kSides ? kGroups / kSides : 1;  // tiles from one of a group to its next
 
-// ---- attention/items -------------------------------------------------------
-// The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
-// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
-// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
-// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
-//
-// Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
-// none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
-// in shared memory.
-
-// A condition that is the same in all lanes, as the compiler sees by the vote: it keeps what changes in loops and
-// branches on it, such as the slots of rings, in uniform registers.
-__device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
-
-constexpr int kHeadWarps = 1;  // all warps of a CTA take the same KV head
-constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
 struct Operands {
   const Query* q;
   const uint8* k;
@@ -624,38 +643,23 @@ struct Operands {
   int most_parts;
   float soft_cap;
 };
+using Request = TiledRequest<kTile, kRows, 1>;  // all warps of a CTA take the same KV head
 
-constexpr int kMostTokens = 1 << 24;  // of a request
+// ---- attention/items -------------------------------------------------------
+// The work of a call in items of kRows query rows for one KV head. A query row is a query head of the group at a query
+// token, heads first. The items are in the order request, rows, head; where K and V of all heads of the request do not
+// fit into L2, in the order request, head, rows. Rows come in descending order: under a causal mask the long items then
+// start first. The last items, which would leave SMs idle, are divided into parts along their tokens.
+//
+// Whole items and parts are numbered in that order. A cluster takes the one that has its own number, then the next that
+// none has taken yet. One of its warps finds from the lengths on the device where that lies, and says so to the others
+// in shared memory.
 
-struct Request {
-  int tokens;  // in the cache, at most as many as the page table covers
-  int q_begin, q_len;
-  int first_tile, tiles;  // that any of its query rows sees
-  int row_blocks;
-  int table;  // where its page numbers begin
+// A condition that is the same in all lanes, as the compiler sees by the vote: it keeps what changes in loops and
+// branches on it, such as the slots of rings, in uniform registers.
+__device__ __forceinline__ bool in_all(bool condition) { return __any_sync(~0u, condition); }
 
-  __device__ __forceinline__ void load(const Operands& p, int b) {
-    const int begin = p.cum_q ? p.cum_q[b] : b * p.q_len, end = p.cum_q ? p.cum_q[b + 1] : begin + p.q_len;
-    q_begin = max(0, min(begin, p.total_q));
-    q_len   = max(0, min(end, p.total_q) - q_begin);
-    int pages = p.max_pages;
-    table = b * p.table_stride;
-    if (p.page_ends) {
-      const int first = max(0, min(p.page_ends[b], p.max_pages));
-      table = first, pages = max(0, min(p.page_ends[b + 1], p.max_pages) - first);
-    }
-    tokens = max(0, min(p.seq_lens[b], min(pages, kMostTokens / p.page) * p.page));
-    first_tile = first_token(p) / kTile;
-    tiles      = max(1, int(ceil_div(tokens, kTile)) - first_tile);
-    row_blocks = (q_len * p.group + kRows - 1) / kRows;
-  }
-  // The first token that any of its query rows sees
-  __device__ __forceinline__ int first_token(const Operands& p) const {
-    return p.window_left < 0 ? 0 : max(0, tokens - q_len - p.window_left);
-  }
-  __device__ __forceinline__ int items(const Operands& p) const { return p.kv_heads / kHeadWarps * row_blocks; }
-};
-
+constexpr int kHeadsTokens = (32 << 20) / (2 * (kRowBytes + kScaleBytes));  // that fit into L2
 // The token at which a query row stands; it sees those from first_seen() on and before end_seen().
 __device__ __forceinline__ int position(const Operands& p, const Request& r, int row) {
   return r.tokens - r.q_len + min(row / p.group, r.q_len - 1);
@@ -919,6 +923,48 @@ namespace ptx {
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 }  // namespace ptx
 
+// ---- attention/cvt_e2m1 ----------------------------------------------------
+namespace ptx {
+// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
+__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
+  asm("{\n"
+      "  .reg .b8 b0, b1, b2, b3;\n"
+      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
+      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
+      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
+      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
+      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
+      "}"
+      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
+}
+}  // namespace ptx
+
+// ---- attention/codes -------------------------------------------------------
+// a b + c as one instruction: the compiler would make a shift and an addition of it.
+__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
+  uint32 d;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
+// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
+// such a byte: a carry takes the sign to the top.
+__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
+  if constexpr (kHasE2m1Cvt) {
+    ptx::cvt_f16x2_e2m1x8(word, pair);
+  } else {
+    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
+    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
+    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
+    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
+  }
+}
+// The scales of two blocks, by software times 2^7
+__device__ __forceinline__ uint32 decode_scales(uint32 two) {
+  const uint32 s = decode_e4m3x2(uint16(two));
+  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
+}
+
 // ---- partials/async_copy_groups --------------------------------------------
 // Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
 namespace ptx {
@@ -986,46 +1032,6 @@ static_assert(kLoads > 0 && kOwnTokens <= kWarp, "a lane has some tokens, and a 
 // As the top bits of a float16 without exponent bias, a code of E2M1 is its value times 2^-14, and a block scale times
 // 2^7 is a float16 too, so that their product is exact: 2^-7 of the value.
 constexpr float kUnit = kIsNvfp4 ? 0x1p-7f : 1.0f;  // of K and V as they enter the products
-
-namespace ptx {
-// Converts eight codes. Code i of the word becomes half i % 2 of pair i / 2.
-__device__ __forceinline__ void cvt_f16x2_e2m1x8(uint32 word, uint32 (&pair)[4]) {
-  asm("{\n"
-      "  .reg .b8 b0, b1, b2, b3;\n"
-      "  mov.b32 {b0, b1, b2, b3}, %4;\n"
-      "  cvt.rn.f16x2.e2m1x2 %0, b0;\n"
-      "  cvt.rn.f16x2.e2m1x2 %1, b1;\n"
-      "  cvt.rn.f16x2.e2m1x2 %2, b2;\n"
-      "  cvt.rn.f16x2.e2m1x2 %3, b3;\n"
-      "}"
-      : "=r"(pair[0]), "=r"(pair[1]), "=r"(pair[2]), "=r"(pair[3]) : "r"(word));
-}
-}  // namespace ptx
-
-// a b + c as one instruction: the compiler would make a shift and an addition of it.
-__device__ __forceinline__ uint32 multiply_add(uint32 a, int b, uint32 c) {
-  uint32 d;
-  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-// Eight codes to four pairs. By software, pair i has codes i and i + 4; by hardware, 2 i and 2 i + 1. By software, each
-// byte of `odd` and `even` has the sign of a code on top and its other bits above the last. Twice a code plus 0x70 is
-// such a byte: a carry takes the sign to the top.
-__device__ __forceinline__ void decode(uint32 word, uint32 (&pair)[4]) {
-  if constexpr (kHasE2m1Cvt) {
-    ptx::cvt_f16x2_e2m1x8(word, pair);
-  } else {
-    constexpr uint32 kSigns = 0x80808080u, kBits = 0x8E008E00u;
-    const uint32 odd  = ptx::select_bits(kSigns, word, word >> 3);
-    const uint32 even = multiply_add(~word & 0x0F0F0F0Fu, -2, 0x70707070u + 2 * 0x0F0F0F0Fu);
-    pair[0] = even << 8 & kBits, pair[1] = odd << 8 & kBits, pair[2] = even & kBits, pair[3] = odd & kBits;
-  }
-}
-// The scales of two blocks, by software times 2^7
-__device__ __forceinline__ uint32 decode_scales(uint32 two) {
-  const uint32 s = decode_e4m3x2(uint16(two));
-  return kHasE2m1Cvt ? s : ptx::mul_f16x2(s, 0x58005800u);
-}
 
 // One half of a pair as both. Said so, it costs nothing: the multiplication takes either half.
 template <bool kUpper> __device__ __forceinline__ uint32 twice(uint32 pair) {
@@ -1237,6 +1243,44 @@ template <Side kSide> class Raw {
   uint32 scales_[kScaleWords];
 };
 
+// ---- attention/scales ------------------------------------------------------
+// The factors around a softmax in powers of two: of queries before it, of outputs behind it.
+constexpr float kLog2E = 1.44269504f;
+
+// From products of queries and keys to exponents of two. `unit` is the number that stands for 1 in keys.
+template <class Operands> __device__ __forceinline__ float logit_scale(const Operands& p, float unit) {
+  return p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / unit);
+}
+// Of outputs. `unit` is the number that stands for 1 in values.
+template <class Operands> __device__ __forceinline__ float output_scale(const Operands& p, float unit) {
+  return p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / unit;
+}
+
+// The biased exponent of the power of two that brings a row of queries near 2^14, by its largest magnitude: a float16
+// then keeps all bits of bfloat16 values over 28 binades. 254 minus it is that of the inverse.
+__device__ __forceinline__ uint32 query_exponent(float amax) { return min(268 - (__float_as_uint(amax) >> 23), 253u); }
+
+// The end of the softmax of a row, whose weights are 2^(x - reference) and whose `sum` is that of all of them. The sink
+// of a head is one more logit, whose token has no value. Returns what sums of weighted values are multiplied by then.
+template <class Operands>
+__device__ __forceinline__ float add_sink(const Operands& p, int head, float& reference, float& sum) {
+  float factor = 1.0f;
+  if (p.sinks) {
+    const float sink = p.sinks[head] * kLog2E, top = fmaxf(sink, reference);
+    factor = ptx::ex2_approx(reference - top);
+    sum = fmaf(sum, factor, ptx::ex2_approx(sink - top)), reference = top;
+  }
+  return factor;
+}
+// The logarithm, base two, of the sum of the exponentials; -inf for a row that sees no token.
+__device__ __forceinline__ float row_lse(float reference, float sum) {
+  return sum == 0.0f ? __uint_as_float(0xFF800000u) : reference + log2f(sum);
+}
+// By what sums of weighted values are multiplied: 0 for such a row.
+__device__ __forceinline__ float output_factor(float factor, float scale, float sum) {
+  return sum == 0.0f ? 0.0f : factor * scale / sum;
+}
+
 // ---- attention/soft_cap ----------------------------------------------------
 // A logit x becomes cap * tanh(x / cap). The product times `scale` is x, and the result is capped, both as exponents of
 // two. tanh(z) is 1 - 2 / (1 + e^(2 z)), whose error is that of a few roundings of the cap.
@@ -1250,7 +1294,6 @@ __device__ __forceinline__ float soft_capped(float soft_cap, float product, floa
 // ---- attention/team --------------------------------------------------------
 // The query rows of a team and their softmax, in powers of two. With g = lane / 4 and c = lane % 4, a lane has of rows
 // g and g + 8 of its warp's 16 every 8 columns the ones at 2 c and 2 c + 1.
-constexpr float kLog2E = 1.44269504f;
 // A weight is 2^kHeadroom at the maximum that set its reference, which moves only when float16 might not hold a weight.
 constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 
@@ -1340,8 +1383,8 @@ struct Rows {
       for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
     }
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
-    const float    unit     = p.bmm1 * (p.bmm1_tensor ? *p.bmm1_tensor : 1.0f) * (kLog2E / kUnit);
-    const uint32   exponent = kIsBf16<Mma> ? 127u : min(268 - (__float_as_uint(amax) >> 23), 253u);
+    const float    unit     = logit_scale(p, kUnit);
+    const uint32   exponent = kIsBf16<Mma> ? 127u : query_exponent(amax);
     const float    factor   = copysignf(__uint_as_float(exponent << 23), unit);  // a scale is positive
     const float    back     = fmaxf(fabsf(unit) * __uint_as_float((254 - exponent) << 23), 0x1p-126f);
     const uint32   line     = ptx::shared_address(to) + (row - item.row) % kTeamRows * 128 + lane / 2 * 128;
@@ -1431,7 +1474,7 @@ struct State {
   }
   __device__ __forceinline__ void finish(const Operands& p, const Item& item, const Rows& rows) {
     const int   lane = ptx::thread_index() % kWarp, c = lane % 4;
-    const float unit = p.bmm2 * (p.bmm2_tensor ? *p.bmm2_tensor : 1.0f) / kUnit;
+    const float unit = output_scale(p, kUnit);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = rows.first_row(item) + lane / 4 + 8 * i, head = item.head * p.group + row % p.group;
@@ -1446,7 +1489,7 @@ struct State {
       }
       scale = sum[i] == 0.0f ? 0.0f : scale / sum[i];
       if (p.lse && used && c == 0)
-        p.lse[at] = sum[i] == 0.0f ? __uint_as_float(0xFF800000u) : reference[i] + log2f(sum[i]);
+        p.lse[at] = row_lse(reference[i], sum[i]);
       Out* out = p.out + at * kHeadDim;
 #pragma unroll
       for (int block = 0; block < kHeadDim / 8; block += 4) {

@@ -323,28 +323,37 @@ template <typename T> struct SlotSum {
   int64 n;
   int   slots;
 
-  // Four columns from `at` on, of the slots that `taken` has a bit for.
-  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
+  // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
+  template <int kColumns>
+  __device__ __forceinline__ void columns(float (&sum)[kColumns], int64 token, uint32 taken, int64 at) const {
     constexpr int kAtOnce = 8;
-    float4 sum = {};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sum[i] = 0.0f;
     for (int slot = 0; slot < slots; slot += kAtOnce) {
-      uint2 v[kAtOnce];
-      float w[kAtOnce];
+      uint32 v[kAtOnce][kColumns / 2];
+      float  w[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
         const int64 assignment = token * slots + slot + j;
-        v[j] = ptx::ld<uint2>(y + assignment * n + at);
+        ld_halves<kColumns>(y + assignment * n + at, v[j]);
         w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
       }
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         if ((taken >> (slot + j) & 1) == 0) continue;
-        sum = {fmaf(w[j], low<T>(v[j].x), sum.x), fmaf(w[j], high<T>(v[j].x), sum.y),
-               fmaf(w[j], low<T>(v[j].y), sum.z), fmaf(w[j], high<T>(v[j].y), sum.w)};
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 2) {
+          sum[i]     = fmaf(w[j], low<T>(v[j][i / 2]), sum[i]);
+          sum[i + 1] = fmaf(w[j], high<T>(v[j][i / 2]), sum[i + 1]);
+        }
       }
     }
-    return sum;
+  }
+  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
+    float sum[4];
+    columns(sum, token, taken, at);
+    return {sum[0], sum[1], sum[2], sum[3]};
   }
 };
 
@@ -371,10 +380,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_combine(
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  const int64 token = blockIdx.x, at = (int64(blockIdx.y) * kThreads + threadIdx.x) * 4;
+  const int64 token = blockIdx.x, at = (int64(blockIdx.y) * kThreads + threadIdx.x) * 8;
+  const int   lane  = threadIdx.x % kWarp;
+  const Routing routing{ids, expert_map, id_bytes, ids_end, experts};
+  const bool    is_taken = lane < slots && routing.expert(routing.id(token * slots + lane)) >= 0;
+  const uint32  taken    = __ballot_sync(0xFFFFFFFFu, is_taken);
   if (at >= n) return;
-  const Routing     routing{ids, expert_map, id_bytes, ids_end, experts};
   const SlotSum<In> total{y, weights, n, int(slots)};
-  const float4 v = total.quad(token, routing.taken(token, int(slots)), at);
-  st_halves<4>(out + token * out_stride + at, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
+  float v[8];
+  total.columns(v, token, taken, at);
+  ptx::st(out + token * out_stride + at, make_uint4(to_pair<In>(v[0], v[1]), to_pair<In>(v[2], v[3]),
+                                                    to_pair<In>(v[4], v[5]), to_pair<In>(v[6], v[7])));
 }

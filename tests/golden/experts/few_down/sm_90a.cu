@@ -573,95 +573,88 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In = bf16;
-constexpr Format kFormat  = Format::kNvfp4;
-constexpr int kWarpBlocks = 1;  // of 16 rows
-constexpr int kGroups     = 16;       // of one warp each
-constexpr int kStages     = 3;
-constexpr int kCtas       = 2;         // of an SM
-constexpr bool kHasTma      = true;
-constexpr bool kHasClusters = kHasTma;
-
-constexpr int kTileM   = 8;  // assignments
-constexpr int kThreads = kGroups * kWarp;
-constexpr int kRows    = kWarpBlocks * 16;
-constexpr int kQuads   = kRows / 4;
-
 // ---- gemm/multiply ---------------------------------------------------------
-// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
-constexpr int kColumns     = kTileM / 8;  // of the product, in eights
-constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
-constexpr int kXBytes      = kTileM * kRowBytes;
-constexpr int kBlockCodes  = kCodeBytes / kBlocks;
-constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
-constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
-constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
-
-using Accumulators = float[kWarpBlocks][kColumns][4];
-
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
-// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
-// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(
-    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
-  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
-  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct WeightPiece {
+  static constexpr int kRows        = kTileM;
+  static constexpr int kHeight      = kWarpBlocks;  // in blocks
+  static constexpr int kColumns     = kTileM / 8;   // of the product, in eights
+  static constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+  static constexpr int kXBytes      = kTileM * kRowBytes;
+  static constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+  static constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+  static constexpr int kCodes       = kWarpBlocks * kBlockCodes;
+  static constexpr int kBytes       = kCodes + kWarpBlocks * kBlockScales;
+
+  using Accumulators = float[kWarpBlocks][kColumns][4];
+
+  // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+  // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+  // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+  static __device__ __forceinline__ void multiply(
+      Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+    constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+    const uint32 codes = piece + lane * 16, scales = piece + kCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[kWarpBlocks];
-    uint2 s[kWarpBlocks];
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[kWarpBlocks];
+      uint2 s[kWarpBlocks];
 #pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
-      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
-      if constexpr (kFormat == Format::kNvfp4) {
-        s[b] = ptx::ld_shared_8(from);
-      } else {
-        s[b].x = ptx::ld_shared_4(from);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint4 x[kColumns];
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+        const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+        if constexpr (kFormat == Format::kNvfp4) {
+          s[b] = ptx::ld_shared_8(from);
+        } else {
+          s[b].x = ptx::ld_shared_4(from);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int pair = 0; pair < 2; ++pair) {  // of steps
+        uint4 x[kColumns];
 #pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
-          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
-          uint32 a[4];
-          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+        for (int n = 0; n < kColumns; ++n) {
+          x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+        }
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+            const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+            const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+            uint32 a[4];
+            decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+            }
           }
         }
       }
     }
   }
-}
+};
 
-// ---- experts/pieces --------------------------------------------------------
+// ---- gemm/pieces -----------------------------------------------------------
 // A warp's pieces of the weight on their way into its ring, and the way of its sums out.
 // Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
-struct Weights {
+template <class Piece, bool kHasTma> struct PieceLoads {
+  static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
+  static constexpr int kBlockScales = Piece::kBlockScales;
+
   int   block;  // the first one, of a tile
   int64 below;  // to the tile below; none is below the last
 
   __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, Piece::kBytes);
       if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+        copy(to, tile, Piece::kBytes, full, lane);
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
@@ -674,7 +667,7 @@ struct Weights {
   __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
                                                      Barrier* full, int lane) {
     copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+    copy(to + Piece::kCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
          lane);
   }
   __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
@@ -686,34 +679,37 @@ struct Weights {
   }
 };
 
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
+// The sums of kCount groups of warps; the warps of a group have kHeight rows of the weight.
+template <class Piece, int kCount, int kHeight> struct GroupSums {
+  static constexpr int kPitch  = kHeight + 4;  // no bank conflicts between lanes of a fragment
+  static constexpr int kGroups = kCount, kGap = Piece::kRows * kPitch;
 
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+  float rows[kGroups][Piece::kRows][kPitch];
 
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
+  // `first` is the warp's first row in the CTA.
+  __device__ __forceinline__ void store(const typename Piece::Accumulators& sums, int group, int first, int lane) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
+    for (int b = 0; b < Piece::kHeight; ++b) {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+      for (int n = 0; n < Piece::kColumns; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        for (int i = 0; i < 4; ++i) {
+          rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        }
       }
     }
   }
-}
+};
 
 // ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
   return sum;
 }
 // The same for the CTAs of a cluster; `p` is an address in this CTA.
@@ -770,11 +766,34 @@ struct Routing {
   }
 };
 
+// ---- experts/store ---------------------------------------------------------
+template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
+  st_halves<4>(to, {to_pair<T>(v.x, v.y), to_pair<T>(v.z, v.w)});
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr int kWarpBlocks = 1;  // of 16 rows
+constexpr int kGroups     = 16;       // of one warp each
+constexpr int kStages     = 3;
+constexpr int kCtas       = 2;         // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+
+constexpr int kTileM   = 8;  // assignments
+constexpr int kThreads = kGroups * kWarp;
+constexpr int kRows    = kWarpBlocks * 16;
+constexpr int kQuads   = kRows / 4;
+
+using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
+using Sums  = GroupSums<Piece, kGroups, kRows>;
+
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
-  alignas(128) uint8 weight[kGroups][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kRowBytes];  // one row of a chunk
-  alignas(128) uint8 zeros[kRowBytes];
+  alignas(128) uint8 weight[kGroups][kStages][Piece::kBytes];
+  alignas(128) uint8 x[kGroups][2][Piece::kRowBytes];  // one row of a chunk
+  alignas(128) uint8 zeros[Piece::kRowBytes];
   Barrier full[kGroups][kStages];  // the weight is copied
 };
 struct Shared {
@@ -799,10 +818,6 @@ struct Turns {
     for (chunk += kGroups; chunk >= chunks; chunk -= chunks) ++expert;
   }
 };
-
-__device__ __forceinline__ void store(In* to, float4 v) {
-  st_halves<4>(to, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
-}
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
@@ -855,17 +870,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   const int chunks = int(ceil_div(k, kTileCols)), total = count * chunks;
   const int first = total * share / shares, last = total * (share + 1) / shares;
   const int turns = int(ceil_div(last - first - warp, kGroups));
-  const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
+  const int64 strip = int64(chunks) * Piece::kTileBytes, tiles = ceil_div(n, kTileRows);
   const uint8* const rows_of_0 = weight + row / kTileRows * strip;
-  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
   const Turns begin = {(first + warp) / chunks, (first + warp) % chunks};
 
   Turns ahead = begin;  // the next piece to load
   const auto load = [&](int stage) {
     const int64 of = __shfl_sync(0xFFFFFFFFu, expert, ahead.expert);
-    weights_of.load(stages[stage], rows_of_0 + of * tiles * strip + ahead.chunk * kTileBytes, &full[stage], lane);
+    pieces.load(stages[stage], rows_of_0 + of * tiles * strip + ahead.chunk * Piece::kTileBytes, &full[stage], lane);
     ahead.advance(chunks);
   };
 #pragma unroll
@@ -881,7 +897,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   }
   if (thread < count) s.assignment[thread] = assignment;
   if (thread < tokens * slots) s.factor[thread] = weights == nullptr ? 1.0f : ptx::ld_fresh_f32(weights + thread);
-  for (int i = thread; i < kRowBytes / 4; i += kThreads) reinterpret_cast<uint32*>(ring.zeros)[i] = 0;
+  for (int i = thread; i < Piece::kRowBytes / 4; i += kThreads) reinterpret_cast<uint32*>(ring.zeros)[i] = 0;
   __syncthreads();
   if constexpr (kHasPdl) ptx::griddep_wait();
 
@@ -896,7 +912,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
   if (turns > 0) load_x(x_stages);
   ptx::copy_async_commit();
 
-  Accumulators sums = {};
+  Piece::Accumulators sums = {};
   Turns  now    = begin;
   int    stage  = 0;
   uint32 parity = 0;
@@ -906,25 +922,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
     __syncwarp();
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
     if (turn + kStages - 1 < turns) load(read);
-    if (turn + 1 < turns) load_x(x_stages + (turn + 1) % 2 * kRowBytes);
+    if (turn + 1 < turns) load_x(x_stages + (turn + 1) % 2 * Piece::kRowBytes);
     ptx::copy_async_commit();
-    const uint32 chunk  = x_stages + turn % 2 * kRowBytes;
+    const uint32 chunk  = x_stages + turn % 2 * Piece::kRowBytes;
     const int    column = __shfl_sync(0xFFFFFFFFu, assignment, now.expert);  // of the sums
-    const uint32 matrix[kColumns] = {(lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16};
+    const uint32 matrix[Piece::kColumns] = {(lane % 8 == column ? 0 : zeros - chunk) + lane / 8 * 16};
     if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-    multiply(sums, ptx::shared_address(stages[stage]), chunk, matrix, lane);
+    Piece::multiply(sums, ptx::shared_address(stages[stage]), chunk, matrix, lane);
     now.advance(chunks);
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   ptx::copy_async_wait();  // for scales, in warps without a turn
   __syncthreads();         // the sums take the place of the ring
 
-  store_sums(s.sums, sums, warp, 0, lane);
+  s.sums.store(sums, warp, 0, lane);
   __syncthreads();
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < count * kQuads; i += kThreads) {
       float* at = &s.sums.rows[0][s.assignment[i / kQuads]][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
@@ -932,7 +948,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_few_down(
     const int number = i / kQuads, quad = i % kQuads, column = s.assignment[number];
     if (quad % shares != share || row + 4 * quad >= n) continue;
     const float* from = &s.sums.rows[0][column][4 * quad];
-    const float4 sum = kHasClusters && shares > 1 ? sum_cluster(from, shares) : sum_groups(from);
+    const float4 sum = kHasClusters && shares > 1 ? sum_cluster(from, shares) : sum_groups<Sums>(from);
     const float4 by  = *reinterpret_cast<const float4*>(&s.scale[number][4 * quad]);
     float4 v = {sum.x * kWeightUnit * by.x, sum.y * kWeightUnit * by.y, sum.z * kWeightUnit * by.z,
                 sum.w * kWeightUnit * by.w};

@@ -590,104 +590,88 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In = bf16;
-enum class Product { kGated, kPlain, kDown };
-constexpr Product kProduct = Product::kDown;
-constexpr Format kFormat  = Format::kNvfp4;
-constexpr bool kListed    = false;
-constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 4;  // of 16 rows
-constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 2;
-constexpr int kStages     = 3;
-constexpr int kCtas       = 6;  // of an SM
-constexpr bool kHasTma      = true;
-constexpr bool kHasClusters = kHasTma;
-constexpr bool kDown        = kProduct == Product::kDown;
-
-constexpr int kWarps        = kGroups * kRowWarps;
-constexpr int kThreads      = kWarps * kWarp;
-constexpr int kWarpRows     = kWarpBlocks * 16;
-constexpr int kRows         = kRowWarps * kWarpRows;
-constexpr int kGroupThreads = kRowWarps * kWarp;
-constexpr int kHalf         = kTileCols / 2;
-constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
-
 // ---- gemm/multiply ---------------------------------------------------------
-// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
-constexpr int kColumns     = kTileM / 8;  // of the product, in eights
-constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
-constexpr int kXBytes      = kTileM * kRowBytes;
-constexpr int kBlockCodes  = kCodeBytes / kBlocks;
-constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
-constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
-constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
-
-using Accumulators = float[kWarpBlocks][kColumns][4];
-
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
-// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
-// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(
-    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
-  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
-  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct WeightPiece {
+  static constexpr int kRows        = kTileM;
+  static constexpr int kHeight      = kWarpBlocks;  // in blocks
+  static constexpr int kColumns     = kTileM / 8;   // of the product, in eights
+  static constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+  static constexpr int kXBytes      = kTileM * kRowBytes;
+  static constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+  static constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+  static constexpr int kCodes       = kWarpBlocks * kBlockCodes;
+  static constexpr int kBytes       = kCodes + kWarpBlocks * kBlockScales;
+
+  using Accumulators = float[kWarpBlocks][kColumns][4];
+
+  // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+  // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+  // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+  static __device__ __forceinline__ void multiply(
+      Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+    constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+    const uint32 codes = piece + lane * 16, scales = piece + kCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[kWarpBlocks];
-    uint2 s[kWarpBlocks];
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[kWarpBlocks];
+      uint2 s[kWarpBlocks];
 #pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
-      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
-      if constexpr (kFormat == Format::kNvfp4) {
-        s[b] = ptx::ld_shared_8(from);
-      } else {
-        s[b].x = ptx::ld_shared_4(from);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint4 x[kColumns];
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+        const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+        if constexpr (kFormat == Format::kNvfp4) {
+          s[b] = ptx::ld_shared_8(from);
+        } else {
+          s[b].x = ptx::ld_shared_4(from);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int pair = 0; pair < 2; ++pair) {  // of steps
+        uint4 x[kColumns];
 #pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
-          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
-          uint32 a[4];
-          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+        for (int n = 0; n < kColumns; ++n) {
+          x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+        }
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+            const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+            const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+            uint32 a[4];
+            decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+            }
           }
         }
       }
     }
   }
-}
+};
 
-// ---- experts/pieces --------------------------------------------------------
+// ---- gemm/pieces -----------------------------------------------------------
 // A warp's pieces of the weight on their way into its ring, and the way of its sums out.
 // Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
-struct Weights {
+template <class Piece, bool kHasTma> struct PieceLoads {
+  static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
+  static constexpr int kBlockScales = Piece::kBlockScales;
+
   int   block;  // the first one, of a tile
   int64 below;  // to the tile below; none is below the last
 
   __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, Piece::kBytes);
       if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+        copy(to, tile, Piece::kBytes, full, lane);
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
@@ -700,7 +684,7 @@ struct Weights {
   __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
                                                      Barrier* full, int lane) {
     copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+    copy(to + Piece::kCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
          lane);
   }
   __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
@@ -712,34 +696,37 @@ struct Weights {
   }
 };
 
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
+// The sums of kCount groups of warps; the warps of a group have kHeight rows of the weight.
+template <class Piece, int kCount, int kHeight> struct GroupSums {
+  static constexpr int kPitch  = kHeight + 4;  // no bank conflicts between lanes of a fragment
+  static constexpr int kGroups = kCount, kGap = Piece::kRows * kPitch;
 
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+  float rows[kGroups][Piece::kRows][kPitch];
 
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
+  // `first` is the warp's first row in the CTA.
+  __device__ __forceinline__ void store(const typename Piece::Accumulators& sums, int group, int first, int lane) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
+    for (int b = 0; b < Piece::kHeight; ++b) {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+      for (int n = 0; n < Piece::kColumns; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        for (int i = 0; i < 4; ++i) {
+          rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        }
       }
     }
   }
-}
+};
 
 // ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
   return sum;
 }
 // The same for the CTAs of a cluster; `p` is an address in this CTA.
@@ -805,13 +792,14 @@ struct Item {
 };
 
 // Part `part` of an item of the list of experts/route.
-__device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
+template <int kTileM> __device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
   const int4 v = ptx::ld_fresh_16(items + at);
   return {v.x, v.y + part * kTileM, min(v.z - part * kTileM, kTileM)};
 }
 
 // Without a list, assignment `at` stands for the rows of its expert from its own on, if it is every kTileM-th of them.
 // Each warp finds them by itself; warp 0 writes which they are.
+template <int kTileM>
 __device__ __forceinline__ Item found_item(const Routing& routing, int at, int count, int32 (&rows)[kTileM], int warp,
                                            int lane) {
   const int64 own = routing.id(at);
@@ -845,10 +833,138 @@ __device__ __forceinline__ Item found_item(const Routing& routing, int at, int c
   return {expert, 0, min(total - rank, kTileM)};
 }
 
+// ---- experts/store ---------------------------------------------------------
+template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
+  st_halves<4>(to, {to_pair<T>(v.x, v.y), to_pair<T>(v.z, v.w)});
+}
+
+// ---- experts/slot_sum ------------------------------------------------------
+// The results of a token's slots, weighted and added up in the order of the slots.
+template <typename T> struct SlotSum {
+  const T*     y;        // [tokens, slots, n]
+  const float* weights;  // [tokens, slots]; null: 1
+  int64 n;
+  int   slots;
+
+  // Columns from `at` on, four or eight, of the slots that `taken` has a bit for.
+  template <int kColumns>
+  __device__ __forceinline__ void columns(float (&sum)[kColumns], int64 token, uint32 taken, int64 at) const {
+    constexpr int kAtOnce = 8;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sum[i] = 0.0f;
+    for (int slot = 0; slot < slots; slot += kAtOnce) {
+      uint32 v[kAtOnce][kColumns / 2];
+      float  w[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if ((taken >> (slot + j) & 1) == 0) continue;
+        const int64 assignment = token * slots + slot + j;
+        ld_halves<kColumns>(y + assignment * n + at, v[j]);
+        w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if ((taken >> (slot + j) & 1) == 0) continue;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 2) {
+          sum[i]     = fmaf(w[j], low<T>(v[j][i / 2]), sum[i]);
+          sum[i + 1] = fmaf(w[j], high<T>(v[j][i / 2]), sum[i + 1]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float4 quad(int64 token, uint32 taken, int64 at) const {
+    float sum[4];
+    columns(sum, token, taken, at);
+    return {sum[0], sum[1], sum[2], sum[3]};
+  }
+};
+
+// ---- experts/finish --------------------------------------------------------
+// The end of the product "down": a token's results are added up, in the order of its slots, by the CTA that finishes
+// the last of them.
+//
+//   every CTA of a token     store y -> barrier -> fence -> add 1 to the token's counter for these rows of the weight
+//   the one that counts all  -> fence -> barrier -> load y of every slot -> store out
+template <typename In, int kRows, int kThreads> struct Finish {
+  const In*    y;
+  const float* weights;  // null: 1
+  In*   out;
+  int64 n, out_stride;
+  int   slots;
+
+  template <class Rows>
+  __device__ __forceinline__ void count(Rows& of, int32* done, int rows, int thread, int share, int shares) const {
+    __syncthreads();
+    if (thread < rows) {
+      const int64 token = of.assignment[thread] / slots;
+      __threadfence();
+      const int32 before = atomicAdd(&done[(token * gridDim.y + blockIdx.y) * shares + share], 1);
+      __threadfence();
+      of.finished[thread] = before + 1 == __popc(of.taken[thread]) ? int32(token) : -1;
+    }
+    __syncthreads();
+  }
+  // `quads` is the number of quads of rows that each of the CTAs of a cluster has.
+  template <class Rows>
+  __device__ __forceinline__ void add_up(const Rows& of, int rows, int first_row, int thread, int quads, int share,
+                                         int shares) const {
+    for (int i = thread; i < rows * quads; i += kThreads) {
+      const int64  token = of.finished[i / quads];
+      const uint32 taken = of.taken[i / quads];
+      const int    inside = (i % quads * shares + share) * 4, at = first_row + inside;
+      if (token < 0 || inside >= kRows || at >= n) continue;
+      const float4 sum = SlotSum<In>{y, weights, n, slots}.quad(token, taken, at);
+      store(out + token * out_stride + at, sum);
+    }
+  }
+};
+
+// Zeros for tokens of which every slot is skipped; the CTAs with the same rows of the weight divide the tokens.
+template <int kRows, int kWarps, typename In>
+__device__ __forceinline__ void zero_tokens(const Routing& routing, In* out, int tokens, int slots, int n,
+                                            int64 out_stride, int first_row, int warp, int lane) {
+  if (blockIdx.x != 0) return;
+  for (int token = blockIdx.z + warp * gridDim.z; token < tokens; token += kWarps * gridDim.z) {
+    const bool is_taken = lane < slots && routing.expert(routing.id(int64(token) * slots + lane)) >= 0;
+    if (__any_sync(0xFFFFFFFFu, is_taken)) continue;
+    for (int at = first_row + lane * 4; at < min(first_row + kRows, n); at += kWarp * 4) {
+      store(out + token * out_stride + at, {});
+    }
+  }
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+enum class Product { kGated, kPlain, kDown };
+constexpr Product kProduct = Product::kDown;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr bool kListed    = false;
+constexpr int kTileM      = 8;
+constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 2;
+constexpr int kStages     = 3;
+constexpr int kCtas       = 6;  // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+constexpr bool kDown        = kProduct == Product::kDown;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
+
+using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
+using Sums  = GroupSums<Piece, kGroups, kRows>;
+
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
-  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kXBytes];
+  alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
+  alignas(128) uint8 x[kGroups][2][Piece::kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 struct Rows {
@@ -909,7 +1025,7 @@ struct Chunks {
 
  private:
   __device__ __forceinline__ static uint32 place(uint32 first, int row, int column) {
-    return (row % 8 == 4 ? first ^ 64 : first) + row * kRowBytes + column * int(sizeof(In));
+    return (row % 8 == 4 ? first ^ 64 : first) + row * Piece::kRowBytes + column * int(sizeof(In));
   }
   __device__ __forceinline__ static uint32 scaled(uint32 pair, float factor) {
     return to_pair<In>(low<In>(pair) * factor, high<In>(pair) * factor);
@@ -932,86 +1048,13 @@ struct Results {
 
   // Four sums of neighbouring rows of the weight, scaled, and with their bias.
   __device__ __forceinline__ float4 of_sums(const float* sums, int row) const {
-    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
+    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups<Sums>(sums);
     const float4 by = *reinterpret_cast<const float4*>(&of.scale[row]);
     const float4 y  = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z,
                        v.w * kWeightUnit * by.w};
     return has_bias ? add(y, *reinterpret_cast<const float4*>(&of.bias[row])) : y;
   }
 };
-
-__device__ __forceinline__ void store(In* to, float4 v) {
-  st_halves<4>(to, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
-}
-
-// ---- experts/finish --------------------------------------------------------
-// The end of the product "down": a token's results are added up, in the order of its slots, by the CTA that finishes
-// the last of them.
-//
-//   every CTA of a token     store y -> barrier -> fence -> add 1 to the token's counter for these rows of the weight
-//   the one that counts all  -> fence -> barrier -> load y of every slot -> store out
-struct Finish {
-  const In*    y;
-  const float* weights;  // null: 1
-  In*   out;
-  int64 n, out_stride;
-  int   slots;
-
-  __device__ __forceinline__ void count(Rows& of, int32* done, int rows, int thread, int share, int shares) const {
-    __syncthreads();
-    if (thread < rows) {
-      const int64 token = of.assignment[thread] / slots;
-      __threadfence();
-      const int32 before = atomicAdd(&done[(token * gridDim.y + blockIdx.y) * shares + share], 1);
-      __threadfence();
-      of.finished[thread] = before + 1 == __popc(of.taken[thread]) ? int32(token) : -1;
-    }
-    __syncthreads();
-  }
-  // `quads` is the number of quads of rows that each of the CTAs of a cluster has.
-  __device__ __forceinline__ void add_up(const Rows& of, int rows, int first_row, int thread, int quads, int share,
-                                         int shares) const {
-    constexpr int kAtOnce = 8;
-    for (int i = thread; i < rows * quads; i += kThreads) {
-      const int64  token = of.finished[i / quads];
-      const uint32 taken = of.taken[i / quads];
-      const int    inside = (i % quads * shares + share) * 4, at = first_row + inside;
-      if (token < 0 || inside >= kRows || at >= n) continue;
-      float4 sum = {};
-      for (int slot = 0; slot < slots; slot += kAtOnce) {
-        uint2 v[kAtOnce];
-        float w[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if ((taken >> (slot + j) & 1) == 0) continue;
-          const int64 assignment = token * slots + slot + j;
-          v[j] = ptx::ld<uint2>(y + assignment * n + at);
-          w[j] = weights == nullptr ? 1.0f : ptx::ld_f32(weights + assignment);
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if ((taken >> (slot + j) & 1) == 0) continue;
-          sum = {fmaf(w[j], low<In>(v[j].x), sum.x), fmaf(w[j], high<In>(v[j].x), sum.y),
-                 fmaf(w[j], low<In>(v[j].y), sum.z), fmaf(w[j], high<In>(v[j].y), sum.w)};
-        }
-      }
-      store(out + token * out_stride + at, sum);
-    }
-  }
-};
-
-// Zeros for tokens of which every slot is skipped; the CTAs with the same rows of the weight divide the tokens.
-__device__ __forceinline__ void zero_tokens(const Routing& routing, In* out, int tokens, int slots, int n,
-                                            int64 out_stride, int first_row, int warp, int lane) {
-  if (blockIdx.x != 0) return;
-  for (int token = blockIdx.z + warp * gridDim.z; token < tokens; token += kWarps * gridDim.z) {
-    const bool is_taken = lane < slots && routing.expert(routing.id(int64(token) * slots + lane)) >= 0;
-    if (__any_sync(0xFFFFFFFFu, is_taken)) continue;
-    for (int at = first_row + lane * 4; at < min(first_row + kRows, n); at += kWarp * 4) {
-      store(out + token * out_stride + at, {});
-    }
-  }
-}
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_down(
@@ -1061,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_dow
   }
   Item item;
   if constexpr (kListed) {
-    item = listed_item(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
+    item = listed_item<kTileM>(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
   } else {
     item = found_item(routing, blockIdx.z, int(tokens * slots), s.rows.assignment, warp, lane);
   }
@@ -1072,17 +1115,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_dow
   const int turns = is_idle ? 0 : int(ceil_div(last - first - group, kGroups));
   const int row = first_row + warp_row, rows = item.rows;
   const bool has_rows = row < n;  // the last CTA may have warps to spare
-  const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
-  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes;
-  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  const int64 strip = int64(chunks) * Piece::kTileBytes, tiles = ceil_div(n, kTileRows);
+  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * Piece::kTileBytes;
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (has_rows && i < turns) weights_of.load(stages[i], tile + i * (kGroups * kTileBytes), &full[i], lane);
+    if (has_rows && i < turns) pieces.load(stages[i], tile + i * (kGroups * Piece::kTileBytes), &full[i], lane);
   }
-  tile += (kStages - 1) * (kGroups * kTileBytes);
-  zero_tokens(routing, out, int(tokens), int(slots), int(n), out_stride, first_row, warp, lane);
+  tile += (kStages - 1) * (kGroups * Piece::kTileBytes);
+  zero_tokens<kRows, kWarps>(routing, out, int(tokens), int(slots), int(n), out_stride, first_row, warp, lane);
   if (is_idle) {
     if constexpr (kHasPdl && kDown) ptx::griddep_wait();
     return;
@@ -1105,16 +1149,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_dow
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + column, x_stride, rows, int(k) - column, x_row};
   const uint32 x_stages = ptx::shared_address(ring.x[group]);
-  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
   if (turns > 0) chunk.load(x_to, s.rows);
   ptx::copy_async_commit();
 
-  Accumulators sums = {};
-  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+  Piece::Accumulators sums = {};
+  uint32 matrix[Piece::kColumns];  // in place of rows past the last, whose sums nobody stores, others
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
+  for (int n = 0; n < Piece::kColumns; ++n) {
     const int x_lane = min(8 * n + lane % 8, rows - 1);
-    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+    matrix[n] = x_lane * Piece::kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
   }
   int    stage  = 0;
   uint32 parity = 0;
@@ -1123,26 +1167,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_dow
     ptx::copy_async_wait_for<0>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], tile, &full[read], lane);
-    tile += kGroups * kTileBytes;
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes, s.rows);
+    if (has_rows && turn + kStages - 1 < turns) pieces.load(stages[read], tile, &full[read], lane);
+    tile += kGroups * Piece::kTileBytes;
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * Piece::kXBytes, s.rows);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * Piece::kXBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   ptx::copy_async_wait();  // for scales, in warps without a turn
   __syncthreads();         // the sums take the place of the ring
 
-  store_sums(s.sums, sums, group, warp_row, lane);
+  s.sums.store(sums, group, warp_row, lane);
   __syncthreads();
   if (kHasClusters && shares > 1) {
     constexpr int kQuads = kRows / 4;
     for (int i = thread; i < rows * kQuads; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
@@ -1153,7 +1197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_dow
     if (at >= kRows || first_row + at >= n) continue;
     store(y + s.rows.assignment[column] * n + first_row + at, results.of_sums(&s.sums.rows[0][column][at], at));
   }
-  const Finish finish = {y, weights, out, n, out_stride, int(slots)};
+  const Finish<In, kRows, kThreads> finish = {y, weights, out, n, out_stride, int(slots)};
   finish.count(s.rows, done, rows, thread, share, shares);
   finish.add_up(s.rows, rows, first_row, thread, quads, share, shares);
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it

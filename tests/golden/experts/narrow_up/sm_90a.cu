@@ -590,104 +590,88 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In = bf16;
-enum class Product { kGated, kPlain, kDown };
-constexpr Product kProduct = Product::kGated;
-constexpr Format kFormat  = Format::kNvfp4;
-constexpr bool kListed    = false;
-constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 4;  // of 16 rows
-constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 4;
-constexpr int kStages     = 2;
-constexpr int kCtas       = 4;  // of an SM
-constexpr bool kHasTma      = true;
-constexpr bool kHasClusters = kHasTma;
-constexpr bool kDown        = kProduct == Product::kDown;
-
-constexpr int kWarps        = kGroups * kRowWarps;
-constexpr int kThreads      = kWarps * kWarp;
-constexpr int kWarpRows     = kWarpBlocks * 16;
-constexpr int kRows         = kRowWarps * kWarpRows;
-constexpr int kGroupThreads = kRowWarps * kWarp;
-constexpr int kHalf         = kTileCols / 2;
-constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
-
 // ---- gemm/multiply ---------------------------------------------------------
-// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
-constexpr int kColumns     = kTileM / 8;  // of the product, in eights
-constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
-constexpr int kXBytes      = kTileM * kRowBytes;
-constexpr int kBlockCodes  = kCodeBytes / kBlocks;
-constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
-constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
-constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
-
-using Accumulators = float[kWarpBlocks][kColumns][4];
-
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
-// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
-// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(
-    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
-  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
-  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct WeightPiece {
+  static constexpr int kRows        = kTileM;
+  static constexpr int kHeight      = kWarpBlocks;  // in blocks
+  static constexpr int kColumns     = kTileM / 8;   // of the product, in eights
+  static constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+  static constexpr int kXBytes      = kTileM * kRowBytes;
+  static constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+  static constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+  static constexpr int kCodes       = kWarpBlocks * kBlockCodes;
+  static constexpr int kBytes       = kCodes + kWarpBlocks * kBlockScales;
+
+  using Accumulators = float[kWarpBlocks][kColumns][4];
+
+  // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+  // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+  // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+  static __device__ __forceinline__ void multiply(
+      Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+    constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+    const uint32 codes = piece + lane * 16, scales = piece + kCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[kWarpBlocks];
-    uint2 s[kWarpBlocks];
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[kWarpBlocks];
+      uint2 s[kWarpBlocks];
 #pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
-      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
-      if constexpr (kFormat == Format::kNvfp4) {
-        s[b] = ptx::ld_shared_8(from);
-      } else {
-        s[b].x = ptx::ld_shared_4(from);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint4 x[kColumns];
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+        const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+        if constexpr (kFormat == Format::kNvfp4) {
+          s[b] = ptx::ld_shared_8(from);
+        } else {
+          s[b].x = ptx::ld_shared_4(from);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int pair = 0; pair < 2; ++pair) {  // of steps
+        uint4 x[kColumns];
 #pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
-          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
-          uint32 a[4];
-          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+        for (int n = 0; n < kColumns; ++n) {
+          x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+        }
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+            const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+            const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+            uint32 a[4];
+            decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+            }
           }
         }
       }
     }
   }
-}
+};
 
-// ---- experts/pieces --------------------------------------------------------
+// ---- gemm/pieces -----------------------------------------------------------
 // A warp's pieces of the weight on their way into its ring, and the way of its sums out.
 // Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
-struct Weights {
+template <class Piece, bool kHasTma> struct PieceLoads {
+  static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
+  static constexpr int kBlockScales = Piece::kBlockScales;
+
   int   block;  // the first one, of a tile
   int64 below;  // to the tile below; none is below the last
 
   __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, Piece::kBytes);
       if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+        copy(to, tile, Piece::kBytes, full, lane);
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
@@ -700,7 +684,7 @@ struct Weights {
   __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
                                                      Barrier* full, int lane) {
     copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+    copy(to + Piece::kCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
          lane);
   }
   __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
@@ -712,34 +696,37 @@ struct Weights {
   }
 };
 
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
+// The sums of kCount groups of warps; the warps of a group have kHeight rows of the weight.
+template <class Piece, int kCount, int kHeight> struct GroupSums {
+  static constexpr int kPitch  = kHeight + 4;  // no bank conflicts between lanes of a fragment
+  static constexpr int kGroups = kCount, kGap = Piece::kRows * kPitch;
 
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+  float rows[kGroups][Piece::kRows][kPitch];
 
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
+  // `first` is the warp's first row in the CTA.
+  __device__ __forceinline__ void store(const typename Piece::Accumulators& sums, int group, int first, int lane) {
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
+    for (int b = 0; b < Piece::kHeight; ++b) {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+      for (int n = 0; n < Piece::kColumns; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        for (int i = 0; i < 4; ++i) {
+          rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        }
       }
     }
   }
-}
+};
 
 // ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
   float4 sum = *reinterpret_cast<const float4*>(p);
 #pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
   return sum;
 }
 // The same for the CTAs of a cluster; `p` is an address in this CTA.
@@ -805,13 +792,14 @@ struct Item {
 };
 
 // Part `part` of an item of the list of experts/route.
-__device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
+template <int kTileM> __device__ __forceinline__ Item listed_item(const int4* items, int at, int part) {
   const int4 v = ptx::ld_fresh_16(items + at);
   return {v.x, v.y + part * kTileM, min(v.z - part * kTileM, kTileM)};
 }
 
 // Without a list, assignment `at` stands for the rows of its expert from its own on, if it is every kTileM-th of them.
 // Each warp finds them by itself; warp 0 writes which they are.
+template <int kTileM>
 __device__ __forceinline__ Item found_item(const Routing& routing, int at, int count, int32 (&rows)[kTileM], int warp,
                                            int lane) {
   const int64 own = routing.id(at);
@@ -845,10 +833,76 @@ __device__ __forceinline__ Item found_item(const Routing& routing, int at, int c
   return {expert, 0, min(total - rank, kTileM)};
 }
 
+// ---- experts/store ---------------------------------------------------------
+template <typename T> __device__ __forceinline__ void store(T* to, float4 v) {
+  st_halves<4>(to, {to_pair<T>(v.x, v.y), to_pair<T>(v.z, v.w)});
+}
+
+// ---- experts/activation ----------------------------------------------------
+// From sums of a product "up" to features of h. With gates, each 16 rows of the weight are the gates of eight features
+// and then their up rows. A CTA has kRows rows of the weight.
+template <bool kGated, int kRows> struct Activation {
+  static constexpr int kFeatures = kGated ? kRows / 2 : kRows;
+
+  float alpha, beta, limit;
+
+  // g * sigmoid(alpha * g) * (u + beta); NaN stays.
+  __device__ __forceinline__ float gated(float gate, float up) const {
+    const float g = gate > limit ? limit : gate, u = up > limit ? limit : up < -limit ? -limit : up;
+    return g * ptx::rcp_approx(1.0f + ptx::ex2_approx(g * alpha * -0x1.715476p+0f)) * (u + beta);
+  }
+  __device__ __forceinline__ static float relu2(float v) { return v < 0.0f ? 0.0f : v * v; }
+
+  // Four features, from a column of sums.
+  template <class Results>
+  __device__ __forceinline__ float4 of_sums(const Results& results, const float* sums, int quad) const {
+    if constexpr (kGated) {
+      const int    at = quad / 2 * 16 + quad % 2 * 4;
+      const float4 g = results.of_sums(sums + at, at), u = results.of_sums(sums + at + 8, at + 8);
+      return {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
+    } else {
+      const float4 v = results.of_sums(sums + 4 * quad, 4 * quad);
+      return {relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)};
+    }
+  }
+};
+
+__device__ __forceinline__ int64 ctas() { return int64(gridDim.x) * gridDim.y * gridDim.z; }
+__device__ __forceinline__ int64 cta_number() {
+  return (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+}
+
+// ---- spec ------------------------------------------------------------------
+using In = bf16;
+enum class Product { kGated, kPlain, kDown };
+constexpr Product kProduct = Product::kGated;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr bool kListed    = false;
+constexpr int kTileM      = 8;
+constexpr int kWarpBlocks = 4;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 4;
+constexpr int kStages     = 2;
+constexpr int kCtas       = 4;  // of an SM
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+constexpr bool kDown        = kProduct == Product::kDown;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of activations, which a group copies at once
+
+using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
+using Sums  = GroupSums<Piece, kGroups, kRows>;
+
 // ---- shared memory ---------------------------------------------------------
 struct Ring {
-  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kXBytes];
+  alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
+  alignas(128) uint8 x[kGroups][2][Piece::kXBytes];
   Barrier full[kWarps][kStages];  // the weight is copied
 };
 struct Rows {
@@ -909,7 +963,7 @@ struct Chunks {
 
  private:
   __device__ __forceinline__ static uint32 place(uint32 first, int row, int column) {
-    return (row % 8 == 4 ? first ^ 64 : first) + row * kRowBytes + column * int(sizeof(In));
+    return (row % 8 == 4 ? first ^ 64 : first) + row * Piece::kRowBytes + column * int(sizeof(In));
   }
   __device__ __forceinline__ static uint32 scaled(uint32 pair, float factor) {
     return to_pair<In>(low<In>(pair) * factor, high<In>(pair) * factor);
@@ -932,50 +986,13 @@ struct Results {
 
   // Four sums of neighbouring rows of the weight, scaled, and with their bias.
   __device__ __forceinline__ float4 of_sums(const float* sums, int row) const {
-    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups(sums);
+    const float4 v  = kHasClusters && shares > 1 ? sum_cluster(sums, shares) : sum_groups<Sums>(sums);
     const float4 by = *reinterpret_cast<const float4*>(&of.scale[row]);
     const float4 y  = {v.x * kWeightUnit * by.x, v.y * kWeightUnit * by.y, v.z * kWeightUnit * by.z,
                        v.w * kWeightUnit * by.w};
     return has_bias ? add(y, *reinterpret_cast<const float4*>(&of.bias[row])) : y;
   }
 };
-
-__device__ __forceinline__ void store(In* to, float4 v) {
-  st_halves<4>(to, {to_pair<In>(v.x, v.y), to_pair<In>(v.z, v.w)});
-}
-
-// ---- experts/activation ----------------------------------------------------
-// From sums of a product "up" to features of h. With gates, each 16 rows of the weight are the gates of eight features
-// and then their up rows.
-constexpr int kFeatures = kProduct == Product::kGated ? kRows / 2 : kRows;  // of a CTA
-
-struct Activation {
-  float alpha, beta, limit;
-
-  // g * sigmoid(alpha * g) * (u + beta); NaN stays.
-  __device__ __forceinline__ float gated(float gate, float up) const {
-    const float g = gate > limit ? limit : gate, u = up > limit ? limit : up < -limit ? -limit : up;
-    return g * ptx::rcp_approx(1.0f + ptx::ex2_approx(g * alpha * -0x1.715476p+0f)) * (u + beta);
-  }
-  __device__ __forceinline__ static float relu2(float v) { return v < 0.0f ? 0.0f : v * v; }
-
-  // Four features, from a column of sums.
-  __device__ __forceinline__ float4 of_sums(const Results& results, const float* sums, int quad) const {
-    if constexpr (kProduct == Product::kGated) {
-      const int    at = quad / 2 * 16 + quad % 2 * 4;
-      const float4 g = results.of_sums(sums + at, at), u = results.of_sums(sums + at + 8, at + 8);
-      return {gated(g.x, u.x), gated(g.y, u.y), gated(g.z, u.z), gated(g.w, u.w)};
-    } else {
-      const float4 v = results.of_sums(sums + 4 * quad, 4 * quad);
-      return {relu2(v.x), relu2(v.y), relu2(v.z), relu2(v.w)};
-    }
-  }
-};
-
-__device__ __forceinline__ int64 ctas() { return int64(gridDim.x) * gridDim.y * gridDim.z; }
-__device__ __forceinline__ int64 cta_number() {
-  return (int64(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-}
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
@@ -1027,7 +1044,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   }
   Item item;
   if constexpr (kListed) {
-    item = listed_item(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
+    item = listed_item<kTileM>(items, blockIdx.z / int(parts), blockIdx.z % int(parts));
   } else {
     item = found_item(routing, blockIdx.z, int(tokens * slots), s.rows.assignment, warp, lane);
   }
@@ -1038,16 +1055,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   const int turns = is_idle ? 0 : int(ceil_div(last - first - group, kGroups));
   const int row = first_row + warp_row, rows = item.rows;
   const bool has_rows = row < n;  // the last CTA may have warps to spare
-  const int64 strip = int64(chunks) * kTileBytes, tiles = ceil_div(n, kTileRows);
-  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * kTileBytes;
-  const Weights weights_of = {row % kTileRows / 16, row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  const int64 strip = int64(chunks) * Piece::kTileBytes, tiles = ceil_div(n, kTileRows);
+  const uint8* tile = weight + (item.expert * tiles + row / kTileRows) * strip + (first + group) * Piece::kTileBytes;
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (has_rows && i < turns) weights_of.load(stages[i], tile + i * (kGroups * kTileBytes), &full[i], lane);
+    if (has_rows && i < turns) pieces.load(stages[i], tile + i * (kGroups * Piece::kTileBytes), &full[i], lane);
   }
-  tile += (kStages - 1) * (kGroups * kTileBytes);
+  tile += (kStages - 1) * (kGroups * Piece::kTileBytes);
   for (int64 i = cta_number() * kThreads + thread; i < counters; i += ctas() * kThreads) done[i] = 0;
   if (is_idle) {
     if constexpr (kHasPdl && kDown) ptx::griddep_wait();
@@ -1071,51 +1089,52 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) experts_narrow_up(
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + column, x_stride, rows, int(k) - column, x_row};
   const uint32 x_stages = ptx::shared_address(ring.x[group]);
-  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
   if (turns > 0) chunk.load(x_to, s.rows);
   ptx::copy_async_commit();
 
-  Accumulators sums = {};
-  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
+  Piece::Accumulators sums = {};
+  uint32 matrix[Piece::kColumns];  // in place of rows past the last, whose sums nobody stores, others
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
+  for (int n = 0; n < Piece::kColumns; ++n) {
     const int x_lane = min(8 * n + lane % 8, rows - 1);
-    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+    matrix[n] = x_lane * Piece::kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
   }
   int    stage  = 0;
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
     ptx::copy_async_wait_for<0>();
-    if (input_weights != nullptr) chunk.scale(x_to + turn % 2 * kXBytes, s.rows);
+    if (input_weights != nullptr) chunk.scale(x_to + turn % 2 * Piece::kXBytes, s.rows);
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights_of.load(stages[read], tile, &full[read], lane);
-    tile += kGroups * kTileBytes;
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes, s.rows);
+    if (has_rows && turn + kStages - 1 < turns) pieces.load(stages[read], tile, &full[read], lane);
+    tile += kGroups * Piece::kTileBytes;
+    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * Piece::kXBytes, s.rows);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * Piece::kXBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   ptx::copy_async_wait();  // for scales, in warps without a turn
   __syncthreads();         // the sums take the place of the ring
 
-  store_sums(s.sums, sums, group, warp_row, lane);
+  s.sums.store(sums, group, warp_row, lane);
   __syncthreads();
   if (kHasClusters && shares > 1) {
     constexpr int kQuads = kRows / 4;
     for (int i = thread; i < rows * kQuads; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
   const Results results = {s.rows, bias != nullptr, shares};
-  constexpr int kQuads = kFeatures / 4;
-  const Activation activation = {swiglu_alpha, swiglu_beta, swiglu_limit};
+  using RowActivation = Activation<kProduct == Product::kGated, kRows>;
+  constexpr int kFeatures = RowActivation::kFeatures, kQuads = kFeatures / 4;
+  const RowActivation activation = {swiglu_alpha, swiglu_beta, swiglu_limit};
   const int features = int(kProduct == Product::kGated ? n / 2 : n);
   for (int i = thread * shares + share; i < rows * kQuads; i += kThreads * shares) {
     const int column = i / kQuads, quad = i % kQuads, feature = blockIdx.y * kFeatures + 4 * quad;

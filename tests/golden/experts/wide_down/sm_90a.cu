@@ -1,5 +1,5 @@
 // experts_wide_down, generated from templates/experts/wide_down.cu.j2
-// spec: {"dtype":"bf16","format":"nvfp4","groups":4,"step_m":8,"tile_m":16}
+// spec: {"cluster":1,"dtype":"bf16","format":"nvfp4","groups":5,"step_m":8,"tile_m":16}
 //
 // y [tokens * slots, n] = h times the transposes of FP4 weights [n, k] of experts, for many rows of each expert. The
 // rows of h are in the order of the list of items, which experts/route made, those of y in that of assignments.
@@ -268,45 +268,53 @@ template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) 
   return d;
 }
 
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+// ---- partials/cluster_address ----------------------------------------------
 namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
+// The address that `p` has in the CTA `rank` of the cluster.
+__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
+  uint32 a;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
+  return a;
 }
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
+// Stores at such an address.
+__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
+  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 }  // namespace ptx
 
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+// ---- partials/cluster ------------------------------------------------------
+// CTAs of one cluster: they run at the same time and write into each other's shared memory.
 namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ uint32 cluster_rank() {
+  uint32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
 }
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+__device__ __forceinline__ uint32 cluster_ctas() {
+  uint32 n;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+  return n;
+}
+__device__ __forceinline__ uint32 cluster_id() {
+  uint32 i;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(i));
+  return i;
+}
+__device__ __forceinline__ uint32 clusters() {
+  uint32 n;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+  return n;
+}
+// A barrier of all threads of the cluster. What they wrote before it, also to shared memory of other CTAs, is visible
+// after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Stores to shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ void st_cluster(const float* p, uint32 rank, float v) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(p, rank)), "f"(v) : "memory");
 }
 }  // namespace ptx
 
@@ -429,18 +437,74 @@ template <int kSize> struct Ring {
   }
 };
 
-// ---- partials/cluster_address ----------------------------------------------
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
 namespace ptx {
-// The address that `p` has in the CTA `rank` of the cluster.
-__device__ __forceinline__ uint32 cluster_address(const void* p, uint32 rank) {
-  uint32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(shared_address(p)), "r"(rank));
-  return a;
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
+  return v;
 }
-// Stores at such an address.
-__device__ __forceinline__ void st_cluster(uint32 to, const uint32* v) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
+  return v;
 }
 }  // namespace ptx
 
@@ -456,10 +520,13 @@ __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) 
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
 }
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
+}
 }  // namespace ptx
 
 // ---- gemm/products ---------------------------------------------------------
-// The matrix product of warpgroups, and the copies around it.
+// The matrix products of warpgroups, for the rows and the type that the spec names.
 namespace ptx {
 // The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
 // the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
@@ -493,47 +560,6 @@ __device__ __forceinline__ void wgmma(float (&d)[8], const uint32 (&a)[4], uint3
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
-// Copies `bytes` bytes, which count towards the barrier.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
-  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
-}
-// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
-__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
-                                              uint16 mask) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
-}
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ __forceinline__ uint16 ld_16(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
-// barrier.
-__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
 }
 }  // namespace ptx
 
@@ -624,6 +650,240 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
+// ---- gemm/wide_copies ------------------------------------------------------
+// Copies around the products of warpgroups, and what CTAs tell each other.
+namespace ptx {
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
+}
+
+// Copies `bytes` bytes, which count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+// Stores a box, as a group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
+
+// ---- experts/wide_config ---------------------------------------------------
+using In = bf16;
+constexpr Format kFormat = Format::kNvfp4;
+constexpr int kTileM     = 16;  // the most rows of an item
+constexpr int kStepM     = 8;  // products have a multiple of as many rows
+constexpr int kBoxM      = 8;  // and copies of as many
+constexpr int kGroups    = 5;  // consumer warpgroups, of 64 rows of the weight
+constexpr int kCluster   = 1;  // CTAs with the same rows of x
+constexpr int kStages    = 7;
+constexpr int kTileBytes = 4608;
+
+constexpr int kConsumers = kGroups * 128;  // threads
+constexpr int kThreads   = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
+constexpr int kProducerRegisters = 32;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+
+constexpr int kTileN       = kGroups * kTileRows;
+constexpr int kHalf        = kTileCols / 2;
+constexpr int kHalfBytes   = kHalf * 2;  // of a row of x
+constexpr int kSums        = kTileM / 2;  // of a thread
+constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
+constexpr int kStagedBytes = 64 * 2;  // of a row
+
+struct alignas(1024) Stage {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8 x[2][kTileM * kHalfBytes];
+  uint8 weight[kGroups][kTileBytes];
+};
+struct Shared {
+  Stage   stages[kStages];
+  uint8   staged[kGroups][kStagedRows * kStagedBytes];
+  float   scale[kGroups][kTileRows], bias[kGroups][kTileRows];  // of the rows of the weight
+  int32   order[kGroups][kTileM];  // assignments of the rows of x
+  Barrier full[kStages], empty[kStages];
+};
+static_assert(sizeof(Shared) == 206848, "the launch counts on it");
+static_assert(kTileM % kStepM == 0 && kTileM % kBoxM == 0, "whole products and copies");
+
+enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
+
+using Sums = float[kSums];
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// ---- experts/wide_mainloop -------------------------------------------------
+namespace ptx {
+// Arrives at a barrier of the cluster, by its address there.
+__device__ __forceinline__ void mbarrier_arrive_at(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+}  // namespace ptx
+
+// Products of one thread of a consumer warpgroup, which has 64 rows of the weight.
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
+
+// A lane's codes and scales of half a step.
+struct Packed {
+  uint4 codes;
+  uint2 scales;
+
+  __device__ __forceinline__ void decode(Fragments& a) const {
+    if constexpr (kFormat == Format::kNvfp4) {
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+    } else {
+      const uint32 first = decode_scales<In>(scales.x, false), second = decode_scales<In>(scales.x, true);
+      decode_weight<In>(a[0], codes.x, first);
+      decode_weight<In>(a[1], codes.y, first);
+      decode_weight<In>(a[2], codes.z, second);
+      decode_weight<In>(a[3], codes.w, second);
+    }
+  }
+};
+
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(Shared& shared, uint32 team, uint32 warp, uint32 lane)
+      : shared_(shared), codes_(ptx::shared_address(shared.stages[0].weight[team]) + warp * (kCodeBytes / kBlocks)
+                                + lane * 16),
+        scales_(ptx::shared_address(shared.stages[0].weight[team]) + kCodeBytes + warp * kBlockScales
+                + lane / 4 * (kBlockScales / 8)),
+        x_(ptx::wgmma_tile(ptx::shared_address(shared.stages[0].x[0]))),
+        empty_(ptx::cluster_address(shared.empty, lane % kCluster)), is_speaker_(lane < kCluster) {
+    asm volatile("" : "+r"(codes_), "+r"(scales_));  // computed once, not in every step
+  }
+
+  // Waits until the step that is `behind` steps behind the next one has arrived, if the tile has as many.
+  __device__ __forceinline__ void wait_behind(uint32 behind, uint32 steps) const {
+    if (behind == 0 || behind >= steps) return;
+    const uint32 later = ring_.slot + behind;
+    ptx::mbarrier_wait(&shared_.full[later % kStages], ring_.parity ^ later / kStages);
+  }
+
+  // Leaves `steps` steps to the other warpgroups.
+  __device__ __forceinline__ void skip(uint32 steps) {
+    for (uint32 step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(&shared_.full[ring_.slot], ring_.parity);
+      free(advance());
+    }
+  }
+  // The products of a tile with `rows` rows of x, in as many halves of a step. Two sets of fragments: while the tensor
+  // cores read one, the other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 rows, uint32 halves) {
+    Fragments a, b;
+    uint32 before = 0;  // the barrier that frees the stage of the last product
+#pragma unroll 1
+    for (uint32 half = 0; half + 1 < halves; half += 2) {
+      const uint32 x = arrived();
+      load(0).decode(a);
+      multiply(sums, a, x, half > 0, rows);
+      ptx::wgmma_wait<1>();  // b is free, and so is its stage
+      if (half > 0) free(before);
+      load(1).decode(b);
+      multiply(sums, b, x + kTileM * kHalfBytes / 16, true, rows);
+      before = advance();
+      ptx::wgmma_wait<1>();  // a is free
+    }
+    if (halves % 2 == 1) {
+      const uint32 x = arrived();
+      load(0).decode(a);
+      multiply(sums, a, x, halves > 1, rows);
+      ptx::wgmma_wait<0>();
+      if (halves > 1) free(before);
+      before = advance();
+    }
+    ptx::wgmma_wait<0>();
+    free(before);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+
+ private:
+  // The half descriptor of x of the next stage, once that has arrived.
+  __device__ __forceinline__ uint32 arrived() const {
+    ptx::mbarrier_wait(&shared_.full[ring_.slot], ring_.parity);
+    return x_ + ring_.slot * (sizeof(Stage) / 16);
+  }
+  __device__ __forceinline__ Packed load(uint32 half) const {
+    const uint32 stage = ring_.slot * sizeof(Stage);
+    Packed of;
+    of.codes = ptx::ld_shared(codes_ + stage + half * (kCodeBytes / kBlocks / 2));
+    const uint32 from = scales_ + stage + half * (kBlockScales / 16);
+    if constexpr (kFormat == Format::kNvfp4) {
+      of.scales = ptx::ld_shared_8(from);
+    } else {
+      of.scales.x = ptx::ld_shared_4(from);
+    }
+    return of;
+  }
+  // Starts a product with half a step of x: the first `rows` rows, from kLeast to kMost, rounded up to a multiple of
+  // kStepM. A branch has all of a product, so that the compiler knows which registers are in flight.
+  template <int kLeast = kStepM, int kMost = kTileM>
+  __device__ __forceinline__ static void multiply(Sums& sums, const Fragments& a, uint32 x, bool add, uint32 rows) {
+    if constexpr (kLeast < kMost) {
+      constexpr int kMiddle = (kLeast + kMost) / 2 / kStepM * kStepM;
+      if (rows <= kMiddle) return multiply<kLeast, kMiddle>(sums, a, x, add, rows);
+      return multiply<kMiddle + kStepM, kMost>(sums, a, x, add, rows);
+    } else {
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ptx::wgmma(reinterpret_cast<float (&)[kMost / 2]>(sums), a[i], x + 2 * i, add || i > 0);
+      ptx::wgmma_commit();
+    }
+  }
+  // Goes on to the next stage. What free() takes when this one is no longer read.
+  __device__ __forceinline__ uint32 advance() {
+    const uint32 barrier = empty_ + ring_.slot * sizeof(Barrier);
+    ring_.advance();
+    return barrier;
+  }
+  __device__ __forceinline__ void free(uint32 barrier) const {
+    __syncwarp();
+    if (is_speaker_) ptx::mbarrier_arrive_at(barrier);
+  }
+
+  Shared& shared_;
+  uint32 codes_, scales_;  // of this lane in the first stage
+  uint32 x_;               // the half descriptor there
+  uint32 empty_;           // in the CTA of the cluster that this lane tells
+  bool   is_speaker_;
+  Ring<kStages> ring_;
+};
+
 // ---- experts/routing -------------------------------------------------------
 // Which expert of this GPU a slot of a token goes to. An assignment is token * slots + slot.
 namespace ptx {
@@ -671,264 +931,39 @@ struct Routing {
   }
 };
 
-// ---- spec ------------------------------------------------------------------
-using In  = bf16;
-using Out = In;
-constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 16;  // the most rows of an item
-constexpr int kStepM       = 8;  // products have a multiple of as many rows
-constexpr int kGroups      = 4;  // of 64 rows of the weight
-constexpr int kSlots       = 18;
-constexpr int kWeightSlots = 10;
-constexpr int kTileBytes   = 4608;
-
-constexpr int kDepth = 1, kCluster = 1;
-constexpr int kTeams     = kGroups;  // consumer warpgroups
-constexpr int kConsumers = kTeams * 128;  // threads
-constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need one for each row that they copy, and few
-// others.
-constexpr int kProducerRegisters = kTileM > 160 ? 96 : kTileM > 96 ? 56 : 48;
-constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
-
-// ---- shared memory ---------------------------------------------------------
-constexpr int kTileN       = kGroups * kTileRows;
-constexpr int kHalf        = kTileCols / 2;
-constexpr int kSums        = kTileM / 2;  // of a thread
-constexpr int kCopiers     = 64;  // threads that copy x
-constexpr int kStagedRows  = 16;  // of results, which a warpgroup writes at a time
-constexpr int kStagedBytes = 64 * 2;  // of a row
-
-struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   weight[kWeightSlots][kGroups][kTileBytes];
-  uint8   staged[kTeams][kStagedRows * kStagedBytes];
-  float   scale[kTeams][kTileRows], bias[kTeams][kTileRows];  // of the rows of the weight
-  Barrier written[kSlots], full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
-};
-static_assert(sizeof(Shared) == 232448, "the launch counts on it");
-static_assert(kTileM % kStepM == 0 && kTileM % 16 == 0, "rows of products and of stores");
-
-enum NamedBarrier { kTeamBarrier = 1 };  // and the next ones: one of each warpgroup
-
-// ---- gemm/wide_place -------------------------------------------------------
-// What a consumer holds of its tile, and where its 64 rows of the weight are.
-using Sums = float[kSums];
-using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
-
-struct Affine { float scale, bias; };  // of a row of the weight
-
-// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
-struct Place {
-  uint32 warp, lane, row;
-  int32  columns;
-};
-
-// ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and loads from it.
-namespace ptx {
-// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
-__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
-  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
-}
-__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
-  uint32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
-  return v;
-}
-// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
-__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
-  return v;
-}
-}  // namespace ptx
-
-// ---- gemm/prepared_weight --------------------------------------------------
-// The weight in tiles that lie in memory as decode_weight() takes them.
-constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
-static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
-
-struct Weight {
-  const uint8* tiles;
-  const float* row_scale;
-  const Out*   bias;
-  int64        n;
-
-  // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
-  __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
-                                       Barrier* full) const {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const uint64 from = uint64(min(row / kTileRows + i, uint32(ceil_div(n, kTileRows)) - 1)) * steps + step;
-      ptx::bulk_load(to[i], tiles + from * kTileBytes, kTileBytes, full);
-    }
-  }
-  __device__ __forceinline__ Affine affine(int64 row, float alpha) const {
-    Affine of{alpha * kWeightUnit, 0.0f};
-    if (row >= n) return of;
-    if constexpr (kFormat == Format::kMxfp4) of.scale *= ptx::ld_f32(row_scale + row);
-    if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
-    return of;
-  }
-};
-
-// Half `half` of the columns of a tile; each warp has 16 of its rows.
-__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-  const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-  const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                       + half * (kBlockScales / 16);
-  if constexpr (kFormat == Format::kNvfp4) {
-    const uint2 scales = ptx::ld_shared_8(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
-  } else {
-    const uint32 scales = ptx::ld_shared_4(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
-  }
-}
-
-// ---- gemm/wide_mainloop ----------------------------------------------------
-// Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
-// Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
-struct Consumer {
-  Shared& shared;
-  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
-  Place   place;
-  Ring<kSlots>       ring;
-  Ring<kWeightSlots> weight_ring;
-  uint32 rows;  // of x, up to kTileM
-
-  // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
-  template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
-    const uint32 slot = weight_ring.slot;
-    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
-    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
-  }
-  // To be called after the fragments were used: only then are the loads complete for sure.
-  __device__ __forceinline__ void release_weight() {
-    __syncwarp();
-    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
-    weight_ring.advance();
-    place.columns -= kTileCols;
-  }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
-  // of a product, so that the compiler knows which registers are in flight.
-  template <int kRows = kStepM>
-  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
-    if constexpr (kRows < kTileM)
-      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
-    ptx::wgmma_commit();
-  }
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
-    const uint32 slot = ring.slot + half;
-    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
-    start_product(sums, a, ptx::wgmma_tile(ptx::shared_address(shared.x[slot])), add);
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) ring.advance();
-  }
-  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
-  template <int kBack> __device__ __forceinline__ void release_x() {
-    constexpr int kDistance = kBack * kDepth;
-    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
-    if constexpr (kCluster == 1) {
-      if (place.lane == 0) ptx::mbarrier_arrive(b);
-    } else {
-      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
-    }
-  }
-  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
-  // other is filled.
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
-    Fragments a, b;
-    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
-      Ring<kSlots> second = ring;
-      second.advance();
-      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
-    }
-    decode_next<0>(a);
-    for (uint32 done = 0;;) {
-      multiply(sums, a, done > 0);
-      if constexpr (kDepth == 2) release_weight();
-      ptx::wgmma_wait<1>();  // b is free
-      if (done > 0) release_x<2>();
-      if (++done == products) break;
-      decode_next<1>(b);
-      multiply(sums, b, true);
-      release_weight();
-      ptx::wgmma_wait<1>();  // a is free
-      release_x<2>();
-      if (++done == products) break;
-      decode_next<0>(a);
-    }
-    ptx::wgmma_wait<0>();
-    release_x<1>();
-    if (kDepth == 1 && products % 2 == 1) release_weight();
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
-  }
-};
-
 // ---- experts/wide ----------------------------------------------------------
-// A persistent CTA takes tiles of up to kTileM rows of an item by kTileN rows of its expert's weight, in steps of 128
-// columns, as gemm/wide does. Each slot of a ring goes round:
+// Persistent clusters of kCluster CTAs take tiles of up to kTileM rows of an item. The CTAs of a cluster share these
+// rows, each by kTileN rows of the weight of its own, in steps of 128 columns. A stage of a CTA goes round:
 //
-//   x, half a step      copiers, warps 0 and 1    wait for empty -> copy rows -> arrive at written: 64 threads
-//                       publisher, warp 3         wait for written -> fence.proxy.async -> arrive at full
-//                       consumer warpgroups       wait for full -> products -> arrive at empty: 4 warps of each
-//   weight, a step      warp 2                    wait for weight_empty -> bulk copies -> weight_full, by bytes
-//                       consumer warpgroups       wait for weight_full -> decode -> arrive at weight_empty, as above
+//   x        producer warp 0       wait for empty -> expect bytes at full -> TMA of a share of the rows, to all CTAs
+//   weight   producer warp 1       wait for empty -> expect bytes at full -> bulk copies
+//   consumer warpgroups, of kTileRows rows of the weight each: wait for full -> decode, multiply -> arrive at empty of
+//                                  all CTAs: 4 warps of each warpgroup
 namespace ptx {
-// Arrives at b when the copies that this thread has started are complete.
-__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
-}
-// Starts a copy of a float, or writes zero.
-__device__ __forceinline__ void copy_async_float_or_zero(float* to, const float* from, bool present) {
+// Starts a copy of 4 bytes, or writes zero.
+__device__ __forceinline__ void copy_async_4_or_zero(void* to, const void* from, bool present) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                ::"r"(shared_address(to)), "l"(from), "r"(present ? 4 : 0) : "memory");
 }
 }  // namespace ptx
 
-// A product of a layer: rows of x by the weight [n, k] of each expert.
+// A product of a layer: rows in the order of the list by the weight [n, k] of each expert.
 struct Layer {
-  const In*    x;
-  const float* input_weights;  // of each assignment, or null
   const uint8* weight;
   const float* scale;
   const float* bias;
   const int4*  items;
   const int32* order;
-  uint32 items_end, slots, n, k;
-  int64  x_stride;
+  uint32 items_end, n, k;
 
   __device__ __forceinline__ uint32 tiles() const { return ceil_div(n, kTileRows); }
   __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
-  // Half steps. At least two: some warpgroups wait for a second one.
-  __device__ __forceinline__ uint32 halves() const { return max(2u, uint32(ceil_div(k, kHalf))); }
+  __device__ __forceinline__ uint32 halves() const { return ceil_div(k, kHalf); }
 };
 
 // The same value, which all lanes of the warp have: now the compiler knows that, too.
 __device__ __forceinline__ uint32 uniform(uint32 v) { return __reduce_max_sync(~0u, v); }
+__device__ __forceinline__ uint32 rank_in_cluster() { return kCluster == 1 ? 0 : ptx::cluster_rank(); }
 
 // ---- work ------------------------------------------------------------------
 struct Work {
@@ -936,139 +971,82 @@ struct Work {
 };
 
 // Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
-// and the same weight, which lie in L2. An item without rows ends the list. kFresh: L1 may hold an older list, because
-// the thread has not waited for the kernel ahead.
+// and the same weight, which lie in L2. An item without rows ends the list. The item of the next tile is loaded while a
+// tile is worked on. kFresh: L1 may hold an older list, because the thread has not waited for the kernel ahead.
 template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
-      : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN)), next_(blockIdx.x) {}
-
+      : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN * kCluster)),
+        next_(kCluster == 1 ? blockIdx.x : ptx::cluster_id()) {
+    load();
+  }
   __device__ __forceinline__ bool take(Work& work) {
-    const uint32 item = next_ / tiles_;
-    const int4* const at = items_ + min(item, end_ - 1);
-    uint4 of;  // expert, first, rows
-    if constexpr (kFresh) {
-      const int4 v = ptx::ld_fresh_16(at);
-      of = make_uint4(v.x, v.y, v.z, v.w);
-    } else {
-      of = ptx::ld<uint4>(at);
-    }
-    work = {uniform(of.x), uniform(of.y), uniform(item < end_ ? of.z : 0), (next_ - item * tiles_) * kTileN};
-    next_ += gridDim.x;
+    work = {uniform(of_.x), uniform(of_.y), uniform(of_.z), tile_ * (kTileN * kCluster) + rank_in_cluster() * kTileN};
+    next_ += kCluster == 1 ? gridDim.x : ptx::clusters();
+    load();
     return work.rows > 0;
   }
 
  private:
+  __device__ __forceinline__ void load() {
+    const uint32 item = next_ / tiles_;
+    tile_ = next_ - item * tiles_, of_ = {};
+    if (item >= end_) return;
+    if constexpr (kFresh) {
+      const int4 v = ptx::ld_fresh_16(items_ + item);
+      of_ = make_uint4(v.x, v.y, v.z, v.w);
+    } else {
+      of_ = ptx::ld<uint4>(items_ + item);
+    }
+  }
   const int4* items_;
-  uint32 end_, tiles_, next_;
+  uint32 end_, tiles_, next_, tile_;
+  uint4  of_;  // expert, first, rows
 };
 
 // ---- producers -------------------------------------------------------------
-// x times a factor, rounded: 8 elements.
-__device__ __forceinline__ uint4 scaled(uint4 v, float factor) {
-  const auto both = [&](uint32 pair) { return to_pair<In>(low<In>(pair) * factor, high<In>(pair) * factor); };
-  return {both(v.x), both(v.y), both(v.z), both(v.w)};
-}
-
-// Threads 0 to 63 copy rows of x; each has 16 bytes of every eighth row, and keeps where those begin in registers.
-// kGathered: the rows of x belong to tokens, else they are in the order of the list.
-template <bool kGathered> struct Copier {
-  static constexpr int kRows = kTileM / 8;
-
-  Shared&      shared;
-  const Layer& layer;
-  uint32 place, chunk, to;  // of the first row in the tile; of 16 bytes of its half step; shared address of those
-  uint32 from[kRows];       // in 16 bytes, from the first row of x
-  uint32 rows = 0;          // of the item
-
-  __device__ __forceinline__ Copier(Shared& shared, const Layer& layer, uint32 thread)
-      : shared(shared), layer(layer), place(thread / 8), chunk(thread % 8),
-        to(ptx::shared_address(shared.x) + swizzle_128(thread / 8, thread % 8)) {}
-
-  __device__ __forceinline__ void begin(const Work& work) {
-    const uint32 stride = layer.x_stride / 8;
-    rows = work.rows;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const uint32 at = work.first + min(place + 8 * i, rows - 1);
-      from[i] = kGathered ? ptx::ld<uint32>(layer.order + at) : at;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) from[i] = (kGathered ? from[i] / layer.slots : from[i]) * stride;
-  }
-  __device__ __forceinline__ void copy(uint32 slot, uint32 half) const {
-    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
-    const bool   has = col < layer.k;
-    const In* const x = layer.x + (has ? col : 0);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (i * 8 >= ceil_div(rows, kStepM) * kStepM) break;
-      ptx::copy_async_or_zero(at + i * 1024, x + uint64(from[i]) * 8, has && place + 8 * i < rows ? 16 : 0);
-    }
-    ptx::copy_async_arrive(&shared.written[slot]);
-  }
-  // The same for rows that are multiplied by the weight of their assignment first.
-  __device__ __forceinline__ void scale(uint32 slot, uint32 half, uint32 first) const {
-    const uint32 at = to + slot * sizeof(shared.x[0]), col = half * kHalf + chunk * 8;
-#pragma unroll 1
-    for (uint32 row = place; row < ceil_div(rows, kStepM) * kStepM; row += 8) {
-      uint4 v{};
-      if (row < rows && col < layer.k) {
-        const uint32 assignment = ptx::ld<uint32>(layer.order + first + row);
-        v = scaled(ptx::ld<uint4>(layer.x + assignment / layer.slots * layer.x_stride + col),
-                   ptx::ld_f32(layer.input_weights + assignment));
-      }
-      ptx::st_shared(at + (row - place) * 128, v);
-    }
-    ptx::mbarrier_arrive(&shared.written[slot]);
-  }
-};
-
-template <bool kGathered>
-__device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, uint32 thread) {
+// Rows behind those of an item are of other items, or outside: nobody stores what becomes of them.
+__device__ __forceinline__ void produce_x(Shared& shared, const Layer& layer, const TensorMap& x) {
+  const uint32 rank = rank_in_cluster(), steps = layer.steps(), halves = layer.halves();
   Schedule<false> schedule(layer);
-  Copier<kGathered> copier(shared, layer, thread);
-  Ring<kSlots> ring;
+  Ring<kStages> ring;
   for (Work work; schedule.take(work);) {
-    copier.begin(work);
-    for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
-      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      if (kGathered && layer.input_weights != nullptr) {
-        copier.scale(ring.slot, half, work.first);
-      } else {
-        copier.copy(ring.slot, half);
-      }
-    }
-  }
-  ptx::copy_async_wait();
-}
-
-// Hands over what the threads above have written: the tensor cores see it past a fence. A thread that copies would wait
-// in the fence for its latest copies.
-__device__ __forceinline__ void publish_x(Shared& shared, const Layer& layer) {
-  Schedule<false> schedule(layer);
-  Ring<kSlots> ring;
-  for (Work work; schedule.take(work);) {
-    for (uint32 half = 0; half < layer.halves(); ++half, ring.advance()) {
-      ptx::mbarrier_wait(&shared.written[ring.slot], ring.parity);
-      ptx::fence_proxy_async();
-      if (ptx::elect_one()) ptx::mbarrier_arrive(&shared.full[ring.slot]);
-    }
-  }
-}
-
-template <bool kFresh> __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
-  const uint32 tiles = layer.tiles(), steps = layer.steps();
-  Schedule<kFresh> schedule(layer);
-  Ring<kWeightSlots> ring;
-  for (Work work; schedule.take(work);) {
-    const Weight weight{layer.weight + uint64(work.expert) * tiles * steps * kTileBytes, nullptr, nullptr, layer.n};
+    const uint32 boxes = ceil_div(work.rows, kBoxM);
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
-      Barrier* full = &shared.weight_full[ring.slot];
-      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
+      const uint32 count = min(2u, halves - 2 * step);
+      Barrier* const full = &shared.full[ring.slot];
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (ptx::elect_one()) {
-        ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-        weight.load(shared.weight[ring.slot], work.row, step, steps, full);
+        ptx::mbarrier_arrive_expect_tx(full, boxes * count * (kBoxM * kHalfBytes));
+        for (uint32 box = rank; box < boxes; box += kCluster) {
+          for (uint32 half = 0; half < count; ++half) {
+            uint8* const to = shared.stages[ring.slot].x[half] + box * (kBoxM * kHalfBytes);
+            const int32 col = (2 * step + half) * kHalf, row = work.first + box * kBoxM;
+            if constexpr (kCluster == 1) ptx::tma_load(to, x, col, row, full);
+            if constexpr (kCluster > 1) ptx::tma_multicast(to, x, col, row, full, (1 << kCluster) - 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void produce_weight(Shared& shared, const Layer& layer) {
+  const uint32 tiles = layer.tiles(), steps = layer.steps();
+  Schedule<true> schedule(layer);
+  Ring<kStages> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 tile = work.row / kTileRows, count = tile < tiles ? min(uint32(kGroups), tiles - tile) : 0;
+    const uint8* const weight = layer.weight + (uint64(work.expert) * tiles + tile) * steps * kTileBytes;
+    for (uint32 step = 0; step < steps; ++step, ring.advance()) {
+      Barrier* const full = &shared.full[ring.slot];
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      if (ptx::elect_one()) {
+        ptx::mbarrier_arrive_expect_tx(full, count * kTileBytes);
+        for (uint32 i = 0; i < count; ++i) {
+          uint8* const to = shared.stages[ring.slot].weight[i];
+          ptx::bulk_load_once(to, weight + (i * steps + step) * kTileBytes, kTileBytes, full);
+        }
       }
     }
   }
@@ -1081,14 +1059,21 @@ __device__ __forceinline__ uint32 staged_at(uint32 row, uint32 chunk) {
   return swizzle_128(row, chunk);
 }
 
-// Starts copies of the scales and biases of a warpgroup's rows of the weight, from col on. No register holds them while
-// the warpgroup multiplies.
-__device__ __forceinline__ void copy_affine(Shared& shared, const Layer& layer, uint32 team, uint64 col) {
+// Starts copies of what a warpgroup needs for its results: scales and biases of its rows of the weight, from col on,
+// and with kOrdered the assignments of its rows. No register holds them while the warpgroup multiplies.
+template <bool kOrdered>
+__device__ __forceinline__ void copy_aside(Shared& shared, const Layer& layer, const Work& work, uint32 team,
+                                           uint32 col) {
   const uint32 thread = ptx::thread_index() % 128, row = thread % kTileRows;
+  const uint64 at = uint64(work.expert) * layer.tiles() * kTileRows + col + row;
   const bool   is_bias = thread >= kTileRows;
   const float* const from = is_bias ? layer.bias : layer.scale;
-  ptx::copy_async_float_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
-                                from == nullptr ? layer.scale : from + col + row, from != nullptr);
+  ptx::copy_async_4_or_zero((is_bias ? shared.bias : shared.scale)[team] + row,
+                            from == nullptr ? layer.scale : from + at, from != nullptr);
+  if constexpr (kOrdered) {
+    for (uint32 i = thread; i < work.rows; i += 128)
+      ptx::copy_async_4_or_zero(&shared.order[team][i], layer.order + work.first + i, true);
+  }
 }
 __device__ __forceinline__ Affine affine(const Shared& shared, uint32 team, uint32 row) {
   return {shared.scale[team][row] * kWeightUnit, shared.bias[team][row]};
@@ -1127,59 +1112,24 @@ __device__ __forceinline__ void write_rows(Shared& shared, uint32 team, uint32 r
   }
 }
 
-// ---- CTA -------------------------------------------------------------------
-// All but what becomes of the sums: finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the
-// weight begin at col. The producer warp that is idle at the end calls last(lane).
-template <bool kGathered, class Finish, class Last>
-__device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Finish& finish, const Last& last) {
-  const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
-  const uint32 team = number / 4, warp = number % 4;
-  if (number == kTeams * 4 && ptx::elect_one()) {
-    for (int s = 0; s < kSlots; ++s) {
-      ptx::mbarrier_init(&shared.written[s], kCopiers);
-      ptx::mbarrier_init(&shared.full[s], 1);
-      ptx::mbarrier_init(&shared.empty[s], 4 * kGroups);
-    }
-    for (int s = 0; s < kWeightSlots; ++s) {
-      ptx::mbarrier_init(&shared.weight_full[s], 1);
-      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kGroups);
-    }
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  if (team == kTeams) {
-    ptx::registers_fewer<kProducerRegisters>();
-    if (warp < kCopiers / kWarp) {
-      ptx::griddep_wait();
-      copy_x<kGathered>(shared, layer, ptx::thread_index() % kCopiers);
-    } else if (warp == 2) {
-      // The list and the weight are not what the previous kernel writes, unless that made the list.
-      if constexpr (kGathered) ptx::griddep_wait();
-      produce_weight<!kGathered>(shared, layer);
-    } else {
-      ptx::griddep_wait();
-      ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
-      publish_x(shared, layer);
-      last(ptx::thread_index() % kWarp);
-    }
-    return;
-  }
-  ptx::registers_more<kConsumerRegisters>();
-  ptx::griddep_wait();
-  const uint32 lane = ptx::thread_index() % kWarp;
-  Consumer consumer{shared, team, 0, {warp, lane}, {}, {}};
+// finish(work, team, col, sums, upper, lower) of a warpgroup, whose rows of the weight begin at col.
+template <bool kOrdered, class Finish>
+__device__ __forceinline__ void consume(Shared& shared, const Layer& layer, uint32 team, uint32 warp,
+                                        const Finish& finish) {
+  Consumer consumer(shared, team, warp, ptx::thread_index() % kWarp);
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows;
-    if (col < layer.n) copy_affine(shared, layer, team, uint64(work.expert) * layer.tiles() * kTileRows + col);
+    if (__any_sync(~0u, col >= layer.n)) {  // a vote: then slots and what follows stay in uniform registers
+      consumer.skip(layer.steps());
+      continue;
+    }
+    ptx::barrier_sync(kTeamBarrier + team, 128);  // the tile before is out of shared memory
+    copy_aside<kOrdered>(shared, layer, work, team, col);
     // Warpgroups begin at different times, so that some multiply while another finishes its tile.
-    const uint32 behind = team * kSlots / (2 * kTeams), later = consumer.ring.slot + behind;
-    if (behind < layer.halves())
-      ptx::mbarrier_wait(&shared.full[later % kSlots], consumer.ring.parity ^ later / kSlots);
+    consumer.wait_behind(team * kStages / (2 * kGroups), layer.steps());
     Sums sums;
-    consumer.rows = work.rows;
-    consumer.accumulate(sums, layer.halves());
-    if (col >= layer.n) continue;
+    consumer.accumulate(sums, work.rows, layer.halves());
     ptx::copy_async_wait();
     ptx::barrier_sync(kTeamBarrier + team, 128);
     const uint32 row = warp * 16 + ptx::thread_index() % kWarp / 4;
@@ -1187,23 +1137,58 @@ __device__ __forceinline__ void run(Shared& shared, const Layer& layer, const Fi
   }
 }
 
+// ---- CTA -------------------------------------------------------------------
+// All but what becomes of the sums. A warp that has no other work calls last(lane).
+template <bool kOrdered, class Finish, class Last>
+__device__ __forceinline__ void run(Shared& shared, const Layer& layer, const TensorMap& x, const Finish& finish,
+                                    const Last& last) {
+  const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
+  const uint32 team = number / 4, warp = number % 4;
+  if (number == kGroups * 4 && ptx::elect_one()) {
+    ptx::prefetch_tensor_map(x);
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(&shared.full[s], 2);
+      ptx::mbarrier_init(&shared.empty[s], 4 * kGroups * kCluster);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) ptx::cluster_sync();
+  if (team == kGroups) {
+    ptx::registers_fewer<kProducerRegisters>();
+    if (warp == 1) {  // the list and the weight are not what the previous kernel writes
+      produce_weight(shared, layer);
+    } else if (warp == 0) {
+      ptx::griddep_wait();
+      produce_x(shared, layer, x);
+    } else if (warp == 2) {
+      ptx::griddep_wait();
+      ptx::griddep_launch();  // what the next kernel reads before it waits was complete before this kernel
+      last(ptx::thread_index() % kWarp);
+    }
+  } else {
+    ptx::registers_more<kConsumerRegisters>();
+    ptx::griddep_wait();
+    consume<kOrdered>(shared, layer, team, warp, finish);
+  }
+  if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
+}
+
 // ---- results ---------------------------------------------------------------
 struct Finish {
   Shared& shared;
   In*     y;
-  const int32* order;
-  uint32 n;
+  uint32  n;
 
   __device__ __forceinline__ void operator()(const Work& work, uint32 team, uint32 col, const Sums& sums, Affine upper,
                                              Affine lower) const {
-    if (col >= n) return;
     const auto pair = [&](int i, bool low) {
       const Affine of = low ? lower : upper;
       const float* const from = sums + 4 * i + (low ? 2 : 0);
       return to_pair<In>(fmaf(from[0], of.scale, of.bias), fmaf(from[1], of.scale, of.bias));
     };
     const auto store = [&](uint32 row, uint32 chunk, uint4 v) {
-      const int64 assignment = ptx::ld<uint32>(order + work.first + row);
+      const int64 assignment = shared.order[team][row];
       if (col + chunk * 8 < n) ptx::st(y + assignment * n + col + chunk * 8, v);
     };
     write_rows(shared, team, work.rows, pair, store);
@@ -1212,22 +1197,19 @@ struct Finish {
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
-    const In* __restrict__ x,          // h [tokens * slots, k], in the order of the list
-    const uint8* __restrict__ weight,  // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
-    const float* __restrict__ scale,   // [experts, round_up(n, 64)]
-    const float* __restrict__ bias,    // as scale; null: none
-    const int4* __restrict__ items,    // [items_end]
-    const int32* __restrict__ order,   // [tokens * slots]
-    In* __restrict__ y,                // [tokens * slots, n], by assignment
+    const __grid_constant__ TensorMap x,  // h [tokens * slots, k], boxes [kBoxM, kHalf]
+    const uint8* __restrict__ weight,     // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
+    const float* __restrict__ scale,      // [experts, round_up(n, 64)]
+    const float* __restrict__ bias,       // as scale; null: none
+    const int4* __restrict__ items,       // [items_end]
+    const int32* __restrict__ order,      // [tokens * slots]
+    In* __restrict__ y,                   // [tokens * slots, n], by assignment
     int64 items_end,
-    int64 slots,                       // of a token
-    int64 n,                           // rows of the weight
-    int64 k,                           // columns, a multiple of 32
-    int64 x_stride                     // elements, as all strides
+    int64 n,                              // rows of the weight
+    int64 k                               // columns, a multiple of 32
 ) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Layer layer{x, nullptr, weight, scale, bias, items, order, uint32(items_end), uint32(slots), uint32(n),
-                    uint32(k), x_stride};
-  run<false>(shared, layer, Finish{shared, y, order, uint32(n)}, [](uint32) {});
+  const Layer layer{weight, scale, bias, items, order, uint32(items_end), uint32(n), uint32(k)};
+  run<true>(shared, layer, x, Finish{shared, y, uint32(n)}, [](uint32) {});
 }

@@ -534,6 +534,9 @@ __device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) 
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
 }
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
+}
 }  // namespace ptx
 
 // ---- partials/format -------------------------------------------------------

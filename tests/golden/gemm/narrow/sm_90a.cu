@@ -1,5 +1,5 @@
 // gemm_narrow, generated from templates/gemm/narrow.cu.j2
-// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1}
+// spec: {"ctas":2,"dtype":"bf16","format":"nvfp4","gated":false,"groups":16,"out_dtype":"bf16","row_warps":1,"stages":2,"tile_m":8,"warp_blocks":1,"x_rows":8,"x_stages":2}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for few rows of x: the time is that of reading the
 // weight once from memory. On the tensor cores the weight is the left operand, so that the rows of x, kTileM at a time,
@@ -8,8 +8,11 @@
 // A CTA takes kRows rows of the weight and a share of its columns, which are divided among the CTAs of a cluster. Its
 // warps are kGroups groups of kRowWarps: groups take chunks of 128 columns in turn, and the warps of a group share a
 // chunk of x, each with different rows of the weight. A warp has a ring of stages: copies fill a stage with a piece of
-// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x.
+// the weight while the warp multiplies others. All but the last stage are asked for before the kernel waits for x, that
+// one right behind: when the kernel before has ended, memory is free.
 // Sums are float32: over a warp's chunks in order, then over groups, then over the cluster, always in the same order.
+//
+// With kGated, rows of the weight are gates of features and their ups, and out [m, n / 2] is silu(gate) * up.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -586,156 +589,101 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In  = bf16;
-using Out = bf16;
-constexpr Format kFormat  = Format::kNvfp4;
-constexpr int kTileM      = 8;
-constexpr int kWarpBlocks = 1;  // of 16 rows
-constexpr int kRowWarps   = 1;
-constexpr int kGroups     = 16;
-constexpr int kStages     = 2;
-constexpr int kCtas       = 2;  // of an SM
-constexpr bool kHasTma      = true;
-constexpr bool kHasClusters = kHasTma;
-
-constexpr int kWarps        = kGroups * kRowWarps;
-constexpr int kThreads      = kWarps * kWarp;
-constexpr int kWarpRows     = kWarpBlocks * 16;
-constexpr int kRows         = kRowWarps * kWarpRows;
-constexpr int kGroupThreads = kRowWarps * kWarp;
-constexpr int kHalf         = kTileCols / 2;
-constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which a group copies at once
-
 // ---- gemm/multiply ---------------------------------------------------------
-// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
-constexpr int kColumns     = kTileM / 8;  // of the product, in eights
-constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
-constexpr int kXBytes      = kTileM * kRowBytes;
-constexpr int kBlockCodes  = kCodeBytes / kBlocks;
-constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
-constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
-constexpr int kPieceCodes  = kWarpBlocks * kBlockCodes, kPieceScales = kWarpBlocks * kBlockScales;
-
-using Accumulators = float[kWarpBlocks][kColumns][4];
-
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
-// permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
-// `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
-__device__ __forceinline__ void multiply(
-    Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
-  constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
-  const uint32 codes = piece + lane * 16, scales = piece + kPieceCodes + lane / 4 * kLaneScales;
+// A warp's piece of the weight, kWarpBlocks blocks of 16 rows by 128 columns, times a chunk of x, kTileM rows.
+template <typename In, Format kFormat, int kTileM, int kWarpBlocks> struct WeightPiece {
+  static constexpr int kRows        = kTileM;
+  static constexpr int kHeight      = kWarpBlocks;  // in blocks
+  static constexpr int kColumns     = kTileM / 8;   // of the product, in eights
+  static constexpr int kRowBytes    = kTileCols * int(sizeof(In));  // of a chunk of x
+  static constexpr int kXBytes      = kTileM * kRowBytes;
+  static constexpr int kBlockCodes  = kCodeBytes / kBlocks;
+  static constexpr int kBlockScales = kBlockCodes / (kFormat == Format::kNvfp4 ? 8 : 16);
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
+  static constexpr int kCodes       = kWarpBlocks * kBlockCodes;
+  static constexpr int kBytes       = kCodes + kWarpBlocks * kBlockScales;
+
+  using Accumulators = float[kWarpBlocks][kColumns][4];
+
+  // At `piece` are the codes and, after them, the scales. Rows of x are 256 bytes. The 16-byte vectors of each half are
+  // permuted so that loads of one column from eight rows have no bank conflicts: vector v of row r is at v ^ r % 8.
+  // `matrix` is, for each eight rows, where this lane has its row of the first four matrices in a chunk of x.
+  static __device__ __forceinline__ void multiply(
+      Accumulators& sums, uint32 piece, uint32 chunk, const uint32 (&matrix)[kColumns], int lane) {
+    constexpr int kLaneScales = kBlockScales / 8;  // bytes, of a row and the one eight below
+    const uint32 codes = piece + lane * 16, scales = piece + kCodes + lane / 4 * kLaneScales;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    uint4 w[kWarpBlocks];
-    uint2 s[kWarpBlocks];
+    for (int half = 0; half < 2; ++half) {
+      uint4 w[kWarpBlocks];
+      uint2 s[kWarpBlocks];
 #pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
-      const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
-      if constexpr (kFormat == Format::kNvfp4) {
-        s[b] = ptx::ld_shared_8(from);
-      } else {
-        s[b].x = ptx::ld_shared_4(from);
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {  // of steps
-      uint4 x[kColumns];
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        w[b] = ptx::ld_shared(codes + b * kBlockCodes + half * (kBlockCodes / 2));
+        const uint32 from = scales + b * kBlockScales + half * (kLaneScales / 2);
+        if constexpr (kFormat == Format::kNvfp4) {
+          s[b] = ptx::ld_shared_8(from);
+        } else {
+          s[b].x = ptx::ld_shared_4(from);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int pair = 0; pair < 2; ++pair) {  // of steps
+        uint4 x[kColumns];
 #pragma unroll
-        for (int b = 0; b < kWarpBlocks; ++b) {
-          const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
-          const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
-          uint32 a[4];
-          decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+        for (int n = 0; n < kColumns; ++n) {
+          x[n] = ptx::load_matrices(chunk + (pair ? matrix[n] ^ 64 : matrix[n]) + half * 128);
+        }
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
-            ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+            const bool   second = kFormat == Format::kNvfp4 ? i == 1 : pair == 1;
+            const uint32 word   = kFormat == Format::kNvfp4 && pair ? s[b].y : s[b].x;
+            uint32 a[4];
+            decode_weight<In>(a, word_of(w[b], 2 * pair + i), decode_scales<In>(word, second));
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              ptx::mma_half<In>(sums[b][n], a, i ? x[n].z : x[n].x, i ? x[n].w : x[n].y);
+            }
           }
         }
       }
     }
   }
-}
-
-// ---- gemm/output -----------------------------------------------------------
-struct Output {
-  const Out* bias;         // null: none
-  const float* row_scale;  // of MXFP4
-  float alpha;
-
-  // Four neighbours in a row of the output, from the sums of weight rows n to n + 3.
-  __device__ __forceinline__ void store(Out* to, int n, float4 sums) const {
-    float y[4] = {sums.x, sums.y, sums.z, sums.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[i] *= kWeightUnit;
-      if constexpr (kFormat == Format::kMxfp4) y[i] *= ptx::ld_f32(row_scale + n + i);
-      y[i] *= alpha;
-    }
-    if (bias != nullptr) {
-      uint32 b[2];
-      ld_halves<4>(bias + n, b);
-      y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
-    }
-    st_halves<4>(to, {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])});
-  }
 };
 
-// ---- shared memory ---------------------------------------------------------
-struct Ring {
-  alignas(128) uint8 weight[kWarps][kStages][kPieceCodes + kPieceScales];
-  alignas(128) uint8 x[kGroups][2][kXBytes];
-  Barrier full[kWarps][kStages];  // the weight is copied
-};
-constexpr int kPitch = kRows + 4;  // no bank conflicts between lanes of a fragment
-struct Sums {
-  float rows[kGroups][kTileM][kPitch];
-};
-union Shared {
-  Ring ring;
-  Sums sums;  // once every warp is through
-};
+// ---- gemm/pieces -----------------------------------------------------------
+// A warp's pieces of the weight on their way into its ring, and the way of its sums out.
+// Where the pieces of a warp are in their tiles. A piece may lie in two of them, one below the other.
+template <class Piece, bool kHasTma> struct PieceLoads {
+  static constexpr int kWarpBlocks = Piece::kHeight, kBlockCodes = Piece::kBlockCodes;
+  static constexpr int kBlockScales = Piece::kBlockScales;
 
-static_assert(sizeof(Shared) == 102656, "the launch counts on it");
+  int   block;  // the first one, of a tile
+  int64 below;  // to the tile below; none is below the last
 
-// ---- loads -----------------------------------------------------------------
-// The pieces of the weight for a warp, in the order of its turns. A piece may lie in two tiles, one below the other.
-struct Weights {
-  const uint8* tile;  // with the first block of the next piece
-  int   block;        // of the tile
-  int64 below;        // to the tile below; none is below the last
-
-  __device__ __forceinline__ void load(uint8* to, Barrier* full, int lane) {
+  __device__ __forceinline__ void load(uint8* to, const uint8* tile, Barrier* full, int lane) const {
     if (!kHasTma || ptx::elect_one()) {
-      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, kPieceCodes + kPieceScales);
+      if constexpr (kHasTma) ptx::mbarrier_arrive_expect_tx(full, Piece::kBytes);
       if constexpr (kWarpBlocks == kBlocks) {  // scales lie behind the codes
-        copy(to, tile, kPieceCodes + kPieceScales, full, lane);
+        copy(to, tile, Piece::kBytes, full, lane);
       } else {
         const int here = kBlocks % kWarpBlocks == 0 ? kWarpBlocks : min(kWarpBlocks, kBlocks - block);
         copy_blocks(to, 0, tile, block, here, full, lane);
         if (here < kWarpBlocks) copy_blocks(to, here, tile + below, 0, kWarpBlocks - here, full, lane);
       }
     }
-    tile += kGroups * kTileBytes;
   }
 
  private:
   __device__ __forceinline__ static void copy_blocks(uint8* to, int at, const uint8* tile, int block, int count,
                                                      Barrier* full, int lane) {
     copy(to + at * kBlockCodes, tile + block * kBlockCodes, count * kBlockCodes, full, lane);
-    copy(to + kPieceCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
+    copy(to + Piece::kCodes + at * kBlockScales, tile + kCodeBytes + block * kBlockScales, count * kBlockScales, full,
          lane);
   }
   __device__ __forceinline__ static void copy(uint8* to, const uint8* from, int bytes, Barrier* full, int lane) {
@@ -747,6 +695,160 @@ struct Weights {
   }
 };
 
+// The sums of kCount groups of warps; the warps of a group have kHeight rows of the weight.
+template <class Piece, int kCount, int kHeight> struct GroupSums {
+  static constexpr int kPitch  = kHeight + 4;  // no bank conflicts between lanes of a fragment
+  static constexpr int kGroups = kCount, kGap = Piece::kRows * kPitch;
+
+  float rows[kGroups][Piece::kRows][kPitch];
+
+  // `first` is the warp's first row in the CTA.
+  __device__ __forceinline__ void store(const typename Piece::Accumulators& sums, int group, int first, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int b = 0; b < Piece::kHeight; ++b) {
+#pragma unroll
+      for (int n = 0; n < Piece::kColumns; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
+        }
+      }
+    }
+  }
+};
+
+// ---- gemm/group_sums -------------------------------------------------------
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
+}
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
+// ---- gemm/output -----------------------------------------------------------
+template <typename T> __device__ __forceinline__ uint32 add_pairs(uint32 a, uint32 b) {
+  return to_pair<T>(low<T>(a) + low<T>(b), high<T>(a) + high<T>(b));
+}
+
+template <typename Out, Format kFormat> struct Output {
+  const Out* bias;         // null: none
+  const float* row_scale;  // of MXFP4
+  float alpha;
+
+  // Four neighbours in a row of the output, from the sums of weight rows n to n + 3.
+  __device__ __forceinline__ void of_sums(float (&y)[4], int n, float4 sums) const {
+    y[0] = sums.x, y[1] = sums.y, y[2] = sums.z, y[3] = sums.w;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      y[i] *= kWeightUnit;
+      if constexpr (kFormat == Format::kMxfp4) y[i] *= ptx::ld_f32(row_scale + n + i);
+      y[i] *= alpha;
+    }
+    if (bias != nullptr) {
+      uint32 b[2];
+      ld_halves<4>(bias + n, b);
+      y[0] += low<Out>(b[0]), y[1] += high<Out>(b[0]), y[2] += low<Out>(b[1]), y[3] += high<Out>(b[1]);
+    }
+  }
+  // They are added to a residual after they were rounded.
+  __device__ __forceinline__ void store(Out* to, int n, float4 sums, bool adds, uint2 residual) const {
+    float y[4];
+    of_sums(y, n, sums);
+    uint2 pairs = {to_pair<Out>(y[0], y[1]), to_pair<Out>(y[2], y[3])};
+    if (adds) pairs = {add_pairs<Out>(pairs.x, residual.x), add_pairs<Out>(pairs.y, residual.y)};
+    st_halves<4>(to, {pairs.x, pairs.y});
+  }
+  // Four features, from the sums of their gates, weight rows n to n + 3, and of the rows 8 below.
+  __device__ __forceinline__ void store_gated(Out* to, int n, float4 gates, float4 ups) const {
+    float g[4], u[4];
+    of_sums(g, n, gates), of_sums(u, n + 8, ups);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) g[i] = silu(g[i]) * u[i];
+    st_halves<4>(to, {to_pair<Out>(g[0], g[1]), to_pair<Out>(g[2], g[3])});
+  }
+};
+
+// ---- spec ------------------------------------------------------------------
+using In  = bf16;
+using Out = bf16;
+constexpr Format kFormat  = Format::kNvfp4;
+constexpr int kTileM      = 8;
+constexpr int kXRows      = 8;  // for which there is room
+constexpr int kWarpBlocks = 1;  // of 16 rows
+constexpr int kRowWarps   = 1;
+constexpr int kGroups     = 16;
+constexpr int kStages     = 2;
+constexpr int kXStages    = 2;  // of chunks of x
+constexpr int kCtas       = 2;  // of an SM
+constexpr bool kGated     = false;  // rows are the gates of eight features, then their ups
+constexpr bool kHasTma      = true;
+constexpr bool kHasClusters = kHasTma;
+
+constexpr int kWarps        = kGroups * kRowWarps;
+constexpr int kThreads      = kWarps * kWarp;
+constexpr int kWarpRows     = kWarpBlocks * 16;
+constexpr int kRows         = kRowWarps * kWarpRows;
+constexpr int kGroupThreads = kRowWarps * kWarp;
+constexpr int kHalf         = kTileCols / 2;
+constexpr int kTurnRows     = kGroupThreads / 8;  // of half a chunk of x, which a group copies at once
+
+using Piece = WeightPiece<In, kFormat, kTileM, kWarpBlocks>;
+using Sums  = GroupSums<Piece, kGroups, kRows>;
+constexpr int kRoomBytes = kXRows * Piece::kRowBytes;
+
+// ---- shared memory ---------------------------------------------------------
+struct Ring {
+  alignas(128) uint8 weight[kWarps][kStages][Piece::kBytes];
+  alignas(128) uint8 x[kGroups][kXStages][kRoomBytes];
+  Barrier full[kWarps][kStages];  // the weight is copied
+};
+union Shared {
+  Ring ring;
+  Sums sums;  // once every warp is through
+};
+
+static_assert(sizeof(Shared) == 102656, "the launch counts on it");
+
+// ---- loads -----------------------------------------------------------------
 // The chunks of x for a group, in the order of its turns: what a thread copies of them, 16 bytes of each half of a row.
 struct Chunks {
   const In* x;
@@ -756,12 +858,12 @@ struct Chunks {
   __device__ __forceinline__ void load(uint32 to) {
     const In* from = x;
 #pragma unroll
-    for (int row = 0; row < kTileM; row += kTurnRows, from += step) {
+    for (int row = 0; row < kXRows; row += kTurnRows, from += step) {
       if (row >= rows) continue;  // nobody stores their sums
 #pragma unroll
       for (int i = 0; i < kTileCols; i += kHalf) {
         const uint32 at = row % 8 == 4 ? to ^ 64 : to;
-        ptx::copy_async_or_zero(at + row * kRowBytes + i * int(sizeof(In)), from + i, i < columns ? 16 : 0);
+        ptx::copy_async_or_zero(at + row * Piece::kRowBytes + i * int(sizeof(In)), from + i, i < columns ? 16 : 0);
       }
     }
     x += kGroups * kTileCols, columns -= kGroups * kTileCols;
@@ -776,39 +878,6 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
-// ---- sums over warps and CTAs ----------------------------------------------
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
-// `first` is the warp's first row in the CTA.
-__device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, int group, int first, int lane) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int b = 0; b < kWarpBlocks; ++b) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s.rows[group][8 * n + 2 * t + i % 2][first + 16 * b + i / 2 * 8 + g] = sums[b][n][i];
-      }
-    }
-  }
-}
-
-// ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
-  float4 sum = *reinterpret_cast<const float4*>(p);
-#pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
-  return sum;
-}
-// The same for the CTAs of a cluster; `p` is an address in this CTA.
-__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
-  float4 sum = ptx::ld_cluster(p, 0);
-  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
-  return sum;
-}
-
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const In* __restrict__ x,             // [m, k]
@@ -816,11 +885,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
     const float* __restrict__ row_scale,  // [round_up(n, 64)] of MXFP4, else null
     const float* __restrict__ alpha,      // [1]; null: 1
     const Out* __restrict__ bias,         // [n]; null: none
-    Out* __restrict__ out,                // [m, n]
+    const Out* __restrict__ residual,     // as out; null: none
+    Out* __restrict__ out,                // [m, n], or [m, n / 2] of gates
     int64 m,
     int64 n,                              // a multiple of 8
     int64 k,                              // a multiple of 32
     int64 x_stride,                       // elements, as all strides
+    int64 residual_stride,
     int64 out_stride
 ) {
   extern __shared__ __align__(128) uint8 dynamic[];
@@ -843,16 +914,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   const int turns = int(ceil_div(last - first - group, kGroups));
   const int row = first_row + warp_row, rows = min(int(m) - first_m, kTileM);
   const bool has_rows = row < n;  // the last CTA may have warps to spare
-  const int64 strip = int64(chunks) * kTileBytes;  // of tiles
-  Weights weights = {weight + row / kTileRows * strip + (first + group) * kTileBytes, row % kTileRows / 16,
-                     row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
+  const int64 strip = int64(chunks) * Piece::kTileBytes;  // of tiles
+  const uint8* tile = weight + row / kTileRows * strip + (first + group) * Piece::kTileBytes;  // of the next piece
+  const PieceLoads<Piece, kHasTma> pieces = {row % kTileRows / 16,
+                                             row / kTileRows * kTileRows + kTileRows < n ? strip : 0};
   const int x_row = place / 8, column = (first + group) * kTileCols + place % 8 * 8;
   Chunks chunk = {x + (first_m + x_row) * x_stride + column, kTurnRows * x_stride, min(rows, kTileM) - x_row,
                   int(k) - column};
-  uint8 (*const stages)[kPieceCodes + kPieceScales] = ring.weight[warp];
+  uint8 (*const stages)[Piece::kBytes] = ring.weight[warp];
   Barrier* const full = ring.full[warp];
+  const auto load = [&](int stage) {  // the next piece
+    pieces.load(stages[stage], tile, &full[stage], lane);
+    tile += kGroups * Piece::kTileBytes;
+  };
   const uint32 x_stages = ptx::shared_address(ring.x[group]);
-  const uint32 x_to     = x_stages + x_row * kRowBytes + (place % 8 ^ x_row % 8) * 16;
+  const uint32 x_to     = x_stages + x_row * Piece::kRowBytes + (place % 8 ^ x_row % 8) * 16;
 
   if constexpr (kHasTma) {
     if (lane == 0) {
@@ -864,57 +940,81 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtas) gemm_narrow(
   }
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (has_rows && i < turns) weights.load(stages[i], &full[i], lane);
+    if (has_rows && i < turns) load(i);
   }
   if constexpr (kHasPdl) {
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  if (turns > 0) chunk.load(x_to);
-  ptx::copy_async_commit();
-
-  Accumulators sums = {};
-  uint32 matrix[kColumns];  // in place of rows past the last, whose sums nobody stores, others
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
+  for (int i = 0; i < kXStages - 1; ++i) {
+    if (i < turns) chunk.load(x_to + i * kRoomBytes);
+    ptx::copy_async_commit();
+  }
+
+  if (has_rows && turns >= kStages) load(kStages - 1);
+  const float factor = alpha == nullptr ? 1.0f : ptx::ld_f32(alpha);
+  // Outputs of the thread, in quads: first the one that it has at all, whose residual is loaded now.
+  constexpr int kQuads = kRows / 4, kOutQuads = kGated ? kQuads / 2 : kQuads, kOuts = kXRows * kOutQuads;
+  const auto load_residual = [&](int i) {
+    const int column = i / kOutQuads, at_n = first_row + i % kOutQuads * 4;
+    if (residual == nullptr || i >= kOuts || column >= rows || at_n >= n) return make_uint2(0, 0);
+    return ptx::ld<uint2>(residual + (first_m + column) * residual_stride + at_n);
+  };
+  uint2 added = load_residual(thread * shares + share);
+
+  Piece::Accumulators sums = {};
+  uint32 matrix[Piece::kColumns];  // in place of rows past the last, whose sums nobody stores, others
+#pragma unroll
+  for (int n = 0; n < Piece::kColumns; ++n) {
     const int x_lane = min(8 * n + lane % 8, rows - 1);
-    matrix[n] = x_lane * kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
+    matrix[n] = x_lane * Piece::kRowBytes + (lane / 8 ^ x_lane % 8) * 16;
   }
   int    stage  = 0;
   uint32 parity = 0;
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    ptx::copy_async_wait_for<0>();
+    ptx::copy_async_wait_for<kXStages - 2>();
     group_sync(group);
     const int read = stage == 0 ? kStages - 1 : stage - 1;  // in the turn before
-    if (has_rows && turn + kStages - 1 < turns) weights.load(stages[read], &full[read], lane);
-    if (turn + 1 < turns) chunk.load(x_to + (turn + 1) % 2 * kXBytes);
+    if (has_rows && turn > 0 && turn + kStages - 1 < turns) load(read);
+    const int next_x = turn + kXStages - 1;
+    if (next_x < turns) chunk.load(x_to + next_x % kXStages * kRoomBytes);
     ptx::copy_async_commit();
     if (has_rows) {
       if constexpr (kHasTma) ptx::mbarrier_wait(&full[stage], parity);
-      multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % 2 * kXBytes, matrix, lane);
+      Piece::multiply(sums, ptx::shared_address(stages[stage]), x_stages + turn % kXStages * kRoomBytes, matrix, lane);
     }
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
   __syncthreads();  // the sums take the place of the ring
 
-  store_sums(s.sums, sums, group, warp_row, lane);
+  s.sums.store(sums, group, warp_row, lane);
   __syncthreads();
-  constexpr int kQuads = kRows / 4, kItems = kTileM * kQuads;
+  constexpr int kItems = kXRows * kQuads;
   if (kHasClusters && shares > 1) {
     for (int i = thread; i < kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
-  const Output output = {bias, row_scale, alpha == nullptr ? 1.0f : ptx::ld_f32(alpha)};
-  for (int i = thread * shares + share; i < kItems; i += kThreads * shares) {
-    const int column = i / kQuads, at = i % kQuads * 4, at_n = first_row + at;
+  const Output<Out, kFormat> output = {bias, row_scale, factor};
+  const auto sum = [&](const float* p) {
+    return kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups<Sums>(p);
+  };
+  for (int i = thread * shares + share; i < kOuts; i += kThreads * shares) {
+    const int column = i / kOutQuads, quad = i % kOutQuads;
+    const int at = kGated ? quad / 2 * 16 + quad % 2 * 4 : quad * 4, at_n = first_row + at;
     if (column >= rows || at_n >= n) continue;
     const float* p = &s.sums.rows[0][column][at];
-    const float4 v = kHasClusters && shares > 1 ? sum_cluster(p, shares) : sum_groups(p);
-    output.store(out + (first_m + column) * out_stride + at_n, at_n, v);
+    Out* const to = out + (first_m + column) * out_stride;
+    if constexpr (kGated) {
+      output.store_gated(to + first_row / 2 + quad * 4, at_n, sum(p), sum(p + 8));
+    } else {
+      output.store(to + at_n, at_n, sum(p), residual != nullptr, added);
+      added = load_residual(i + kThreads * shares);
+    }
   }
   if (kHasClusters && shares > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }

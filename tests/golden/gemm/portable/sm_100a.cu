@@ -445,6 +445,23 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
+// ---- gemm/group_sums -------------------------------------------------------
+__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+// Adds up four neighbouring sums of all groups of warps, kGap floats apart; `p` points to those of the first group.
+template <class Sums> __device__ __forceinline__ float4 sum_groups(const float* p) {
+  float4 sum = *reinterpret_cast<const float4*>(p);
+#pragma unroll
+  for (int i = 1; i < Sums::kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * Sums::kGap));
+  return sum;
+}
+// The same for the CTAs of a cluster; `p` is an address in this CTA.
+__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
+  float4 sum = ptx::ld_cluster(p, 0);
+  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
+  return sum;
+}
+
 // ---- partials/arch ---------------------------------------------------------
 // sm_100a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
@@ -810,6 +827,7 @@ struct Pipeline {
 };
 constexpr int kPitch = kTileN + 8;  // so that a fragment is stored without bank conflicts
 struct Sums {
+  static constexpr int kGroups = ::kGroups, kGap = kTileM * kPitch;
   float rows[kGroups][kTileM][kPitch];
 };
 union Shared {
@@ -820,8 +838,6 @@ union Shared {
 static_assert(sizeof(Shared) == 62208, "the launch counts on it");
 
 // ---- sums over warps and CTAs ----------------------------------------------
-__device__ __forceinline__ float4 add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
 // `row` and `column` are the warp's first.
 __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, uint32 group, int row, int column,
                                            uint32 lane) {
@@ -835,21 +851,6 @@ __device__ __forceinline__ void store_sums(Sums& s, const Accumulators& sums, ui
       *reinterpret_cast<float2*>(at + 8 * kPitch) = {sums[i][j][2], sums[i][j][3]};
     }
   }
-}
-
-// ---- gemm/group_sums -------------------------------------------------------
-// Adds up four neighbouring sums of all groups of warps; `p` points to those of the first group.
-__device__ __forceinline__ float4 sum_groups(const float* p) {
-  float4 sum = *reinterpret_cast<const float4*>(p);
-#pragma unroll
-  for (int i = 1; i < kGroups; ++i) sum = add(sum, *reinterpret_cast<const float4*>(p + i * (kTileM * kPitch)));
-  return sum;
-}
-// The same for the CTAs of a cluster; `p` is an address in this CTA.
-__device__ __forceinline__ float4 sum_cluster(const float* p, int ctas) {
-  float4 sum = ptx::ld_cluster(p, 0);
-  for (int i = 1; i < ctas; ++i) sum = add(sum, ptx::ld_cluster(p, i));
-  return sum;
 }
 
 // ---- kernel ----------------------------------------------------------------
@@ -922,7 +923,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
   if (is_shared) {
     for (uint32 i = thread; i < 2 * kItems; i += kThreads) {
       float* at = &s.sums.rows[0][i / kQuads][i % kQuads * 4];
-      *reinterpret_cast<float4*>(at) = sum_groups(at);
+      *reinterpret_cast<float4*>(at) = sum_groups<Sums>(at);
     }
     ptx::cluster_sync();
   }
@@ -934,7 +935,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) gemm_portable(
     uint32 pairs[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 v = is_shared ? sum_cluster(p + 4 * half, shares) : sum_groups(p + 4 * half);
+      const float4 v = is_shared ? sum_cluster(p + 4 * half, shares) : sum_groups<Sums>(p + 4 * half);
       pairs[2 * half]     = to_pair<Out>(v.x * Multiplier::kUnit * factor, v.y * Multiplier::kUnit * factor);
       pairs[2 * half + 1] = to_pair<Out>(v.z * Multiplier::kUnit * factor, v.w * Multiplier::kUnit * factor);
     }

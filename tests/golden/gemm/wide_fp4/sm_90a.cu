@@ -4,7 +4,8 @@
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
 // is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
 // the weight, and the transpose of a product is written to out. The weight is prepared; gemm/wide_fp4 takes one as the
-// quantizers leave it, and x from gemm/expand.
+// quantizers leave it, and x from gemm/expand. With kGated, rows of the weight are gates of features and their ups, and
+// out [m, n / 2] is silu(gate) * up.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
@@ -476,134 +477,6 @@ __device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
 }
 }  // namespace ptx
 
-// ---- partials/fence_proxy --------------------------------------------------
-namespace ptx {
-// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-}  // namespace ptx
-
-// ---- partials/named_barriers -----------------------------------------------
-// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
-// in whole warps.
-namespace ptx {
-__device__ __forceinline__ void barrier_arrive(int i, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-// Arrives, and waits for the others.
-__device__ __forceinline__ void barrier_sync(int i, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
-}
-}  // namespace ptx
-
-// ---- partials/warpgroup ----------------------------------------------------
-// Warpgroups: the order of their matrix products, and the number of their registers.
-namespace ptx {
-// To be called before the first product, and whenever registers of a product were written.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of products are complete.
-template <int kAllowed>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
-}
-
-// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
-template <int N> __device__ __forceinline__ void registers_fewer() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void registers_more() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
-__device__ __forceinline__ uint32 thread_index() {
-  uint32 i;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-  return i;
-}
-}  // namespace ptx
-
-// ---- partials/store_matrices -----------------------------------------------
-namespace ptx {
-// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
-// 8 i + c gives the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
-}
-}  // namespace ptx
-
-// ---- gemm/products ---------------------------------------------------------
-// The matrix product of warpgroups, and the copies around it.
-namespace ptx {
-// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
-// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
-__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
-// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
-// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
-// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
-// before a wait.
-__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 b;\n"
-               "  mov.b64 b, {%20, 0x40000040};\n"
-               "  setp.ne.b32 add, %21, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
-}
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
-
-// Copies `bytes` bytes, which count towards the barrier.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
-  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
-}
-// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
-__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
-                                              uint16 mask) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
-}
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
-__device__ __forceinline__ uint16 ld_16(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
-// barrier.
-__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-}  // namespace ptx
-
 // ---- partials/format -------------------------------------------------------
 enum class Format { kNvfp4, kMxfp4 };
 // Elements that share a scale.
@@ -691,114 +564,127 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In  = f16;
-using Out = bf16;
-constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 32;
-constexpr int kGroups      = 1;  // of 64 rows of the weight
-constexpr int kDepth       = 2;  // warpgroups of a group
-constexpr int kCluster     = 1;
-constexpr int kSplit       = 2;
-constexpr bool kDivided    = false;
-constexpr int kSlots       = 24;
-constexpr int kWeightSlots = 13;
-constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
-constexpr int kStepM       = kTileM;  // no other products
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
 
-constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
-constexpr int kConsumers = kTeams * 128;      // threads
-constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
-constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
-constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
-constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
-constexpr int kPartM   = kTileM / kParts;
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
 
-// ---- shared memory ---------------------------------------------------------
-constexpr int kTileN     = kGroups * kTileRows;
-constexpr int kHalf      = kTileCols / 2;
-constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kTileBytes = 5120;
-constexpr int kSums      = kTileM / 2;               // of a thread
-constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
+namespace ptx {
+// To be called before the first product, and whenever registers of a product were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of products are complete.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
 
-using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 
-template <bool kOwn> struct Results {
-  Part parts[kTeams][kParts];
-  __device__ __forceinline__ Part* of(uint32 team) { return parts[team]; }
-};
-template <> struct Results<false> {  // they take the place of sums
-  __device__ __forceinline__ Part* of(uint32) { return nullptr; }
-};
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+}  // namespace ptx
 
-struct alignas(1024) Shared : Results<kSharers == 1> {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   weight[kWeightSlots][kGroups][kTileBytes];
-  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
-};
-static_assert(sizeof(Shared) == 165888, "the launch counts on it");
-static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
-static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
-              "room for sums");
+// ---- gemm/products ---------------------------------------------------------
+// The matrix products of warpgroups, for the rows and the type that the spec names.
+namespace ptx {
+// The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
+// the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
+__device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address & 0x3FFFFu) >> 4 | 1u << 16; }
+// d = a b, or d += a b, of a 64 x 16 by a 16 x n matrix, where n is twice the size of d.
+// With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
+// / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
+// before a wait.
+__device__ __forceinline__ void wgmma(float (&d)[16], const uint32 (&a)[4], uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%20, 0x40000040};\n"
+               "  setp.ne.b32 add, %21, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+               "}, {%16, %17, %18, %19}, b, add, 1, 1, 0;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
+}
+}  // namespace ptx
 
-enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
+// ---- gemm/wide_copies ------------------------------------------------------
+// Copies around the products of warpgroups, and what CTAs tell each other.
+namespace ptx {
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
+}
 
-// ---- work ------------------------------------------------------------------
-struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
+// Copies `bytes` bytes, which count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+// Stores a box, as a group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-class Schedule {
- public:
-  uint32 tiles_m, tiles_n, steps;
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+}  // namespace ptx
 
-  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
-      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
-    if constexpr (kSharers > 1) {
-      const uint32 rank = kSplit == 1 ? 0 : ptx::cluster_rank();
-      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
-    } else {
-      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
-      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
-      begin_ = share_begin(id), end_ = share_begin(id + 1);
-    }
-  }
-  // The first step of a cluster's share, counted over all divided tiles
-  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
-    return divided_steps_ * cluster / ptx::clusters();
-  }
-  __device__ __forceinline__ bool take(Work& work) {
-    if (begin_ < end_) {
-      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
-      work = {tile, from - tile * steps, end_ - tile * steps};
-      end_ = from;
-      return true;
-    }
-    work = {next_, 0, steps};
-    next_ += ptx::clusters();
-    return work.tile < tiles_m * tiles_n;
-  }
-  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
-  __device__ __forceinline__ uint2 place(uint32 tile) const {
-    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
-    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
-    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
-    return {(band * kBandM + inside % high) * kTileM, row};
-  }
-
- private:
-  uint64 divided_steps_;
-  uint32 next_, begin_, end_;
-};
-
-// ---- weight ----------------------------------------------------------------
 // ---- gemm/wide_place -------------------------------------------------------
 // What a consumer holds of its tile, and where its 64 rows of the weight are.
-using Sums = float[kSums];
 using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
 
 struct Affine { float scale, bias; };  // of a row of the weight
@@ -807,6 +693,280 @@ struct Affine { float scale, bias; };  // of a row of the weight
 struct Place {
   uint32 warp, lane, row;
   int32  columns;
+};
+
+// ---- gemm/wide_mainloop ----------------------------------------------------
+// Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
+// Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
+template <class Shared, class Weight, int kTileM, int kStepM, int kDepth, int kCluster> struct Consumer {
+  static constexpr int kSlots = sizeof(Shared::full) / sizeof(Barrier);
+  static constexpr int kWeightSlots = sizeof(Shared::weight_full) / sizeof(Barrier);
+  using Sums = float[kTileM / 2];
+
+  Shared& shared;
+  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
+  Place   place;
+  Ring<kSlots>       ring;
+  Ring<kWeightSlots> weight_ring;
+  uint32 rows;  // of x, up to kTileM
+
+  // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
+  template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
+    const uint32 slot = weight_ring.slot;
+    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
+    Weight::decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
+  }
+  // To be called after the fragments were used: only then are the loads complete for sure.
+  __device__ __forceinline__ void release_weight() {
+    __syncwarp();
+    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
+    weight_ring.advance();
+    place.columns -= kTileCols;
+  }
+  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
+  // of a product, so that the compiler knows which registers are in flight.
+  template <int kRows = kStepM>
+  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
+    if constexpr (kRows < kTileM)
+      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
+    const uint32 slot = ring.slot + half;
+    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
+    start_product(sums, a, ptx::wgmma_tile(ptx::shared_address(shared.x[slot])), add);
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) ring.advance();
+  }
+  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
+  template <int kBack> __device__ __forceinline__ void release_x() {
+    constexpr int kDistance = kBack * kDepth;
+    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
+    if constexpr (kCluster == 1) {
+      if (place.lane == 0) ptx::mbarrier_arrive(b);
+    } else {
+      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
+    }
+  }
+  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
+  // other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
+    Fragments a, b;
+    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
+    decode_next<0>(a);
+    for (uint32 done = 0;;) {
+      multiply(sums, a, done > 0);
+      if constexpr (kDepth == 2) release_weight();
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release_x<2>();
+      if (++done == products) break;
+      decode_next<1>(b);
+      multiply(sums, b, true);
+      release_weight();
+      ptx::wgmma_wait<1>();  // a is free
+      release_x<2>();
+      if (++done == products) break;
+      decode_next<0>(a);
+    }
+    ptx::wgmma_wait<0>();
+    release_x<1>();
+    if (kDepth == 1 && products % 2 == 1) release_weight();
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
+  }
+};
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/wide_results -----------------------------------------------------
+// How the sums in the registers of a warpgroup become rows of `out` in shared memory, and how those who have sums of
+// the same elements add them up: warpgroups and CTAs of one tile through shared memory, clusters through the workspace.
+
+// Sums are exchanged in the order in which the threads hold them: of 8 rows of x, four sums of the first thread, four
+// of the next, and so on.
+template <int kSums> __device__ __forceinline__ float4 four(const float (&sums)[kSums], int i) {
+  return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+}
+template <int kSums> __device__ __forceinline__ void add(float (&sums)[kSums], int i, float4 v) {
+  sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+}
+
+// The results of a warpgroup: kTileM rows of x in kParts parts. kGroups groups of kDepth warpgroups in each of kSplit
+// CTAs have sums of the same tile.
+template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSplit, bool kGated> struct WideResults {
+  static constexpr int kPartM   = kTileM / kParts;
+  static constexpr int kSharers = kSplit * kDepth;  // warpgroups with sums of the same elements
+  using Sums = float[kTileM / 2];
+
+  // Writes part kPart of the features of a warpgroup, half as many as rows, to rows of 64 bytes, in the 64-byte swizzle
+  // of the copy that stores them. A thread has the gate of a feature in row g and its up in row g + 8.
+  template <int kPart>
+  static __device__ __forceinline__ void stage_gated(uint32 to, const Sums& sums, uint32 thread, Affine gates,
+                                                     Affine ups) {
+    constexpr int kMatrices = kPartM < 32 ? kPartM / 8 : 4;  // of 8 features by 8 rows of x
+    const uint32 row = thread % 32 % (8 * kMatrices);
+    to += row * 64 + (thread / 32 ^ row / 2 % 4) * 16;
+#pragma unroll
+    for (int i = 0; i < kPartM; i += 8 * kMatrices, to += kMatrices * 512) {
+      const float* d = sums + (kPart * kPartM + i) / 2;
+      uint32 pairs[kMatrices];
+#pragma unroll
+      for (int j = 0; j < kMatrices; ++j) {
+        const float g[2] = {fmaf(d[4 * j], gates.scale, gates.bias), fmaf(d[4 * j + 1], gates.scale, gates.bias)};
+        const float u[2] = {fmaf(d[4 * j + 2], ups.scale, ups.bias), fmaf(d[4 * j + 3], ups.scale, ups.bias)};
+        pairs[j] = to_pair<Out>(silu(g[0]) * u[0], silu(g[1]) * u[1]);
+      }
+      ptx::store_matrices(to, pairs);
+    }
+  }
+
+  // Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
+  template <int kPart>
+  static __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper,
+                                               Affine lower) {
+    if constexpr (kGated) return stage_gated<kPart>(to, sums, thread, upper, lower);
+    constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
+    to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
+#pragma unroll
+    for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
+      const float* d = sums + (kPart * kPartM + i) / 2;
+      uint32 pairs[kMatrices];
+#pragma unroll
+      for (int j = 0; j < kMatrices; ++j) {
+        const Affine of = j % 2 ? lower : upper;
+        pairs[j] = to_pair<Out>(fmaf(d[2 * j], of.scale, of.bias), fmaf(d[2 * j + 1], of.scale, of.bias));
+      }
+      ptx::store_matrices(to, pairs);
+    }
+  }
+
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
+  template <int kPart>
+  static __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums,
+                                                     uint32 thread, Affine upper, Affine lower) {
+    constexpr int kTeamSums = kTileM * 64;
+    if (part == kPart) {
+#pragma unroll
+      for (int other = 1; other < kSharers; ++other) {
+        const int sharer = (kPart + other) % kSharers;
+#pragma unroll
+        for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
+          const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums) + i * 512;
+          if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
+          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+        }
+      }
+      return stage<kPart>(to, sums, thread, upper, lower);
+    }
+    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+  }
+};
+
+// What the product is added to, after it was rounded; null: nothing.
+template <typename Out, int kPartM> struct Residual {
+  const Out* rows;
+  int64 stride, m, n;
+
+  // To rows of 128 bytes as stage() writes them, for the part of out that begins at (row, col).
+  __device__ __forceinline__ void add(uint32 to, uint32 row, uint32 col, uint32 thread) const {
+    for (uint32 i = thread; i < kPartM * 8; i += 128) {
+      const uint32 inside = i / 8, chunk = i % 8, at = to + swizzle_128(inside, chunk);
+      if (row + inside >= m || col + chunk * 8 >= n) continue;
+      const uint4 y = ptx::ld_shared(at), r = ptx::ld<uint4>(rows + (row + inside) * stride + col + chunk * 8);
+      const auto sum = [](uint32 a, uint32 b) {
+        return to_pair<Out>(low<Out>(a) + low<Out>(b), high<Out>(a) + high<Out>(b));
+      };
+      ptx::st_shared(at, make_uint4(sum(y.x, r.x), sum(y.y, r.y), sum(y.z, r.z), sum(y.w, r.w)));
+    }
+  }
+};
+
+// What clusters leave for each other in the workspace: for each warpgroup a word, which says that its sums are
+// complete, and, kWordsBytes behind the first word, the sums. A workspace need not be cleared: no memory holds kReady
+// by chance, and the reader clears the word. `barrier` is the named barrier of the warpgroup.
+constexpr uint64 kReady = 0x9E3779B97F4A7C15u;
+
+template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange {
+ public:
+  using Sums = float[kTileM / 2];
+
+  __device__ __forceinline__ Exchange(uint8* workspace, uint32 team, uint32 thread)
+      : word_(reinterpret_cast<uint64*>(workspace) + blockIdx.x * kTeams + team),
+        sums_(reinterpret_cast<float4*>(workspace + kWordsBytes) +
+              uint64(blockIdx.x * kTeams + team) * (kTileM * 16) + thread) {}
+  __device__ __forceinline__ void leave(const Sums& sums, int barrier, uint32 thread) const {
+#pragma unroll
+    for (int i = 0; i < kTileM / 8; ++i) __stcg(sums_ + i * 128, four(sums, i));
+    __threadfence();
+    ptx::barrier_sync(barrier, 128);
+    if (thread == 0) ptx::st_release(word_, kReady);
+  }
+  // Adds the sums of the cluster `back` places before this one.
+  __device__ __forceinline__ void collect(Sums& sums, uint32 back, int barrier, uint32 thread) const {
+    uint64* const word = word_ - back * (kCluster * kTeams);
+    const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTileM * 16);
+    while (ptx::ld_acquire(word) != kReady) {}
+#pragma unroll
+    for (int i = 0; i < kTileM / 8; ++i) add(sums, i, __ldcg(from + i * 128));
+    ptx::barrier_sync(barrier, 128);
+    if (thread == 0) *word = 0;
+  }
+
+ private:
+  uint64* word_;
+  float4* sums_;
 };
 
 // ---- partials/bf16x2 -------------------------------------------------------
@@ -902,10 +1062,6 @@ template <> __device__ __forceinline__ uint32 unpack_scales<bf16>(uint32 two) {
 // The weight as the quantizers leave it. A tile in shared memory has 64 bytes of codes for each row, in the 64-byte
 // swizzle of the copy, and then the scales of the 128 rows among which its 64 rows are, in the order of memory.
 // gemm/expand, which runs before, lets this kernel begin when what lay before both is complete, the weight too.
-constexpr int kScaleTiles = kFormat == Format::kNvfp4 ? 2 : 1;  // of 128 rows by 4 columns
-constexpr int kScaleBytes = 512;  // of such a tile
-static_assert(kTileBytes == kCodeBytes + kScaleTiles * kScaleBytes, "the launch counts on it");
-
 namespace ptx {
 __device__ __forceinline__ uint32 ld_shared_1(uint32 p) {
   uint32 v;
@@ -914,11 +1070,16 @@ __device__ __forceinline__ uint32 ld_shared_1(uint32 p) {
 }
 }  // namespace ptx
 
-struct Weight {
+template <typename In, Format kFormat> struct PackedWeight {
+  static constexpr int kScaleTiles = kFormat == Format::kNvfp4 ? 2 : 1;  // of 128 rows by 4 columns
+  static constexpr int kScaleBytes = 512;  // of such a tile
+  static constexpr int kTileBytes  = kCodeBytes + kScaleTiles * kScaleBytes;
+
   const TensorMap& codes;
   const TensorMap& scales;  // a row has 128 rows of scales, as words of 8 bytes
 
   // Starts the copies of a step. Beyond the weight, codes are zero.
+  template <int kGroups>
   __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32,
                                        Barrier* full) const {
 #pragma unroll
@@ -930,33 +1091,140 @@ struct Weight {
   __device__ __forceinline__ Affine affine(int64, float alpha) const {
     return {alpha * (kCodesUnit<In> * kCodesUnit<In>), 0.0f};
   }
-};
 
-// Half `half` of the columns of a tile; each warp has 16 of its rows, and each lane a block of rows g and g + 8.
-__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-  const uint32 g = place.lane / 4, t = place.lane % 4;
-  const uint32 codes  = tile + place.warp * 1024 + g * 64 + ((t / 2 * 2 + half) ^ g / 2) * 16 + t % 2 * 8;
-  const uint32 column = kFormat == Format::kNvfp4 ? t / 2 * kScaleBytes + t % 2 + half * 2 : t / 2 * 2 + half;
-  const uint32 scales = tile + kCodeBytes + (place.warp % 2 * 16 + g) * 16 +
-                        (place.row / kTileRows % 2 * 2 + place.warp / 2) * 4 + column;
-  const uint2 upper = ptx::ld_shared_8(codes), lower = ptx::ld_shared_8(codes + 8 * 64);
-  uint32 two = ptx::ld_shared_1(scales) | ptx::ld_shared_1(scales + 8 * 16) << 8;
-  if (int32(t / 2 * 64 + t % 2 * 16 + half * 32) >= place.columns) two = 0;  // beyond the last column it may be NaN
-  const uint32 of_both = unpack_scales<In>(two);
+  // Half `half` of the columns of a tile; each warp has 16 of its rows, and each lane a block of rows g and g + 8.
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    const uint32 g = place.lane / 4, t = place.lane % 4;
+    const uint32 codes  = tile + place.warp * 1024 + g * 64 + ((t / 2 * 2 + half) ^ g / 2) * 16 + t % 2 * 8;
+    const uint32 column = kFormat == Format::kNvfp4 ? t / 2 * kScaleBytes + t % 2 + half * 2 : t / 2 * 2 + half;
+    const uint32 scales = tile + kCodeBytes + (place.warp % 2 * 16 + g) * 16 +
+                          (place.row / kTileRows % 2 * 2 + place.warp / 2) * 4 + column;
+    const uint2 upper = ptx::ld_shared_8(codes), lower = ptx::ld_shared_8(codes + 8 * 64);
+    uint32 two = ptx::ld_shared_1(scales) | ptx::ld_shared_1(scales + 8 * 16) << 8;
+    if (int32(t / 2 * 64 + t % 2 * 16 + half * 32) >= place.columns) two = 0;  // beyond the last column it may be NaN
+    const uint32 of_both = unpack_scales<In>(two);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32 u[4], l[4];
-    unpack_codes<In>(u, i == 0 ? upper.x : upper.y);
-    unpack_codes<In>(l, i == 0 ? lower.x : lower.y);
+    for (int i = 0; i < 2; ++i) {
+      uint32 u[4], l[4];
+      unpack_codes<In>(u, i == 0 ? upper.x : upper.y);
+      unpack_codes<In>(l, i == 0 ? lower.x : lower.y);
 #pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      uint32 first[2] = {u[j], u[j + 1]}, second[2] = {l[j], l[j + 1]};
-      mul_pairs<In>(first, second, of_both);
-      uint32 (&to)[4] = a[2 * i + j / 2];
-      to[0] = first[0], to[1] = second[0], to[2] = first[1], to[3] = second[1];
+      for (int j = 0; j < 4; j += 2) {
+        uint32 first[2] = {u[j], u[j + 1]}, second[2] = {l[j], l[j + 1]};
+        mul_pairs<In>(first, second, of_both);
+        uint32 (&to)[4] = a[2 * i + j / 2];
+        to[0] = first[0], to[1] = second[0], to[2] = first[1], to[3] = second[1];
+      }
     }
   }
-}
+};
+
+// ---- spec ------------------------------------------------------------------
+using In  = f16;
+using Out = bf16;
+constexpr Format kFormat   = Format::kNvfp4;
+constexpr int kTileM       = 32;
+constexpr int kGroups      = 1;  // of 64 rows of the weight
+constexpr int kDepth       = 2;  // warpgroups of a group
+constexpr int kCluster     = 1;
+constexpr int kSplit       = 2;
+constexpr bool kDivided    = false;
+constexpr int kSlots       = 24;
+constexpr int kWeightSlots = 13;
+constexpr bool kGated      = false;  // rows of the weight are gates and ups
+constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
+constexpr int kStepM       = kTileM;  // no other products
+
+constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
+constexpr int kConsumers = kTeams * 128;      // threads
+constexpr int kThreads   = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
+constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
+constexpr int kParts   = 4;       // of the rows of x, after the sharers have added up
+constexpr int kPartM   = kTileM / kParts;
+
+using Weight = PackedWeight<In, kFormat>;
+using Results = WideResults<Out, kTileM, kParts, kGroups, kDepth, kSplit, kGated>;
+
+// ---- shared memory ---------------------------------------------------------
+constexpr int kTileN     = kGroups * kTileRows;
+constexpr int kHalf      = kTileCols / 2;
+constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
+constexpr int kTileBytes = Weight::kTileBytes;
+constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
+
+using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
+
+template <bool kOwn> struct ResultParts {
+  Part parts[kTeams][kParts];
+  __device__ __forceinline__ Part* of(uint32 team) { return parts[team]; }
+};
+template <> struct ResultParts<false> {  // they take the place of sums
+  __device__ __forceinline__ Part* of(uint32) { return nullptr; }
+};
+
+struct alignas(1024) Shared : ResultParts<kSharers == 1> {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   x[kSlots][kTileM * kHalf * 2];
+  uint8   weight[kWeightSlots][kGroups][kTileBytes];
+  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+};
+static_assert(sizeof(Shared) == 165888, "the launch counts on it");
+static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
+static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
+              "room for sums");
+
+enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
+
+// ---- work ------------------------------------------------------------------
+struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
+
+class Schedule {
+ public:
+  uint32 tiles_m, tiles_n, steps;
+
+  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
+      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
+    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
+    if constexpr (kSharers > 1) {
+      const uint32 rank = kSplit == 1 ? 0 : ptx::cluster_rank();
+      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
+    } else {
+      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+      begin_ = share_begin(id), end_ = share_begin(id + 1);
+    }
+  }
+  // The first step of a cluster's share, counted over all divided tiles
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
+  __device__ __forceinline__ bool take(Work& work) {
+    if (begin_ < end_) {
+      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
+      work = {tile, from - tile * steps, end_ - tile * steps};
+      end_ = from;
+      return true;
+    }
+    work = {next_, 0, steps};
+    next_ += ptx::clusters();
+    return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
+  __device__ __forceinline__ uint2 place(uint32 tile) const {
+    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
+    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
+    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
+    return {(band * kBandM + inside % high) * kTileM, row};
+  }
+
+ private:
+  uint64 divided_steps_;
+  uint32 next_, begin_, end_;
+};
 
 // ---- producers -------------------------------------------------------------
 __device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
@@ -987,178 +1255,6 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
   }
 }
 
-// ---- gemm/wide_mainloop ----------------------------------------------------
-// Products of one thread of a consumer warpgroup. Rings of x have slots of half a step, rings of the weight of a step.
-// Of each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
-struct Consumer {
-  Shared& shared;
-  uint32  group, half;  // the half that it takes of each step, with a kDepth of 2
-  Place   place;
-  Ring<kSlots>       ring;
-  Ring<kWeightSlots> weight_ring;
-  uint32 rows;  // of x, up to kTileM
-
-  // Decodes the next half step: half kNext of a step where the warpgroup takes both, else its own half.
-  template <int kNext> __device__ __forceinline__ void decode_next(Fragments& a) {
-    const uint32 slot = weight_ring.slot;
-    if (kDepth == 2 || kNext == 0) ptx::mbarrier_wait(&shared.weight_full[slot], weight_ring.parity);
-    decode(a, ptx::shared_address(shared.weight[slot][group]), kDepth == 2 ? half : kNext, place);
-  }
-  // To be called after the fragments were used: only then are the loads complete for sure.
-  __device__ __forceinline__ void release_weight() {
-    __syncwarp();
-    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
-    weight_ring.advance();
-    place.columns -= kTileCols;
-  }
-  // Starts a product by the first rows of x, as many as there are, rounded up to a multiple of kStepM. A branch has all
-  // of a product, so that the compiler knows which registers are in flight.
-  template <int kRows = kStepM>
-  __device__ __forceinline__ void start_product(Sums& sums, const Fragments& a, uint32 x, bool add) {
-    if constexpr (kRows < kTileM)
-      if (rows > kRows) return start_product<kRows + kStepM>(sums, a, x, add);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      ptx::wgmma(reinterpret_cast<float (&)[kRows / 2]>(sums), a[i], x + 2 * i, add || i > 0);
-    ptx::wgmma_commit();
-  }
-  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
-    const uint32 slot = ring.slot + half;
-    ptx::mbarrier_wait(&shared.full[slot], ring.parity);
-    start_product(sums, a, ptx::wgmma_tile(ptx::shared_address(shared.x[slot])), add);
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i) ring.advance();
-  }
-  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
-  template <int kBack> __device__ __forceinline__ void release_x() {
-    constexpr int kDistance = kBack * kDepth;
-    Barrier* b = &shared.empty[(ring.slot >= kDistance ? ring.slot : ring.slot + kSlots) - kDistance + half];
-    if constexpr (kCluster == 1) {
-      if (place.lane == 0) ptx::mbarrier_arrive(b);
-    } else {
-      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
-    }
-  }
-  // `products` half steps, or steps with a kDepth of 2. Two sets of fragments: while the tensor cores read one, the
-  // other is filled.
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 products) {
-    Fragments a, b;
-    if (kTileM == 256 && kDepth == 1 && group > 0) {  // half a step apart, they decode in turn
-      Ring<kSlots> second = ring;
-      second.advance();
-      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
-    }
-    decode_next<0>(a);
-    for (uint32 done = 0;;) {
-      multiply(sums, a, done > 0);
-      if constexpr (kDepth == 2) release_weight();
-      ptx::wgmma_wait<1>();  // b is free
-      if (done > 0) release_x<2>();
-      if (++done == products) break;
-      decode_next<1>(b);
-      multiply(sums, b, true);
-      release_weight();
-      ptx::wgmma_wait<1>();  // a is free
-      release_x<2>();
-      if (++done == products) break;
-      decode_next<0>(a);
-    }
-    ptx::wgmma_wait<0>();
-    release_x<1>();
-    if (kDepth == 1 && products % 2 == 1) release_weight();
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
-  }
-};
-
-// ---- gemm/wide_results -----------------------------------------------------
-// How the sums in the registers of a warpgroup become rows of `out` in shared memory, and how those who have sums of
-// the same elements add them up: warpgroups and CTAs of one tile through shared memory, clusters through the workspace.
-
-// Sums are exchanged in the order in which the threads hold them: of 8 rows of x, four sums of the first thread, four
-// of the next, and so on.
-constexpr int kEights = kTileM / 8;
-
-__device__ __forceinline__ float4 four(const Sums& sums, int i) {
-  return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
-}
-__device__ __forceinline__ void add(Sums& sums, int i, float4 v) {
-  sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
-}
-
-// Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
-template <int kPart>
-__device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper, Affine lower) {
-  constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
-  to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
-#pragma unroll
-  for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
-    const float* d = sums + (kPart * kPartM + i) / 2;
-    uint32 pairs[kMatrices];
-#pragma unroll
-    for (int j = 0; j < kMatrices; ++j) {
-      const Affine of = j % 2 ? lower : upper;
-      pairs[j] = to_pair<Out>(fmaf(d[2 * j], of.scale, of.bias), fmaf(d[2 * j + 1], of.scale, of.bias));
-    }
-    ptx::store_matrices(to, pairs);
-  }
-}
-
-// The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
-template <int kPart>
-__device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 thread,
-                                            Affine upper, Affine lower) {
-  if (part == kPart) {
-#pragma unroll
-    for (int other = 1; other < kSharers; ++other) {
-      const int sharer = (kPart + other) % kSharers;
-#pragma unroll
-      for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
-        const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums / 4) + i * 512;
-        if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
-        if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
-      }
-    }
-    return stage<kPart>(to, sums, thread, upper, lower);
-  }
-  if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
-}
-
-// What clusters leave for each other in the workspace: for each warpgroup a word, which says that its sums are
-// complete, and the sums. A workspace need not be cleared: no memory holds kReady by chance, and the reader clears the
-// word.
-constexpr uint64 kReady = 0x9E3779B97F4A7C15u;
-
-class Exchange {
- public:
-  __device__ __forceinline__ Exchange(uint8* workspace, uint32 team, uint32 thread)
-      : word_(reinterpret_cast<uint64*>(workspace) + blockIdx.x * kTeams + team),
-        sums_(reinterpret_cast<float4*>(workspace + 16384) +
-              uint64(blockIdx.x * kTeams + team) * (kTeamSums / 16) + thread) {}
-  __device__ __forceinline__ void leave(const Sums& sums, uint32 team, uint32 thread) const {
-#pragma unroll
-    for (int i = 0; i < kEights; ++i) __stcg(sums_ + i * 128, four(sums, i));
-    __threadfence();
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    if (thread == 0) ptx::st_release(word_, kReady);
-  }
-  // Adds the sums of the cluster `back` places before this one.
-  __device__ __forceinline__ void collect(Sums& sums, uint32 back, uint32 team, uint32 thread) const {
-    uint64* const word = word_ - back * (kCluster * kTeams);
-    const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTeamSums / 16);
-    while (ptx::ld_acquire(word) != kReady) {}
-#pragma unroll
-    for (int i = 0; i < kEights; ++i) add(sums, i, __ldcg(from + i * 128));
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    if (thread == 0) *word = 0;
-  }
-
- private:
-  uint64* word_;
-  float4* sums_;
-};
-
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
     const __grid_constant__ TensorMap x,              // [m, round_up(k, 128)], boxes [kCopyM, kHalf]
@@ -1177,6 +1273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
   const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
 
   const Weight given{weight, weight_scales};
+  const Residual<Out, kPartM> added{nullptr, 0, m, n};
 
   // Each producer prepares its barriers and starts; consumers wait for both.
   const bool produces = team == kTeams;
@@ -1217,7 +1314,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
     const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
     const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer consumer{shared, group, half, {warp, lane}, {}, {}};
+    Consumer<Shared, Weight, kTileM, kStepM, kDepth, kCluster> consumer{shared, group, half, {warp, lane}, {}, {}};
 
     for (Work work; schedule.take(work);) {
       const uint2  at  = schedule.place(work.tile);
@@ -1225,47 +1322,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp4(
       const int64  row = col + warp * 16 + lane / 4;
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
       consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
-      Sums sums;
+      Results::Sums sums;
       consumer.accumulate(sums, (work.end - work.begin) * (2 / kDepth));
       const uint32 thread = ptx::thread_index() % 128;
       const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
+        if (!kGated && added.rows != nullptr) {
+          ptx::barrier_sync(kTeamBarrier + team, 128);
+          added.add(ptx::shared_address(rows), at.x + number * kPartM, col, thread);
+        }
         ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
+        if (thread == 0 && col < n) ptx::tma_store(out, kGated ? col / 2 : col, at.x + number * kPartM, rows);
       };
       if constexpr (kSharers > 1) {
         float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
         ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
 #pragma unroll
-        for (int i = 0; i < kEights; ++i) {
+        for (int i = 0; i < kTileM / 8; ++i) {
           if (i / (kPartM / 8) == part) continue;  // it adds these up itself
           *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
         }
         if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
         if constexpr (kSplit > 1) ptx::cluster_sync();
         uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
-        stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        Results::stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
         if (part < kParts) store(rows, part);
         break;  // they have one tile
       } else {
         if constexpr (kDivided) {
-          const Exchange exchange(workspace, team, thread);
+          const Exchange<kTileM, kTeams, kCluster, 16384> exchange(workspace, team, thread);
           if (work.end < schedule.steps) {
-            exchange.leave(sums, team, thread);
+            exchange.leave(sums, kTeamBarrier + team, thread);
             continue;
           }
           const uint32 first = work.tile * schedule.steps;
           for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, team, thread);
+            exchange.collect(sums, back, kTeamBarrier + team, thread);
             begin = schedule.share_begin(ptx::cluster_id() - back);
           }
         }
         Part* const rows = shared.of(team);
         if (thread == 0) ptx::tma_store_wait();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
+        Results::stage<0>(ptx::shared_address(rows[0]), sums, thread, upper, lower);
         store(rows[0], 0);
-        stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
+        Results::stage<1>(ptx::shared_address(rows[1]), sums, thread, upper, lower);
         store(rows[1], 1);
       }
     }

@@ -499,7 +499,7 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
   }
 }
 
-// ---- partials/silu ---------------------------------------------------------
+// ---- partials/silu_of ------------------------------------------------------
 // v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
 // relative error of up to 2^-22 + |v| * 2^-23.
 constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
@@ -520,6 +520,7 @@ __device__ __forceinline__ float silu(float v) {
   return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
 }
 
+// ---- partials/silu ---------------------------------------------------------
 // round(silu(gate) * up)
 template <typename In>
 __device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {

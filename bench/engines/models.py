@@ -1,0 +1,216 @@
+"""Models for vLLM without a checkpoint: configurations, weights that are seeded by name, and engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "hidden_act": "silu",
+    "attention_bias": True,
+}
+MODELS = {
+    "llama-3.1-8b": LLAMA,
+    "qwen3-30b-a3b": QWEN3_MOE,
+    "gpt-oss-20b": GPT_OSS,
+    "gpt-oss-120b": GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+}
+_STD = 0.02  # of weights
+_ENCODE = 190.0  # makes the standard deviation of NVFP4 codes that of the weights
+_EXPONENTS = (119, 122)  # of UE8M0: likewise for MXFP4 codes
+_CAPTURED = (1, 8, 64)  # batches that have a CUDA graph
+
+
+class Variant(NamedTuple):
+    """What runs where."""
+
+    quantized: bool = True
+    plugin: bool = False
+    backend: str | None = None
+    cache: str = "auto"
+    norms: bool = False
+    rounds: bool = False
+
+
+VARIANTS = {
+    "bf16": Variant(quantized=False),
+    "own": Variant(),
+    "own-rounded": Variant(rounds=True),
+    "plugin": Variant(plugin=True),
+    "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
+    "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
+    "plugin-norms": Variant(plugin=True, norms=True),
+    "plugin-kv-norms": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", norms=True),
+}
+"""``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
+weights in jitfp4's kernels; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache;
+``-norms``: and its norms."""
+
+
+def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
+    """The model's ``config.json``: gpt-oss has experts in MXFP4, others linear layers and experts in NVFP4."""
+    config = COMMON | MODELS[model]
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+    if config["model_type"] == "gpt_oss":
+        config["layer_types"] = ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        quantization: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    else:
+        form = "nvfp4-pack-quantized"
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        weights |= {"symmetric": True, "dynamic": False}
+        group = {"targets": ["Linear"], "format": form, "weights": weights, "input_activations": None}
+        quantization = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        quantization |= {"ignore": ["lm_head", "re:.*mlp[.]gate$"], "config_groups": {"group_0": group}}
+    return config | ({"quantization_config": quantization} if variant.quantized else {})
+
+
+def set_environment() -> None:
+    """What vLLM reads from the environment before it is imported: offline, in one process."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_DEEP_GEMM": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+
+
+def seed(model: Any) -> None:
+    """Fill the parameters of a model that vLLM made, each by its name: FP4 ones are uniform codes."""
+    import torch
+
+    for name, tensor in model.state_dict().items():
+        made = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
+        if tensor.dtype == torch.uint8:
+            tensor.random_(*(_EXPONENTS if name.endswith("weight_scale") else (0, 256)), generator=made)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            for part in tensor if tensor.dim() == 3 else (tensor,):  # experts one by one: float32 takes four times more
+                part.copy_(torch.rand(part.shape, device=part.device, generator=made).mul_(1.5).add_(0.5))
+        elif "global_scale" in name:
+            tensor.fill_(_ENCODE)
+        elif "norm" in name:
+            tensor.fill_(1.0)
+        elif name.endswith(("bias", "sinks")):
+            tensor.zero_()
+        elif tensor.dim() >= 2 and "weight" in name:
+            tensor.normal_(0, _STD, generator=made)
+
+
+def register_loader() -> None:
+    """Name the loader of seeded weights: the same tensors for each engine, with the spread of a trained model's."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("seeded")
+    class Seeded(DummyModelLoader):
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            del model_config
+            seed(model)
+
+
+def engine_of(model: str, name: str, layers: int | None, context: int, **changes: Any) -> tuple[Any, float]:
+    """vLLM with a model, and the seconds until it was ready. Decode steps are CUDA graphs, nothing is compiled."""
+    variant = VARIANTS[name]
+    os.environ["VLLM_PLUGINS"] = "jitfp4" if variant.plugin else ""
+    from vllm import LLM
+
+    register_loader()
+    folder = Path(tempfile.mkdtemp(prefix="model_"))
+    (folder / "config.json").write_text(json.dumps(config_of(model, variant, layers)))
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(_CAPTURED)}
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "seeded",
+        "dtype": "bfloat16",
+        "max_model_len": max(2048, context + 512),
+        "gpu_memory_utilization": 0.85,
+        "max_num_seqs": 64,
+        "enable_prefix_caching": context > 2048,  # prompts are then read once
+        "seed": 0,
+        "kv_cache_dtype": variant.cache,
+        "compilation_config": graphs,
+    }
+    if variant.backend is not None:
+        arguments["attention_config"] = {"backend": variant.backend}
+    if variant.norms:
+        arguments["ir_op_priority"] = {"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}
+    begun = time.perf_counter()
+    llm = LLM(**arguments | changes)
+    return llm, time.perf_counter() - begun

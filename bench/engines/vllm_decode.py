@@ -1,0 +1,273 @@
+"""Decode steps of whole models in vLLM: in bf16, with vLLM's own FP4 kernels, and with jitfp4's plugin.
+
+    python -m bench.engines.vllm_decode [--model llama-3.1-8b qwen3-30b-a3b] [--variant bf16 own plugin plugin-kv]
+        [--layers 32] [--batch 1 8 64] [--context 16] [--profile [VARIANT ...]] [--check] [--limit 110] [--out DIR]
+
+A step is the difference between generating 160 tokens and 32, divided by 128: prompts do not count. Weights are random,
+and the same for every variant. Runs are forks of this process and share its imports. ``vllm.csv`` has a line for a
+model, a variant and a batch, and with ``--profile`` ``vllm_kernels.csv`` has the kernels of a step, of all variants or
+of those that are named. Lines are written after each variant.
+
+``--check`` measures nothing. It compares logits of the same requests between variants: prompts of 1 to 700 tokens in
+chunks of 512, then decode steps of six requests in graphs of eight, in which every variant is given the same tokens.
+plugin-kv is right where it is much nearer to own-rounded than both are to own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engines.models import MODELS, VARIANTS, engine_of, set_environment
+from bench.harness import write_results
+from bench.stamp import stamp
+
+FEW, MANY, ROUNDS = 32, 160, 2
+FEW_LONG, MANY_LONG = 8, 40
+PROFILED = (8, 40)  # tokens
+KERNELS = 16  # of a profile
+LOGGED = 40  # lines of what failed
+PROMPTS = (1, 16, 65, 128, 300, 700)  # tokens
+CHUNK, FORCED = 512, 24
+PROBED = list(range(77, 128256, 1002))  # tokens whose logits are compared
+PAIRS = (
+    ("plugin", "own"),
+    ("plugin-attention", "own"),
+    ("plugin-kv", "own-rounded"),
+    ("own-rounded", "own"),
+    ("plugin-kv", "own"),
+)
+EARLY = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker")
+Rows = list[dict[str, object]]
+
+
+def prompt(request: int, tokens: int) -> dict[str, list[int]]:
+    """A prompt that no other request begins with."""
+    return {"prompt_token_ids": [(7 * request + 13 * place) % 31000 + 10 for place in range(tokens)]}
+
+
+def loaded() -> int:
+    """Kernels of jitfp4 that this process has loaded."""
+    from jitfp4 import engine
+
+    return engine.loaded()
+
+
+def measured(model: str, name: str, options: argparse.Namespace) -> dict[str, Rows]:
+    """Lines of one variant of a model."""
+    from vllm import SamplingParams
+
+    llm, ready = engine_of(model, name, options.layers, options.context)
+    layers = options.layers or MODELS[model]["num_hidden_layers"]
+    before = loaded()
+    long = options.context > 2048
+    few, many = (FEW_LONG, MANY_LONG) if long else (FEW, MANY)
+
+    def run(batch: int, tokens: int) -> float:
+        prompts = [prompt(request, options.context) for request in range(batch)]
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        llm.generate(prompts, wanted, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    found: dict[str, Rows] = {"vllm": [], "vllm_kernels": []}
+    for batch in options.batch:
+        run(batch, few)
+        least = [min(run(batch, tokens) for _ in range(ROUNDS)) for tokens in (few, many)]
+        step = (least[1] - least[0]) / (many - few)
+        row = {"model": model, "variant": name, "layers": layers, "batch": batch, "prompt": options.context}
+        times = {"ms_per_step": f"{step * 1e3:.3f}", "tokens_per_s": f"{batch / step:.0f}"}
+        state = {"ready_s": f"{ready:.1f}", "loaded_after_ready": loaded() - before}
+        found["vllm"].append(row | times | state)
+        print("RESULT", found["vllm"][-1], flush=True)
+        if options.profile is not None and name in (options.profile or [name]):
+            found["vllm_kernels"] += [row | kernel for kernel in profiled(run, batch)]
+    return found
+
+
+def profiled(run: Callable[[int, int], float], batch: int) -> Rows:
+    """The kernels of a step that take longest: totals of a long run less those of a short one."""
+    run(batch, 2)
+    few, many = (_totals(run, batch, tokens) for tokens in PROFILED)
+    steps = PROFILED[1] - PROFILED[0]
+    rows = []
+    for kernel, (count, nanoseconds) in many.items():
+        count, nanoseconds = count - few.get(kernel, (0, 0))[0], nanoseconds - few.get(kernel, (0, 0))[1]
+        rows.append((nanoseconds / steps / 1e3, count / steps, kernel))
+    rows = sorted(rows, reverse=True)[:KERNELS]
+    return [{"kernel": kernel, "us_per_step": f"{us:.1f}", "launches": f"{count:.1f}"} for us, count, kernel in rows]
+
+
+def _totals(run: Callable[[int, int], float], batch: int, tokens: int) -> dict[str, tuple[int, int]]:
+    """Launches and nanoseconds by kernel."""
+    from torch.autograd import DeviceType
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(batch, tokens)
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, int]] = {}
+    for event in profile.profiler.kineto_results.events():
+        name = event.name().replace("void ", "").split("(")[0].split("<")[0]
+        if event.device_type() == DeviceType.CUDA and not name.startswith(("ProfilerStep", "execute_", "gpu_model")):
+            count, nanoseconds = found.get(name, (0, 0))
+            found[name] = count + 1, nanoseconds + event.duration_ns()
+    return found
+
+
+def logits(model: str, name: str, options: argparse.Namespace) -> torch.Tensor:
+    """Of each request, each of its tokens, and each of PROBED: [requests, FORCED, PROBED]."""
+    from vllm import SamplingParams
+
+    small: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_model_len": 1024, "max_num_seqs": 8}
+    small |= {"logprobs_mode": "raw_logits", "max_logprobs": len(PROBED), "enforce_eager": VARIANTS[name].rounds}
+    llm, ready = engine_of(model, name, options.layers, max(PROMPTS), **small)
+    print(f"READY {model} {name}: {ready:.1f} s", flush=True)
+    if VARIANTS[name].rounds:
+        llm.apply_model(round_keys_and_values)
+    prompts = [prompt(request, tokens) for request, tokens in enumerate(PROMPTS)]
+    wanted = [
+        SamplingParams(
+            max_tokens=FORCED,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            logprob_token_ids=PROBED,
+            allowed_token_ids=[1000 + 17 * request],
+        )
+        for request in range(len(PROMPTS))
+    ]
+    outputs = [output.outputs[0] for output in llm.generate(prompts, wanted, use_tqdm=False)]
+    for request, output in enumerate(outputs):
+        assert set(output.token_ids) == {1000 + 17 * request}, "a request got a token that was not its own"
+    return torch.tensor([[[step[token].logprob for token in PROBED] for step in one.logprobs] for one in outputs])
+
+
+def round_keys_and_values(model: torch.nn.Module) -> None:
+    """Let attention layers get keys and values as an NVFP4 cache of scale 1 would hold them, rounded on the CPU."""
+    layers = [module for module in model.modules() if type(module).__name__ == "Attention"]
+    assert layers, "the model has no attention layers"
+    for layer in layers:
+        layer.register_forward_pre_hook(_rounds)
+
+
+def _rounds(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    query, key, value, *others = arguments
+    return query, rounded(key, module.head_size), rounded(value, module.head_size), *others
+
+
+def rounded(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """``rows`` [tokens, heads * head_dim] or [tokens, heads, head_dim] as NVFP4 holds them."""
+    from jitfp4 import nvfp4_kv_dequantize, nvfp4_kv_quantize
+
+    codes, scales = nvfp4_kv_quantize(rows.reshape(-1, head_dim).cpu(), 1.0)
+    return nvfp4_kv_dequantize(codes, scales, 1.0).view(rows.shape).to(rows)
+
+
+def cosines(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Of logits less their mean, for each request and token."""
+    one, other = (side.double() - side.double().mean(-1, keepdim=True) for side in (one, other))
+    return torch.nn.functional.cosine_similarity(one, other, dim=-1)
+
+
+def compared(model: str, folder: Path) -> None:
+    """Print the cosines of pairs of variants."""
+    for pair in PAIRS:
+        files = [folder / f"{model} {name}.pt" for name in pair]
+        if all(file.exists() for file in files):
+            found = cosines(*(torch.load(file) for file in files))
+            text = f"prompts least {found[:, 0].min():.5f} mean {found[:, 0].mean():.5f}"
+            text += f", steps least {found[:, 1:].min():.5f} mean {found[:, 1:].mean():.5f}"
+            print(f"COSINE {model} {pair[0]} to {pair[1]}: {text}", flush=True)
+
+
+def one(model: str, name: str, options: argparse.Namespace, folder: Path) -> None:
+    """A variant of a model, in its own process."""
+    if options.check:
+        torch.save(logits(model, name, options), folder / f"{model} {name}.pt")
+    else:
+        (folder / f"{model} {name}.json").write_text(json.dumps(measured(model, name, options)))
+
+
+def forked(model: str, name: str, options: argparse.Namespace, folder: Path) -> int:
+    """Run a variant in a fork, its output in a file; returns its exit status, -9 after more than the limit."""
+    log, begun = folder / f"{model} {name}.log", time.monotonic()
+    child = os.fork()
+    if child == 0:
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.setpgrp()
+        status = 1
+        try:
+            one(model, name, options, folder)
+            status = 0
+        except BaseException:  # the fork ends here, whatever it was
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() - begun > options.limit:
+            os.killpg(child, 9)
+        time.sleep(0.05)
+    status = os.waitstatus_to_exitcode(ended[1])
+    lines = log.read_text(errors="replace").splitlines()
+    shown = [line for line in lines if line.startswith(("RESULT", "READY"))] if status == 0 else lines[-LOGGED:]
+    took = f"{time.monotonic() - begun:.0f} s"
+    print("\n".join([f"{model} {name}: status {status} after {took}", *shown]), flush=True)
+    return status
+
+
+def write(folder: Path, out: Path, origin: dict[str, object]) -> None:
+    """All lines of the variants that have run."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    results = [json.loads(file.read_text()) for file in files]
+    for name in ("vllm", "vllm_kernels"):
+        if rows := [row for result in results for row in result[name]]:
+            write_results(out / name, rows, origin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-3.1-8b"])
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["bf16", "own", "plugin", "plugin-kv"])
+    parser.add_argument("--layers", type=int, help="in place of the model's")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--profile", nargs="*", choices=VARIANTS, help="the kernels of a step, too")
+    parser.add_argument("--check", action="store_true", help="compare logits instead")
+    parser.add_argument("--limit", type=float, default=110, help="seconds of a variant")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
+    options = parser.parse_args()
+    set_environment()
+    for module in EARLY:
+        __import__(module)
+    if torch.cuda.is_initialized():
+        raise SystemExit("vLLM initialised CUDA while it was imported: forks could not use it")
+    failed, origin = [], stamp() | {"vllm": version("vllm")}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for model in options.model:
+            for name in options.variant:
+                if forked(model, name, options, folder):
+                    failed.append(f"{model} {name}")
+                elif not options.check:
+                    write(folder, options.out, origin)
+            if options.check:
+                compared(model, folder)
+    if failed:
+        raise SystemExit(f"failed: {failed}")
+
+
+if __name__ == "__main__":
+    main()

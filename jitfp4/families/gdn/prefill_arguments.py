@@ -1,0 +1,94 @@
+"""The arguments of the operations behind chunk_gated_delta_rule(), and what selection sees of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from jitfp4.formats import DType
+from jitfp4.operation import Written
+
+CHUNK = 64  # tokens that are taken at once
+_SQUARE = CHUNK * (CHUNK + 8) * 2
+STATE_PRODUCTS_BYTES = _SQUARE + 2 * CHUNK * 4 + 16  # StateProducts in templates/gdn/prefill_chunk.cuh.j2
+OUTPUT_PRODUCTS_BYTES = _SQUARE + CHUNK * 4  # OutputProducts
+PRODUCTS_BYTES = STATE_PRODUCTS_BYTES + OUTPUT_PRODUCTS_BYTES
+
+
+class PrefillArguments(NamedTuple):
+    """The arguments of chunk_gated_delta_rule().
+
+    ``in_place``: the initial state is ``final_state``'s, and ``initial_state`` None. ``state_indices``: the slot of
+    each sequence in the pools of states; None: slot n for sequence n.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
+    scale: float
+    initial_state: torch.Tensor | None
+    final_state: Written | None
+    cu_seqlens: torch.Tensor
+    state_indices: torch.Tensor | None
+    state_checkpoints: Written | None
+    checkpoint_cu_starts: torch.Tensor | None
+    checkpoint_every_n_tokens: int
+    output: Written
+    in_place: bool
+    use_qk_l2norm: bool
+    enable_pdl: bool | None
+    names: str
+
+
+class ProductsArguments(NamedTuple):
+    """``products``: [places of chunks * heads * PRODUCTS_BYTES] uint8, with one ChunkProducts for each."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
+    scale: float
+    cu_seqlens: torch.Tensor
+    products: Written
+    heads: int
+    use_qk_l2norm: bool
+    enable_pdl: bool | None
+
+
+class PrefillProblem(NamedTuple):
+    """The properties of a call that selection depends on; ``heads``: those of the output."""
+
+    dtype: DType
+    head_dim: int
+    value_dim: int
+    tokens: int
+    sequences: int
+    heads: int
+
+    @property
+    def states(self) -> int:
+        """Heads of all sequences."""
+        return self.sequences * self.heads
+
+
+class ProductsProblem(NamedTuple):
+    """The same of a call's first kernel."""
+
+    dtype: DType
+    head_dim: int
+    tokens: int
+    sequences: int
+    heads: int
+
+
+def places(tokens: int, sequences: int) -> int:
+    """Places of chunks: a sequence may leave one before the next sequence's empty."""
+    return tokens // CHUNK + sequences
+
+
+def chunk_place(first: int, sequence: int) -> int:
+    """The place of the first chunk of a sequence whose first token is ``first``."""
+    return first // CHUNK + sequence

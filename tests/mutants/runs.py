@@ -1,0 +1,205 @@
+"""How a kernel is run for a check, and compared: the simulated tests of its family, on few SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import torch
+
+from jitfp4 import SfLayout, sim
+from jitfp4.arch import Arch
+from jitfp4.families.attention.kernels.decode import DecodeTactic
+from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.gdn import gated_delta_rule_mtp
+from jitfp4.families.gdn.kernels.chunk import ChunkTactic
+from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
+from jitfp4.families.gdn.operation import GATED_DELTA_RULE
+from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.kernels import wide
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
+from jitfp4.families.gemm.kernels.portable import PortableTactic
+from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.norm.kernels.rmsnorm_fp4quant import Tactic
+from jitfp4.families.norm.operation import RMSNORM
+from jitfp4.formats import NVFP4
+from tests.families import test_attention as attention
+from tests.families import test_fp4_blockscaled as blockscaled
+from tests.families import test_gdn_chunk as chunk
+from tests.families import test_gdn_kernel as gdn
+from tests.families import test_norm_kernel as norm
+from tests.mutants.launches import attention_case
+from tests.support.attention import SCATTERED
+from tests.support.compare import poisoned
+from tests.support.gdn import assert_close, case, check_other_writes, recurrence
+from tests.support.gemm import assert_fp4_product, assert_product, assert_weights_come_back
+from tests.support.norm import check, rows_of_all_kinds
+
+Check = Callable[[str], None]
+"""Takes the name of an architecture, and raises where a result is wrong."""
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+TILED, LINEAR = SfLayout.layout_128x4, SfLayout.layout_linear
+
+
+def on(test: Callable[..., None], *args: Any) -> Check:
+    """A test that takes a device, last, on which its tensors are."""
+
+    def run(arch: str) -> None:
+        with sim.device(arch):
+            test(*args, "cpu")
+
+    return run
+
+
+def norm_rows(tactic: Tactic, h: int) -> tuple[Check, ...]:
+    def one(m: int, h: int, layout: str, scale: float | None = 3.0) -> Check:
+        def run(arch: str) -> None:
+            x = rows_of_all_kinds(m, h, F16)
+            with sim.device(replace(Arch.of(arch), num_sms=2)), RMSNORM.forced(tactic):
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu", scale=scale)
+
+        return run
+
+    return one(6, h, "both"), one(20 if h < 9000 else 9, h, "both"), one(3, h - 80, "128x4", None), one(131, 80, "both")
+
+
+def full_rows(tactic: Tactic, h: int, *layouts: str) -> Check:
+    """Rows that fill their threads."""
+
+    def run(arch: str) -> None:
+        x = rows_of_all_kinds(8 if h < 9000 else 3, h, F16)
+        with sim.device(arch), RMSNORM.forced(tactic):
+            for layout in layouts or ("both",):
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+
+    return run
+
+
+def short_rows(arch: str) -> None:
+    norm.test_simulated_kernel(arch, F16, 16, "e4m3")
+
+
+def rows_by_warps(arch: str) -> None:
+    """The same kernels, with several rows for each CTA, of which some fill the threads."""
+    tactics = ((Tactic(1, 1), (80, 512)), (Tactic(1, 8), (1040, 4096)), (Tactic(2, 8), (4160, 8192)))
+    for tactic, lengths in tactics:
+        with sim.device(replace(Arch.of(arch), num_sms=2)), RMSNORM.forced(tactic):
+            for layout, h in product(norm.LAYOUTS, lengths):
+                x = rows_of_all_kinds(9, h, F16)
+                check(x, x.flip(0), layout, 16, "e4m3", "cpu")
+                check(x, None, "linear" if layout == "both" else layout, 16, "e4m3", "cpu", scale=None)
+
+
+def gdn_steps(tactic: WalkTactic, head_dim: int, tokens: int, *, update: bool = True) -> Check:
+    def run(arch: str) -> None:
+        for number in (0, 1):
+            arguments = case(2, tokens, 1, 2, head_dim, exact_gates=True, seed=number)
+            arguments["initial_state_indices"] = torch.tensor([1, -1] if number else [1, 0])
+            with GATED_DELTA_RULE.forced(tactic):
+                gdn.check_kernel(arguments, "cpu", arch, l2norm=not number, update=update)
+
+    return run
+
+
+def gates(tactic: WalkTactic, head_dim: int, tokens: int) -> Check:
+    """Gates that are no round numbers, and rows so short that the epsilon of their norm counts."""
+
+    def run(arch: str) -> None:
+        arguments = case(2, tokens, 1, 2, head_dim)
+        arguments["q"], arguments["k"] = arguments["q"] * 1e-3, arguments["k"] * 1e-3
+        steps = poisoned((2, tokens, 2, head_dim, head_dim), F32, "cpu") if tokens > 1 else None
+        want_out, want_states = recurrence(arguments)
+        with sim.device(arch), GATED_DELTA_RULE.forced(tactic):
+            out, state = gated_delta_rule_mtp(**arguments, intermediate_states_buffer=steps)
+        assert_close("output", out, want_out)
+        assert_close("state", state, want_states[:, -1])
+
+    return run
+
+
+def gdn_writes(tactic: WalkTactic) -> Check:
+    """Final states to other slots, states of every token to slots of the pool."""
+
+    def run(arch: str) -> None:
+        with sim.device(arch), GATED_DELTA_RULE.forced(tactic):
+            check_other_writes("cpu")
+
+    return run
+
+
+def chunk_steps(tokens: int, tactic: ChunkTactic, **options: Any) -> Check:
+    return lambda arch: chunk.TestSimulated().test_shapes(arch, (tokens, 64, BF16, F32), tactic, options)
+
+
+def attend(tactic: DecodeTactic, sms: int = 2, **options: Any) -> Check:
+    def run(arch: str) -> None:
+        one = attention_case(**options)
+        with sim.device(replace(Arch.of(arch), num_sms=sms)), ATTENTION.forced(tactic):
+            one.check(one.run(), attention._BOUND)
+
+    return run
+
+
+def decode(**cache: Any) -> tuple[Check, ...]:
+    """Two short requests; windows, sinks and missing pages; several tokens of ragged requests; many CTAs' shares."""
+    tactic = DecodeTactic(2, 2, 1)
+    return (
+        attend(tactic, lengths=(70, 33), **cache),
+        attend(tactic, lengths=(45, 0, 33), window_left=30, with_sinks=True, missing=((0, 0, 1, -1),), **cache),
+        attend(tactic, lengths=(40, 50, 2), q_lens=(3, 0, 2), group=4, window_left=20, **cache),
+        attend(tactic, lengths=(170,), kv_heads=3, group=7, extra_page_bytes=64, **cache),
+        attend(tactic, 5, lengths=(390, 20), kv_heads=1, steep=8.0, **cache),
+        attend(tactic, 3, **SCATTERED | cache | {"q_lens": (8,), "group": 5}),
+    )
+
+
+def prefill_cases(tests: Any, *names: str) -> tuple[Check, ...]:
+    """Cases of test_prefill.py or test_attention_wgmma.py."""
+
+    def one(name: str) -> Check:
+        def run(arch: str) -> None:
+            with sim.device(arch):
+                case, got = tests.run(name)
+            case.check(got, tests._BOUND)
+
+        return run
+
+    return tuple(map(one, names))
+
+
+def portable_races(arch: str) -> None:
+    """Several tiles of rows, none of which may write another's."""
+    tactic = PortableTactic(16, 128, 16, 32, 2, 3, scaled_mma=arch == "sm_120a")
+    with sim.device(arch, races=True), MM_FP4.forced(tactic):
+        assert_fp4_product(40, 72, 416)
+
+
+def fp4_cases(*cases: Any) -> tuple[Check, ...]:
+    """Cases of test_fp4_blockscaled.py."""
+
+    def one(tactic: Any, sms: int, *rest: Any) -> Check:
+        return lambda arch: blockscaled.assert_product(tactic, replace(Arch.of(arch), num_sms=sms), *rest)
+
+    return tuple(one(*case) for case in cases)
+
+
+def products(tactic: NarrowTactic | WideTactic, *sizes: tuple[int, int, int], **options: Any) -> tuple[Check, ...]:
+    """Products, and each weight by itself. With two SMs, so that a CTA of the wide kernel has several tiles, and rings
+    of so few slots that each is filled again.
+    """
+
+    def on_few_sms(test: Callable[[], object]) -> Check:
+        def run(arch: str) -> None:
+            few = mock.patch.object(wide, "_MOST_SLOTS", 4)
+            with sim.device(replace(Arch.of(arch), num_sms=2)), MM_BF16_FP4.forced(tactic), few:
+                test()
+
+        return run
+
+    weights = partial(assert_weights_come_back, 72, 160, options.get("block_format", NVFP4))
+    return (*(on_few_sms(partial(assert_product, *size, **options)) for size in sizes), on_few_sms(weights))
