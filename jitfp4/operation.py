@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -22,7 +22,7 @@ from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
 from jitfp4.errors import ArgumentError, UnsupportedArchError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
-from jitfp4.remembered import Step
+from jitfp4.remembered import Pair, Step
 from jitfp4.selection import Row, Table, table_for
 from jitfp4.spec import KernelSpec, record_of
 from jitfp4.tactics import Choice, TacticsFile
@@ -260,7 +260,7 @@ class Operation(Generic[ArgumentsT, ProblemT]):
         pdl: bool | None = arguments.enable_pdl  # type: ignore[attr-defined]
         launched = engine.launch(plan, self.prepare(plan, arguments), target, pdl=pdl)
         if replay.is_noting():
-            step = None if launched is None else Step(*launched, *self._conditions(arguments, launched[1]))
+            step = None if launched is None else Step(*launched, *self._conditions(arguments))
             replay.note(step)
 
     def prepare(self, plan: Plan, arguments: ArgumentsT) -> tuple[Any, ...]:
@@ -271,17 +271,14 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             before.operation(before.arguments(arguments, plan, **scratch))
         return kernel.values(kernel.bind(arguments, plan, **scratch))
 
-    def _conditions(self, arguments: ArgumentsT, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
-        """What _checked() requires: the numbers of aligned tensors of the launch, and of pairs that share no memory."""
-        numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
-
-        def number(name: str) -> int | None:
-            tensor = getattr(arguments, name)
-            return None if tensor is None else numbers.get(tensor.data_ptr())
-
-        aligned = [n for name in self._aligned if (n := number(name)) is not None]
-        pairs = [(number(written), number(other)) for written, other in self._disjoint]
-        return tuple(aligned), tuple(pair for pair in pairs if None not in pair)
+    def _conditions(self, arguments: ArgumentsT) -> tuple[tuple[torch.Tensor, ...], tuple[Pair, ...]]:
+        """What _checked() requires: the tensors that must be aligned, and the pairs that must share no memory."""
+        aligned = (getattr(arguments, name) for name in self._aligned)
+        pairs = ((getattr(arguments, written), getattr(arguments, other)) for written, other in self._disjoint)
+        return (
+            tuple(tensor for tensor in aligned if tensor is not None),
+            tuple((first, second) for first, second in pairs if first is not None and second is not None),
+        )
 
     def _checked(self, args: tuple[Any, ...]) -> ArgumentsT:
         """The arguments by name, after the checks that depend on addresses: alignment and overlap."""

@@ -25,15 +25,18 @@ class Launch(Protocol):
     def launch(self, stream: int, addresses: Sequence[int]) -> None: ...
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
 class Step(NamedTuple):
-    """A launch of a call and its tensors; the numbers of those that must be aligned, and of pairs that must not share
-    memory.
+    """A launch of a call and its tensors; those of the call that must be aligned, and the pairs that must not share
+    memory. They may be tensors of other launches of the call too.
     """
 
     launch: Launch
     tensors: Sequence[torch.Tensor]
-    aligned: tuple[int, ...]
-    disjoint: tuple[tuple[int, int], ...]
+    aligned: tuple[torch.Tensor, ...]
+    disjoint: tuple[Pair, ...]
 
 
 class Temporary(NamedTuple):
@@ -171,7 +174,7 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
     for tensor in results:
         if not _is_whole(tensor) or numbers.of(tensor) not in chosen:  # part of another, or not filled by a launch
             raise _Unrepeatable
-    places = [numbers.of(tensor) for tensor in returned]
+    places = {tensor.data_ptr(): place for place, tensor in enumerate(step.tensors)}
     return Call(
         step.launch,
         step.tensors[0].get_device(),
@@ -180,10 +183,14 @@ def _repeatable(step: Step, notes: Notes, given: Sequence[torch.Tensor], result:
         (*conditions, *((_at_one_place, twins) for twins in numbers.twins)),
         tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in allocated),
         tuple((one.make, tuple(map(numbers.source, one.sources))) for one in notes.temporaries),
-        step.aligned,
-        tuple((a, b, Places.of(step.tensors[a], step.tensors[b])) for a, b in step.disjoint),
+        tuple(places[a] for tensor in step.aligned if (a := tensor.data_ptr()) in places),
+        tuple(
+            (places[a], places[b], Places.of(first, second))
+            for first, second in step.disjoint
+            if (a := first.data_ptr()) in places and (b := second.data_ptr()) in places
+        ),
         companions,
-        _results_of(result, places),
+        _results_of(result, [*map(numbers.of, returned)]),
         {},
     )
 
@@ -221,8 +228,8 @@ def _joined(steps: Sequence[Step]) -> Step:
     return Step(
         _InOrder(parts),
         [tensor for step in steps for tensor in step.tensors],
-        tuple(first + number for step, first in zip(steps, ends, strict=False) for number in step.aligned),
-        tuple((first + a, first + b) for step, first in zip(steps, ends, strict=False) for a, b in step.disjoint),
+        tuple(tensor for step in steps for tensor in step.aligned),
+        tuple(pair for step in steps for pair in step.disjoint),
     )
 
 

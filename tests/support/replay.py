@@ -29,7 +29,7 @@ class Public:
             for _ in range(launches):
                 launch, tensors = FakeLaunch(), (x, out, sums, *([torch.empty(3)] if hidden else []))
                 self.launched.append(launch)
-                replay.note(Step(launch, tensors, aligned=(0,), disjoint=((1, 0),)))
+                replay.note(Step(launch, tensors, aligned=(x,), disjoint=((out, x),)))
             return out, sums
 
         self.call: Callable[..., Any] = function

@@ -129,7 +129,7 @@ class TestLogic:
             ran.append(1)
             between, out = replay.scratch((7,), torch.float32, x), torch.empty(4)
             for tensors in ((x, between), (between, out), (out,)):
-                replay.note(Step(Ordered(), tensors, aligned=(0,), disjoint=()))
+                replay.note(Step(Ordered(), tensors, aligned=(tensors[0],), disjoint=()))
             return out
 
         memory = aligned(8)
@@ -147,7 +147,7 @@ class TestLogic:
         def function(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             ran.append(1)
             replay.note(Step(FakeLaunch(), (x, x), aligned=(), disjoint=()))
-            replay.note(Step(FakeLaunch(), (y, out), aligned=(1,), disjoint=((1, 0),)))
+            replay.note(Step(FakeLaunch(), (y, out), aligned=(out,), disjoint=((out, y),)))
             return out
 
         memory = aligned(64)
@@ -160,6 +160,23 @@ class TestLogic:
         assert len(ran) == 2, "misaligned"
         function(x, memory[11:15], out)
         assert len(ran) == 3, "overlapping"
+
+    def test_a_condition_on_a_tensor_of_an_earlier_launch_holds(self) -> None:
+        ran = []
+
+        @replay.replayed
+        def function(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            ran.append(1)
+            between = replay.scratch((4,), torch.float32, x)
+            replay.note(Step(FakeLaunch(), (x, between), (), ()))
+            replay.note(Step(FakeLaunch(), (between, out), (), disjoint=((out, x),)))
+            return out
+
+        memory = aligned(12)
+        function(memory[:4], memory[4:8]), function(memory[4:8], memory[8:])
+        assert len(ran) == 1
+        function(memory[:4], memory[2:6])
+        assert len(ran) == 2
 
     def test_a_temporary_of_what_a_launch_wrote_is_not_made_before_it(self) -> None:
         ran = []
@@ -226,7 +243,7 @@ class TestLogic:
 
         @replay.replayed
         def counted(x: torch.Tensor, out: torch.Tensor, lasting: bool) -> torch.Tensor:
-            replay.note(Step(launch, (replay.companion(find, x), x, out), (1,), ()))
+            replay.note(Step(launch, (replay.companion(find, x), x, out), (x,), ()))
             return out
 
         out, spaces, lasts = aligned(4), (aligned(4), aligned(4)), True

@@ -61,7 +61,7 @@ class TestArguments:
         @replay.replayed
         def function(x: torch.Tensor) -> None:
             ran.append(1)
-            replay.note(Step(FakeLaunch(), (x,), (0,), ()))
+            replay.note(Step(FakeLaunch(), (x,), (x,), ()))
 
         memory = aligned(8)
         assert function(memory[:4]) is None and function(memory[4:]) is None
@@ -76,7 +76,7 @@ class TestArguments:
         def function(cache: torch.Tensor, out: torch.Tensor) -> None:
             ran.append(1)
             k, v = cache[:, 0], replay.part(cache[:, 1], cache)
-            replay.note(Step(launch, (k, v, out), (1,), ((2, 1),)))
+            replay.note(Step(launch, (k, v, out), (v,), ((out, v),)))
 
         first, second, out = aligned(3, 2, 4), aligned(3, 2, 4), aligned(4)
         function(first, out)
