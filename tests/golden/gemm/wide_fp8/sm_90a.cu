@@ -1,24 +1,19 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
-// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","groups":2,"lead":0,"out_dtype":"bf16","product":64,"split":1,"tile_m":64}
+// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","out_dtype":"bf16","product":64,"promoted":true,"tile_m":64}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], for many rows of x. On the tensor cores the weight
-// is the left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of
-// the weight, and the transpose of a product is written to out. The weight is prepared; gemm/wide_fp4 takes one as the
-// quantizers leave it, and x from gemm/expand.
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the left
+// operand and x the right one, so that rows of a product are rows of the weight, and the transpose of a product is
+// written to out.
 //
-// A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
-// kWeightSlots steps of the weight and kSlots half steps of x in flight. A consumer warpgroup has 64 rows of the
-// weight: it decodes their next half step while the tensor cores multiply the current one. With a kDepth of 2, two
-// warpgroups have the same rows, and each takes one half of every step.
+// A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Of its four warpgroups,
+// one has two producer warps, which keep kWeightSlots steps of the prepared weight and kSlots of x in flight; one decodes
+// the weight to E4M3, up to kDecodedSlots steps ahead; two multiply, each 64 rows of the weight, both from shared memory.
 //
-// Clusters have one of two uses.
-// - kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x for all. Such
-//   clusters are persistent. With kDivided, the tiles that would not fill a last wave are divided by their steps, and
-//   every cluster gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in
-//   memory, and the last adds them in a fixed order. It waits for earlier clusters only, and those leave their sums
-//   before they wait themselves, because a cluster takes the tiles of its share in descending order.
-// - kSplit CTAs share one tile: each has a part of its columns. They, and warpgroups with the same rows, add up their
-//   sums through shared memory, each for a part of the rows of x.
+// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x
+// for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster gets
+// an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last adds
+// them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait themselves,
+// because a cluster takes the tiles of its share in descending order.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -198,117 +193,6 @@ template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint3
   return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
 }
 
-// ---- partials/vectors ------------------------------------------------------
-// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
-// because the same kernel may write the address later.
-namespace ptx {
-template <typename T> __device__ T ld(const void* p);
-template <> __device__ __forceinline__ uint8 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
-  return uint8(v);
-}
-template <> __device__ __forceinline__ uint16 ld(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint32 ld(const void* p) {
-  uint32 v;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint64 ld(const void* p) {
-  uint64 v;
-  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint2 ld(const void* p) {
-  uint2 v;
-  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-  return v;
-}
-template <> __device__ __forceinline__ uint4 ld(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-// For memory that is read once: allocates no line in L1.
-__device__ __forceinline__ uint4 ld_once(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-__device__ __forceinline__ void st(void* p, uint4 v) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// For memory that is not read again soon: L2 evicts it first.
-__device__ __forceinline__ void st_once(void* p, uint4 v) {
-  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-}  // namespace ptx
-
-// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
-template <int N>
-__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
-  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
-  if constexpr (N == 4) {
-    const uint2 v = ptx::ld<uint2>(p);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (N == 8) {
-    const uint4 v = ptx::ld<uint4>(p);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-}
-template <int N>
-__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
-  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
-  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
-  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
-  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
-  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
-}
-
-// Two floats rounded to a pair of 16-bit floats, the first in the low half.
-template <typename T> __device__ uint32 to_pair(float lo, float hi);
-template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
-template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
-  uint32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
-
-// ---- partials/async_copy ---------------------------------------------------
-// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
-namespace ptx {
-__device__ __forceinline__ uint4 ld_shared(uint32 p) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
-  return v;
-}
-// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
-__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
-  uint4 v;
-  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
-  return v;
-}
-__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-// Starts a copy of 16 bytes from global memory, cached in L2 only.
-__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-// Waits for the copies that this thread has started.
-__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-}  // namespace ptx
-
 // ---- partials/mbarrier -----------------------------------------------------
 // A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
 // copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
@@ -431,47 +315,48 @@ template <int kSize> struct Ring {
   }
 };
 
-// ---- partials/async_copy_groups --------------------------------------------
-// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+// ---- gemm/wide_copies ------------------------------------------------------
+// Copies around the products of warpgroups, and what CTAs tell each other.
 namespace ptx {
-// Copies 16 bytes: the first `bytes` are read, the others are zero.
-__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
 }
-// The copies that this thread has started since the last call become a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kAllowed groups of this thread are complete.
-template <int kAllowed>
-__device__ __forceinline__ void copy_async_wait_for() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
 
-// ---- gemm/copies -----------------------------------------------------------
-// Copies to shared memory, and loads from it.
-namespace ptx {
-// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
-__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
-  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-               " [%0], [%1], %2, [%3], %4;"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+// Copies `bytes` bytes, which count towards the barrier.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
-__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
-  uint2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
+__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
+                                              uint16 mask) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+               " [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
+}
+// Stores a box, as a group of its own.
+__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until the stores of this thread have read their source.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ uint16 ld_16(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
-  uint32 v;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
-  return v;
+// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
+// barrier.
+__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
-__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
+__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
+  uint64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 }  // namespace ptx
@@ -523,22 +408,8 @@ __device__ __forceinline__ uint32 thread_index() {
 }
 }  // namespace ptx
 
-// ---- partials/store_matrices -----------------------------------------------
-namespace ptx {
-// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
-// 8 i + c gives the address of column c of matrix i, 16 bytes.
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
-}
-}  // namespace ptx
-
 // ---- gemm/products ---------------------------------------------------------
-// The matrix product of warpgroups, and the copies around it.
+// The matrix products of warpgroups, for the rows and the type that the spec names.
 namespace ptx {
 // The low half of the descriptor of a tile of rows of 128 bytes, in the 128-byte swizzle of the copy; the high half is
 // the same for all tiles. To go on by 16 columns, that is 32 bytes, add 2.
@@ -547,48 +418,115 @@ __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address &
 // With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2), columns 2 t + 8 (i
 // / 2) and the next, and in d[i] row 16 w + g + 8 (i / 2 % 2), column 8 (i / 4) + 2 t + i % 2. Neither may be accessed
 // before a wait.
-// Arrives at the barrier of the CTA `rank` that has the address of b in this CTA.
-__device__ __forceinline__ void mbarrier_arrive_cluster(Barrier* b, uint32 rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(b, rank)) : "memory");
-}
+}  // namespace ptx
 
-// Copies `bytes` bytes, which count towards the barrier.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32 bytes, Barrier* b) {
-  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)) : "memory");
+// ---- gemm/fp8_products -----------------------------------------------------
+// The matrix product of warpgroups, of E4M3. The tensor cores keep about 14 bits of its sums.
+namespace ptx {
+// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products. Both a
+// and b are in shared memory, as wgmma_tile() gives them.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint32 a, uint32 b, bool add) {
+  asm volatile("{\n"
+               "  .reg .pred add;\n"
+               "  .reg .b64 a, b;\n"
+               "  mov.b64 a, {%32, 0x40000040};\n"
+               "  mov.b64 b, {%33, 0x40000040};\n"
+               "  setp.ne.b32 add, %34, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, a, b, add, 1, 1;\n"
+               "}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "r"(a), "r"(b), "r"(int32(add)));
 }
-// Copies a box to every CTA of the mask, to the address of `to`. In each it counts towards the barrier at address b.
-__device__ __forceinline__ void tma_multicast(void* to, const TensorMap& map, int32 col, int32 row, Barrier* b,
-                                              uint16 mask) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-               " [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(shared_address(to)), "l"(&map), "r"(col), "r"(row), "r"(shared_address(b)), "h"(mask) : "memory");
-}
-// Stores a box, as a group of its own.
-__device__ __forceinline__ void tma_store(const TensorMap& map, int32 col, int32 row, const void* from) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-               ::"l"(&map), "r"(col), "r"(row), "r"(shared_address(from)) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until the stores of this thread have read their source.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+}  // namespace ptx
 
-__device__ __forceinline__ uint16 ld_16(const void* p) {
-  uint16 v;
-  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+// ---- partials/async_copy ---------------------------------------------------
+// Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
+namespace ptx {
+__device__ __forceinline__ uint4 ld_shared(uint32 p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p) : "memory");
   return v;
 }
-// A thread that reads v with ld_acquire sees everything written before: by this thread, and by those that met it at a
-// barrier.
-__device__ __forceinline__ void st_release(uint64* p, uint64 v) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+// For data that is not written any more: the compiler may move these loads, and merge loads of one address.
+__device__ __forceinline__ uint4 ld_shared_constant(uint32 p) {
+  uint4 v;
+  asm("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
 }
-__device__ __forceinline__ uint64 ld_acquire(const uint64* p) {
-  uint64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+__device__ __forceinline__ void st_shared(uint32 p, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Starts a copy of 16 bytes from global memory, cached in L2 only.
+__device__ __forceinline__ void copy_async(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/async_copy_groups --------------------------------------------
+// Asynchronous copies into shared memory in groups: a thread waits for older groups while the newest are in flight.
+namespace ptx {
+// Copies 16 bytes: the first `bytes` are read, the others are zero.
+__device__ __forceinline__ void copy_async_or_zero(uint32 to, const void* from, uint32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The copies that this thread has started since the last call become a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of this thread are complete.
+template <int kAllowed>
+__device__ __forceinline__ void copy_async_wait_for() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
+// ---- gemm/copies -----------------------------------------------------------
+// Copies to shared memory, and loads from it.
+namespace ptx {
+// For data that is read once: L2 evicts it first. The bytes count towards the barrier.
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, uint32 bytes, Barrier* b) {
+  constexpr uint64 policy = 0x12F0000000000000u;  // createpolicy.fractional.L2::evict_first, 1.0
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+               " [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
+__device__ __forceinline__ uint2 ld_shared_8(uint32 p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32 ld_shared_4(uint32 p) {
+  uint32 v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(p) : "memory");
+  return v;
+}
+// Loads from shared memory of the CTA `rank`, at the address that `p` has in this CTA.
+__device__ __forceinline__ float4 ld_cluster(const float* p, uint32 rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(cluster_address(p, rank)) : "memory");
   return v;
 }
 }  // namespace ptx
+
+// ---- gemm/wide_place -------------------------------------------------------
+// What a consumer holds of its tile, and where its 64 rows of the weight are.
+using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
+
+struct Affine { float scale, bias; };  // of a row of the weight
+
+// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
+struct Place {
+  uint32 warp, lane, row;
+  int32  columns;
+};
 
 // ---- partials/format -------------------------------------------------------
 enum class Format { kNvfp4, kMxfp4 };
@@ -677,143 +615,19 @@ __device__ __forceinline__ void decode_weight(uint32 (&pairs)[4], uint32 codes, 
   pairs[0] = upper[0], pairs[1] = lower[0], pairs[2] = upper[1], pairs[3] = lower[1];
 }
 
-// ---- spec ------------------------------------------------------------------
-using In  = bf16;
-using Out = bf16;
-constexpr Format kFormat   = Format::kNvfp4;
-constexpr int kTileM       = 64;
-constexpr int kGroups      = 2;  // of 64 rows of the weight
-constexpr int kDepth       = 1;  // warpgroups of a group
-constexpr int kCluster     = 1;
-constexpr int kSplit       = 1;
-constexpr bool kDivided    = true;
-constexpr int kSlots       = 10;
-constexpr int kWeightSlots = 11;
-constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
-constexpr int kStepM       = kTileM;  // no other products
-
-constexpr int kTeams     = kGroups * kDepth;  // consumer warpgroups
-constexpr int kConsumers = kTeams * 128;      // threads
-constexpr int kThreads   = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
-constexpr int kProducerRegisters = kTeams == 4 ? 32 : 40;
-constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
-constexpr int kSharers = kSplit * kDepth;     // warpgroups with sums of the same elements
-constexpr int kParts   = 1;       // of the rows of x, after the sharers have added up
-constexpr int kPartM   = kTileM / kParts;
-
-// ---- shared memory ---------------------------------------------------------
-constexpr int kTileN     = kGroups * kTileRows;
-constexpr int kHalf      = kTileCols / 2;
-constexpr int kCopyM     = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kTileBytes = 4608;
-constexpr int kSums      = kTileM / 2;               // of a thread
-constexpr int kTeamSums  = kTileRows * kTileM * 4;   // bytes, of a warpgroup
-
-using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
-
-template <bool kOwn> struct Results {
-  Part parts[kTeams][kParts];
-  __device__ __forceinline__ Part* of(uint32 team) { return parts[team]; }
-};
-template <> struct Results<false> {  // they take the place of sums
-  __device__ __forceinline__ Part* of(uint32) { return nullptr; }
-};
-
-struct alignas(1024) Shared : Results<false> {  // the 128-byte swizzle repeats every 1024 bytes
-  uint8   x[kSlots][kTileM * kHalf * 2];
-  uint8   decoded[kGroups][2][kTileRows * kTileCols];
-  uint8   weight[kWeightSlots][kGroups][kTileBytes];
-  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
-};
-static_assert(sizeof(Shared) == 217088, "the launch counts on it");
-static_assert(kSlots % kDepth == 0, "a half of a step has slots of its own");
-static_assert(kSharers == 1 || (kCluster == 1 && !kDivided && kTeams * kTeamSums <= sizeof(Shared::x)),
-              "room for sums");
-
-enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 5, kStartBarrier = 6 };  // the first: one of each warpgroup
-
-// ---- work ------------------------------------------------------------------
-struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
-
-class Schedule {
- public:
-  uint32 tiles_m, tiles_n, steps;
-
-  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
-      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
-    if constexpr (kSharers > 1) {
-      const uint32 rank = kSplit == 1 ? 0 : ptx::cluster_rank();
-      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
-    } else {
-      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
-      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
-      begin_ = share_begin(id), end_ = share_begin(id + 1);
-    }
-  }
-  // The first step of a cluster's share, counted over all divided tiles
-  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
-    return divided_steps_ * cluster / ptx::clusters();
-  }
-  __device__ __forceinline__ bool take(Work& work) {
-    if (begin_ < end_) {
-      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
-      work = {tile, from - tile * steps, end_ - tile * steps};
-      end_ = from;
-      return true;
-    }
-    work = {next_, 0, steps};
-    next_ += ptx::clusters();
-    return work.tile < tiles_m * tiles_n;
-  }
-  // The first row of the weight in the tile that take() gives next; 0 if it gives none.
-  __device__ __forceinline__ int64 peek_row() const {
-    Schedule after = *this;
-    Work work;
-    return after.take(work) ? after.place(work.tile).y : 0;
-  }
-  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
-  __device__ __forceinline__ uint2 place(uint32 tile) const {
-    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
-    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
-    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
-    return {(band * kBandM + inside % high) * kTileM, row};
-  }
-
- private:
-  uint64 divided_steps_;
-  uint32 next_, begin_, end_;
-};
-
-// ---- weight ----------------------------------------------------------------
-// ---- gemm/wide_place -------------------------------------------------------
-// What a consumer holds of its tile, and where its 64 rows of the weight are.
-using Sums = float[kSums];
-using Fragments = uint32[4][4];  // 64 rows by 64 columns of the weight, in a warpgroup
-
-struct Affine { float scale, bias; };  // of a row of the weight
-
-// A consumer: the first row of its warpgroup in the weight, and the columns from its current step on.
-struct Place {
-  uint32 warp, lane, row;
-  int32  columns;
-};
-
 // ---- gemm/prepared_weight --------------------------------------------------
 // The weight in tiles that lie in memory as decode_weight() takes them.
-constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
-static_assert(kTileBytes == kCodeBytes + kBlocks * kBlockScales, "the launch counts on it");
+template <typename In, typename Out, Format kFormat> struct PreparedWeight {
+  static constexpr int kBlockScales = (kFormat == Format::kNvfp4 ? 4 : 2) * 32;  // bytes, of 16 rows
+  static constexpr int kTileBytes   = kCodeBytes + kBlocks * kBlockScales;
 
-struct Weight {
   const uint8* tiles;
   const float* row_scale;
   const Out*   bias;
   int64        n;
 
   // Starts the copies of a step. Beyond the last tile of the weight, that tile again.
+  template <int kGroups>
   __device__ __forceinline__ void load(uint8 (&to)[kGroups][kTileBytes], uint32 row, uint32 step, uint32 steps,
                                        Barrier* full) const {
 #pragma unroll
@@ -829,81 +643,26 @@ struct Weight {
     if (bias != nullptr) of.bias = low<Out>(ptx::ld_16(bias + row));
     return of;
   }
+  // Half `half` of the columns of a tile; each warp has 16 of its rows.
+  static __device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
+    const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
+    const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
+                         + half * (kBlockScales / 16);
+    if constexpr (kFormat == Format::kNvfp4) {
+      const uint2 scales = ptx::ld_shared_8(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
+    } else {
+      const uint32 scales = ptx::ld_shared_4(from);
+      decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
+      decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
+      decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
+      decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
+    }
+  }
 };
-
-// Half `half` of the columns of a tile; each warp has 16 of its rows.
-__device__ __forceinline__ void decode(Fragments& a, uint32 tile, uint32 half, const Place& place) {
-  const uint4  codes = ptx::ld_shared(tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane * 16);
-  const uint32 from  = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                       + half * (kBlockScales / 16);
-  if constexpr (kFormat == Format::kNvfp4) {
-    const uint2 scales = ptx::ld_shared_8(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales.x, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales.x, true));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales.y, false));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales.y, true));
-  } else {
-    const uint32 scales = ptx::ld_shared_4(from);
-    decode_weight<In>(a[0], codes.x, decode_scales<In>(scales, false));
-    decode_weight<In>(a[1], codes.y, decode_scales<In>(scales, false));
-    decode_weight<In>(a[2], codes.z, decode_scales<In>(scales, true));
-    decode_weight<In>(a[3], codes.w, decode_scales<In>(scales, true));
-  }
-}
-
-// ---- producers -------------------------------------------------------------
-__device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
-  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
-  Ring<kSlots> ring;
-  for (Work work; schedule.take(work);) {
-    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
-    for (uint32 half = 1 * work.begin; half < 1 * work.end; ++half, ring.advance()) {
-      Barrier* full = &shared.full[ring.slot];
-      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kHalf * 2);
-      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
-      if constexpr (kCluster == 1) ptx::tma_load(to, x, half * kHalf, row, full);
-      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, half * kHalf, row, full, (1 << kCluster) - 1);
-    }
-  }
-}
-__device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule, const Weight& weight) {
-  Ring<kWeightSlots> ring;
-  for (Work work; schedule.take(work);) {
-    const uint32 row = schedule.place(work.tile).y;
-    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
-      Barrier* full = &shared.weight_full[ring.slot];
-      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
-      weight.load(shared.weight[ring.slot], row, step, schedule.steps, full);
-    }
-  }
-}
-
-// ---- gemm/fp8_products -----------------------------------------------------
-// The matrix product of warpgroups, of E4M3. The tensor cores keep about 14 bits of its sums.
-namespace ptx {
-// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products. Both a
-// and b are in shared memory, as wgmma_tile() gives them.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint32 a, uint32 b, bool add) {
-  asm volatile("{\n"
-               "  .reg .pred add;\n"
-               "  .reg .b64 a, b;\n"
-               "  mov.b64 a, {%32, 0x40000040};\n"
-               "  mov.b64 b, {%33, 0x40000040};\n"
-               "  setp.ne.b32 add, %34, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, a, b, add, 1, 1;\n"
-               "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-        , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a), "r"(b), "r"(int32(add)));
-}
-}  // namespace ptx
 
 // ---- gemm/fp8_weight -------------------------------------------------------
 // A prepared weight becomes E4M3, relative to the scale of its row, a power of two.
@@ -913,40 +672,36 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint32 a, uint32 b, b
 // next eight bits: the rest is cut off. A scale has four bits of mantissa, a code two, the product up to five, and E4M3
 // has four: so that cutting off rounds to nearest, ties to even, a scale gets 6 / 16 of its last bit on top. Of 8 to 15
 // eighths times 1 or 1.5, exact results do not reach the next E4M3 with that, and those more than half way do.
-struct Fp8Weight : Weight {
-  // Of rows `row` and eight below; zeros below the weight.
-  __device__ __forceinline__ float2 scales(int64 row) const {
-    return make_float2(row < n ? ptx::ld_f32(row_scale + row) : 0.0f,
-                       row + 8 < n ? ptx::ld_f32(row_scale + row + 8) : 0.0f);
+template <typename Out, Format kFormat> struct Fp8Weight : PreparedWeight<bf16, Out, kFormat> {
+  // Zero below the weight.
+  __device__ __forceinline__ float scale(int64 row) const {
+    return row < this->n ? ptx::ld_f32(this->row_scale + row) : 0.0f;
   }
-  __device__ __forceinline__ Affine affine(int64 row, float scale) const {
-    return {scale, bias != nullptr && row < n ? low<Out>(ptx::ld_16(bias + row)) : 0.0f};
+  __device__ __forceinline__ Affine affine(int64 row, float factor) const {
+    return {scale(row) * factor, this->bias != nullptr && row < this->n ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
   }
 };
 
 // What turns a pair of scale bytes, of two rows with these scales, into bf16. A byte has a bias of 21; bf16 has one of
 // 127, of which 120 are to be taken back where codes are times 2^-126. MXFP4's bytes are relative to their row.
-__device__ __forceinline__ uint32 exponent_of(float row_scale) {
+template <Format kFormat> __device__ __forceinline__ uint32 exponent_of(float row_scale) {
   constexpr uint32 kBias = 127 - 21 + 6;
   const uint32 shift = kFormat == Format::kMxfp4 ? 2 : (__float_as_uint(row_scale) >> 23) - 127;
   return (kBias - shift) << 7 & 0x7F80u | 6;
 }
-__device__ __forceinline__ uint32 exponents_of(float2 scales) {
-  return exponent_of(scales.x) | exponent_of(scales.y) << 16;
-}
 
 // Half of a step of the columns, as it lies in shared memory: for each 16 columns a word of the lane that has the first
 // of a pair of neighbours in the order of bf16, one of the next lane, and scales.
-struct RawHalf {
+template <Format kFormat> struct RawHalf {
+  static constexpr int kBlockScales = PreparedWeight<bf16, bf16, kFormat>::kBlockScales;
   uint32 first[4], second[4], scales[2];
 
-  __device__ __forceinline__ void load(uint32 tile, uint32 half, const Place& place) {
-    const uint32 codes = tile + (2 * place.warp + half) * (kCodeBytes / 8) + place.lane / 4 * 64 + place.lane % 2 * 32;
+  __device__ __forceinline__ void load(uint32 tile, uint32 half, uint32 warp, uint32 lane) {
+    const uint32 codes = tile + (2 * warp + half) * (kCodeBytes / 8) + lane / 4 * 64 + lane % 2 * 32;
     const uint4  a = ptx::ld_shared(codes), b = ptx::ld_shared(codes + 16);
     first[0] = a.x, first[1] = a.y, first[2] = a.z, first[3] = a.w;
     second[0] = b.x, second[1] = b.y, second[2] = b.z, second[3] = b.w;
-    const uint32 from = tile + kCodeBytes + place.warp * kBlockScales + place.lane / 4 * (kBlockScales / 8)
-                        + half * (kBlockScales / 16);
+    const uint32 from = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
       const uint2 v = ptx::ld_shared_8(from);
       scales[0] = v.x, scales[1] = v.y;
@@ -985,12 +740,12 @@ struct RawHalf {
 };
 
 // ---- gemm/wide_fp8_mainloop ------------------------------------------------
-// Products of one thread of a consumer warpgroup. Rings of x and of the weight have slots of a step, 128 columns. Of
-// each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
+// A warpgroup decodes the weight from slots of `weight` to slots of `decoded`, and consumer warpgroups multiply those by
+// slots of x. All slots are of a step, 128 columns. A phase of a barrier of a slot:
 //
-// The tensor cores keep about 14 bits of a sum of E4M3 products, so sums of a step are added to sums in float32. A step
-// is kProducts products by kProductM rows of x. Behind each 32 columns of a product, the warpgroup decodes its share of
-// the next step of the weight to shared memory; while it adds up, the other warpgroups keep the tensor cores busy.
+//   weight_full    the copies of a step are complete       weight_empty   4 warps have decoded it
+//   decoded_full   4 warps have decoded                    decoded_empty  all warps of consumers have multiplied
+//   full           the copies of x are complete            empty          the same, in all CTAs of the cluster
 namespace ptx {
 // Stores 8 x 8 matrices of pairs of bytes. r[i] of lane l is row l / 4, pairs 2 (l % 4) and the next, of matrix i. Lane
 // 8 i + c gives the address of row c of matrix i.
@@ -1000,126 +755,280 @@ __device__ __forceinline__ void store_rows(uint32 to, const uint32 (&r)[4]) {
 }
 }  // namespace ptx
 
-constexpr int kProductM = 64;
-constexpr int kProducts = kTileM / kProductM;
-constexpr int kLead     = 0;  // steps by which a group is ahead of the next one
-constexpr int kLeadBarrier = 7;          // and those after it: one for each group but the last
-static_assert(kDepth == 1, "a warpgroup takes all columns");
+template <class Shared, Format kFormat, int kGroups> struct Decoder {
+  static constexpr int kWeightSlots  = sizeof(Shared::weight_full) / sizeof(Barrier);
+  static constexpr int kDecodedSlots = sizeof(Shared::decoded_full) / sizeof(Barrier);
+  using Raw = RawHalf<kFormat>;
 
-using RowScales = float[kTileM / 32];  // of a lane, of every 32nd row of x
-
-struct Consumer {
   Shared& shared;
-  uint32  group, half;
-  Place   place;
-  Ring<kSlots>       ring;
-  Ring<kWeightSlots> weight_ring;
-  uint32 exponents;  // of scales, of rows g and g + 8
-  uint32 steps_done = 0;
+  uint32  warp, lane;
+  uint32  exponents[kGroups] = {};  // of the scales of rows g and g + 8 of the warp, in each group
+  Ring<kWeightSlots>  ring;
+  Ring<kDecodedSlots> decoded_ring;
 
-  // A group waits at its start until the one before it has done kLead steps, or all of its steps.
-  __device__ __forceinline__ void wait_for_lead() {
-    if (kLead > 0 && group > 0 && steps_done == 0) ptx::barrier_sync(kLeadBarrier + group - 1, 256);
+  __device__ __forceinline__ void load(Raw& raw, int half) const {
+    raw.load(ptx::shared_address(shared.weight[ring.slot][half / 2]), half % 2, warp, lane);
   }
-  __device__ __forceinline__ void count_step() {
-    if (kLead > 0 && ++steps_done == kLead && group + 1 < kGroups) ptx::barrier_arrive(kLeadBarrier + group, 256);
+  // Decodes 64 columns of 16 rows, half kHalf of all groups, while it loads the next.
+  template <int kHalf> __device__ __forceinline__ void decode(Raw& raw, uint32 to) const {
+    Raw next;
+    if constexpr (kHalf + 1 < 2 * kGroups) load(next, kHalf + 1);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32 a[4];
+      raw.decode(a[0], a[1], 2 * i, exponents[kHalf / 2], lane);
+      raw.decode(a[2], a[3], 2 * i + 1, exponents[kHalf / 2], lane);
+      ptx::store_rows((to + kHalf / 2 * (kTileRows * kTileCols)) ^ (kHalf % 2 * 64 + 32 * i), a);
+    }
+    if constexpr (kHalf + 1 < 2 * kGroups) decode<kHalf + 1>(next, to);
   }
-  __device__ __forceinline__ void let_go() {
-    if (kLead > 0 && steps_done < kLead && group + 1 < kGroups) ptx::barrier_arrive(kLeadBarrier + group, 256);
-  }
-
-  __device__ __forceinline__ uint32 decoded(uint32 which) const {
-    return ptx::shared_address(shared.decoded[group][which]);
-  }
-  // Decodes 32 columns, number i of the next step, to tile `which`, in the 128-byte swizzle.
-  __device__ __forceinline__ void decode_columns(uint32 which, RawHalf& raw, int i) {
-    if (i % 2 == 0) raw.load(ptx::shared_address(shared.weight[weight_ring.slot][group]), i / 2, place);
-    uint32 a[4];
-    raw.decode(a[0], a[1], i % 2 * 2, exponents, place.lane);
-    raw.decode(a[2], a[3], i % 2 * 2 + 1, exponents, place.lane);
-    const uint32 row = place.warp * 2048 + place.lane / 8 % 2 * 1024 + swizzle_128(place.lane % 8, place.lane / 16);
-    ptx::store_rows(decoded(which) + row ^ 32 * i, a);
-  }
-  // After the last of them, whose stores take what every lane has loaded: all warps of the warpgroup have decoded, and
-  // the tensor cores see it.
-  __device__ __forceinline__ void finish_decoding() {
-    if (place.lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
-    weight_ring.advance();
+  __device__ __forceinline__ void step() {
+    ptx::mbarrier_wait(&shared.weight_full[ring.slot], ring.parity);
+    ptx::mbarrier_wait(&shared.decoded_empty[decoded_ring.slot], decoded_ring.parity ^ 1);
+    const uint32 row = warp * 2048 + lane / 8 % 2 * 1024 + swizzle_128(lane % 8, lane / 16);
+    Raw raw;
+    load(raw, 0);
+    decode<0>(raw, ptx::shared_address(shared.decoded[decoded_ring.slot]) + row);
     ptx::fence_proxy_async();
-    ptx::barrier_sync(kTeamBarrier + group, 128);
+    __syncwarp();  // the stores took what every lane has loaded
+    if (lane == 0) {
+      ptx::mbarrier_arrive(&shared.weight_empty[ring.slot]);
+      ptx::mbarrier_arrive(&shared.decoded_full[decoded_ring.slot]);
+    }
+    ring.advance(), decoded_ring.advance();
   }
-  __device__ __forceinline__ void release_x() {
-    Barrier* b = &shared.empty[ring.slot];
+};
+
+// A thread of a consumer warpgroup. The tensor cores keep about 14 bits of a sum of E4M3 products: with kPromoted, sums
+// of a step, kProductM rows of x at a time, are added to sums in float32.
+template <class Shared, int kTileM, int kProductM, bool kPromoted, int kCluster> struct Fp8Consumer {
+  static constexpr int kSlots        = sizeof(Shared::full) / sizeof(Barrier);
+  static constexpr int kDecodedSlots = sizeof(Shared::decoded_full) / sizeof(Barrier);
+  using Sums = float[kTileM / 2];
+  using Part = float[kProductM / 2];
+
+  Shared& shared;
+  uint32  group, lane;
+  Ring<kSlots>        ring;
+  Ring<kDecodedSlots> decoded_ring;
+
+  // Frees the slots of the last step, or of the one before it.
+  template <int kBack> __device__ __forceinline__ void release() {
+    const uint32 x = ring.slot >= kBack ? ring.slot - kBack : ring.slot + kSlots - kBack;
+    const uint32 w = decoded_ring.slot >= kBack ? decoded_ring.slot - kBack : decoded_ring.slot + kDecodedSlots - kBack;
     if constexpr (kCluster == 1) {
-      if (place.lane == 0) ptx::mbarrier_arrive(b);
+      if (lane == 0) ptx::mbarrier_arrive(&shared.empty[x]);
     } else {
-      if (place.lane < kCluster) ptx::mbarrier_arrive_cluster(b, place.lane);
+      if (lane < kCluster) ptx::mbarrier_arrive_cluster(&shared.empty[x], lane);
     }
-    ring.advance();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.decoded_empty[w]);
   }
-  // Product kProduct of a step, and those after it, with a share of the next step of the weight behind each 32 columns.
-  template <bool kDecode, int kProduct>
-  __device__ __forceinline__ void multiply(Sums& sums, uint32 which, RawHalf& raw, uint32 x) {
-    if constexpr (kProduct < kProducts) {
-      const uint32 a = ptx::wgmma_tile(decoded(which)), b = x + kProduct * (kProductM * 8);
-      float part[kProductM / 2];
+  static __device__ __forceinline__ void multiply(Part& part, uint32 a, uint32 b, bool add) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::wgmma_e4m3(part, a + 2 * i, b + 2 * i, add || i > 0);
+  }
+  template <int kFirst = 0> __device__ __forceinline__ void promote(Sums& sums, uint32 a, uint32 b) {
+    if constexpr (kFirst < kTileM) {
+      Part part;
       ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        ptx::wgmma_e4m3(part, a + 2 * i, b + 2 * i, i > 0);
-        const int number = kProduct * 4 + i;
-        if (kDecode && number % kProducts == 0) decode_columns(which ^ 1, raw, number / kProducts);
-      }
+      multiply(part, a, b + kFirst * 8, false);
       ptx::wgmma_commit();
-      if constexpr (kDecode && kProduct + 1 == kProducts) finish_decoding();
       ptx::wgmma_wait<0>();
+      hold(part);
 #pragma unroll
-      for (int i = 0; i < kProductM / 2; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not read before
-#pragma unroll
-      for (int i = 0; i < kProductM / 2; ++i) sums[kProduct * (kProductM / 2) + i] += part[i];
-      multiply<kDecode, kProduct + 1>(sums, which, raw, x);
+      for (int i = 0; i < kProductM / 2; ++i) sums[kFirst / 2 + i] += part[i];
+      promote<kFirst + kProductM>(sums, a, b);
     }
   }
-  template <bool kDecode> __device__ __forceinline__ void step(Sums& sums, uint32 which, RawHalf& raw) {
-    if constexpr (kDecode) ptx::mbarrier_wait(&shared.weight_full[weight_ring.slot], weight_ring.parity);
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    multiply<kDecode, 0>(sums, which, raw, ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot])));
-    release_x();
-    count_step();
+  // Its values are not read before.
+  template <int kSize> static __device__ __forceinline__ void hold(float (&sums)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
   }
-  // Two tiles are decoded: while the tensor cores read one, the other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
-    RawHalf raw;
+    if constexpr (kPromoted) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
-    ptx::mbarrier_wait(&shared.weight_full[weight_ring.slot], weight_ring.parity);
+      for (int i = 0; i < kTileM / 2; ++i) sums[i] = 0.0f;
+    }
+    for (uint32 done = 0; done < steps; ++done) {
+      ptx::mbarrier_wait(&shared.decoded_full[decoded_ring.slot], decoded_ring.parity);
+      ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+      const uint32 a = ptx::wgmma_tile(ptx::shared_address(shared.decoded[decoded_ring.slot][group]));
+      const uint32 b = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
+      ring.advance(), decoded_ring.advance();
+      if constexpr (kPromoted) {
+        promote(sums, a, b);
+        release<1>();
+      } else {
+        ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) decode_columns(0, raw, i);
-    finish_decoding();
-    wait_for_lead();
-    const uint32 last = steps - 1;
-    for (uint32 done = 0; done < last; ++done) step<true>(sums, done % 2, raw);
-    step<false>(sums, last % 2, raw);
+        for (int i = 0; i < kTileM; i += kProductM)
+          multiply(reinterpret_cast<Part&>(sums[i / 2]), a, b + i * 8, done > 0);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        if (done > 0) release<2>();
+      }
+    }
+    if constexpr (!kPromoted) {
+      ptx::wgmma_wait<0>();
+      hold(sums);
+      release<1>();
+    }
   }
-  // Loads the scales of rows of x, from `row` on, of which there are m; they are `step` apart.
-  __device__ __forceinline__ void load(RowScales& held, const float* scales, int64 step, uint32 row, int64 m) const {
+};
+
+// The scales of rows of x, from `row` on, of which there are m; they are `step` apart. A lane has every 32nd.
+template <int kTileM> struct RowScales {
+  float held[kTileM / 32];
+
+  __device__ __forceinline__ RowScales(const float* scales, int64 step, uint32 row, int64 m, uint32 lane) {
 #pragma unroll
     for (int i = 0; i < kTileM / 32; ++i) {
-      held[i] = ptx::ld_f32(scales + min(int64(row + 32 * i + place.lane), m - 1) * step);
+      held[i] = ptx::ld_f32(scales + min(int64(row + 32 * i + lane), m - 1) * step);
     }
   }
-  // Multiplies by them.
-  __device__ __forceinline__ void scale_rows(Sums& sums, const RowScales& held) const {
+  __device__ __forceinline__ void multiply(float (&sums)[kTileM / 2], uint32 lane) const {
 #pragma unroll
     for (int i = 0; i < kTileM / 8; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float scale = __shfl_sync(~0u, held[i / 4], i % 4 * 8 + place.lane % 4 * 2 + j);
+        const float scale = __shfl_sync(~0u, held[i / 4], i % 4 * 8 + lane % 4 * 2 + j);
         sums[4 * i + j] *= scale, sums[4 * i + 2 + j] *= scale;
       }
     }
   }
 };
+
+// ---- partials/reciprocal ---------------------------------------------------
+// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
+// its remainder (Markstein).
+__device__ __forceinline__ float reciprocal_inside(float v) {
+  const float seed = ptx::rcp_approx(v);
+  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
+}
+
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
+// ---- partials/store_matrices -----------------------------------------------
+namespace ptx {
+// Stores 8 x 8 matrices, transposed. r[i] of lane l is row l / 4, columns 2 (l % 4) and the next, of matrix i. Lane
+// 8 i + c gives the address of column c of matrix i, 16 bytes.
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32 to, const uint32 (&r)[1]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(to), "r"(r[0]) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/vectors ------------------------------------------------------
+// Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
+// because the same kernel may write the address later.
+namespace ptx {
+template <typename T> __device__ T ld(const void* p);
+template <> __device__ __forceinline__ uint8 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(p));
+  return uint8(v);
+}
+template <> __device__ __forceinline__ uint16 ld(const void* p) {
+  uint16 v;
+  asm volatile("ld.global.b16 %0, [%1];" : "=h"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint32 ld(const void* p) {
+  uint32 v;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint64 ld(const void* p) {
+  uint64 v;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(v) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint2 ld(const void* p) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+template <> __device__ __forceinline__ uint4 ld(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For memory that is read once: allocates no line in L1.
+__device__ __forceinline__ uint4 ld_once(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ void st(void* p, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// For memory that is not read again soon: L2 evicts it first.
+__device__ __forceinline__ void st_once(void* p, uint4 v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+}  // namespace ptx
+
+// N neighbouring 16-bit floats in as few registers as they fill, the first in the low half.
+template <int N>
+__device__ __forceinline__ void ld_halves(const void* p, uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) w[0] = ptx::ld<uint16>(p);
+  if constexpr (N == 2) w[0] = ptx::ld<uint32>(p);
+  if constexpr (N == 4) {
+    const uint2 v = ptx::ld<uint2>(p);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (N == 8) {
+    const uint4 v = ptx::ld<uint4>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+template <int N>
+__device__ __forceinline__ void st_halves(void* p, const uint32 (&w)[(N + 1) / 2]) {
+  static_assert(N == 1 || N == 2 || N == 4 || N == 8, "one access");
+  if constexpr (N == 1) *static_cast<uint16*>(p) = uint16(w[0]);
+  if constexpr (N == 2) *static_cast<uint32*>(p) = w[0];
+  if constexpr (N == 4) *static_cast<uint2*>(p) = {w[0], w[1]};
+  if constexpr (N == 8) *static_cast<uint4*>(p) = {w[0], w[1], w[2], w[3]};
+}
+
+// Two floats rounded to a pair of 16-bit floats, the first in the low half.
+template <typename T> __device__ uint32 to_pair(float lo, float hi);
+template <> __device__ __forceinline__ uint32 to_pair<f16>(float lo, float hi) { return ptx::cvt_f16x2(lo, hi); }
+template <> __device__ __forceinline__ uint32 to_pair<bf16>(float lo, float hi) {
+  uint32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+  return d;
+}
 
 // ---- gemm/wide_results -----------------------------------------------------
 // How the sums in the registers of a warpgroup become rows of `out` in shared memory, and how those who have sums of
@@ -1127,79 +1036,131 @@ struct Consumer {
 
 // Sums are exchanged in the order in which the threads hold them: of 8 rows of x, four sums of the first thread, four
 // of the next, and so on.
-constexpr int kEights = kTileM / 8;
-
-__device__ __forceinline__ float4 four(const Sums& sums, int i) {
+template <int kSums> __device__ __forceinline__ float4 four(const float (&sums)[kSums], int i) {
   return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
 }
-__device__ __forceinline__ void add(Sums& sums, int i, float4 v) {
+template <int kSums> __device__ __forceinline__ void add(float (&sums)[kSums], int i, float4 v) {
   sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
 }
 
-// Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
-template <int kPart>
-__device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper, Affine lower) {
-  constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
-  to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
-#pragma unroll
-  for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
-    const float* d = sums + (kPart * kPartM + i) / 2;
-    uint32 pairs[kMatrices];
-#pragma unroll
-    for (int j = 0; j < kMatrices; ++j) {
-      const Affine of = j % 2 ? lower : upper;
-      pairs[j] = to_pair<Out>(fmaf(d[2 * j], of.scale, of.bias), fmaf(d[2 * j + 1], of.scale, of.bias));
-    }
-    ptx::store_matrices(to, pairs);
-  }
-}
+// The results of a warpgroup: kTileM rows of x in kParts parts. kGroups groups of kDepth warpgroups in each of kSplit
+// CTAs have sums of the same tile.
+template <typename Out, int kTileM, int kParts, int kGroups, int kDepth, int kSplit, bool kGated> struct WideResults {
+  static constexpr int kPartM   = kTileM / kParts;
+  static constexpr int kSharers = kSplit * kDepth;  // warpgroups with sums of the same elements
+  using Sums = float[kTileM / 2];
 
-// The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
-template <int kPart>
-__device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums, uint32 thread,
-                                            Affine upper, Affine lower) {
-  if (part == kPart) {
+  // Writes part kPart of the features of a warpgroup, half as many as rows, to rows of 64 bytes, in the 64-byte swizzle
+  // of the copy that stores them. A thread has the gate of a feature in row g and its up in row g + 8.
+  template <int kPart>
+  static __device__ __forceinline__ void stage_gated(uint32 to, const Sums& sums, uint32 thread, Affine gates,
+                                                     Affine ups) {
+    constexpr int kMatrices = kPartM < 32 ? kPartM / 8 : 4;  // of 8 features by 8 rows of x
+    const uint32 row = thread % 32 % (8 * kMatrices);
+    to += row * 64 + (thread / 32 ^ row / 2 % 4) * 16;
 #pragma unroll
-    for (int other = 1; other < kSharers; ++other) {
-      const int sharer = (kPart + other) % kSharers;
+    for (int i = 0; i < kPartM; i += 8 * kMatrices, to += kMatrices * 512) {
+      const float* d = sums + (kPart * kPartM + i) / 2;
+      uint32 pairs[kMatrices];
 #pragma unroll
-      for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
-        const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums / 4) + i * 512;
-        if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
-        if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+      for (int j = 0; j < kMatrices; ++j) {
+        const float g[2] = {fmaf(d[4 * j], gates.scale, gates.bias), fmaf(d[4 * j + 1], gates.scale, gates.bias)};
+        const float u[2] = {fmaf(d[4 * j + 2], ups.scale, ups.bias), fmaf(d[4 * j + 3], ups.scale, ups.bias)};
+        pairs[j] = to_pair<Out>(silu(g[0]) * u[0], silu(g[1]) * u[1]);
       }
+      ptx::store_matrices(to, pairs);
     }
-    return stage<kPart>(to, sums, thread, upper, lower);
   }
-  if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
-}
+
+  // Writes part kPart of a warpgroup's sums to rows of 128 bytes, in the 128-byte swizzle of the copy that stores them.
+  template <int kPart>
+  static __device__ __forceinline__ void stage(uint32 to, const Sums& sums, uint32 thread, Affine upper,
+                                               Affine lower) {
+    if constexpr (kGated) return stage_gated<kPart>(to, sums, thread, upper, lower);
+    constexpr int kMatrices = kPartM < 16 ? 2 : 4;  // of 8 x 8, two for each 8 rows of x
+    to += thread / 16 % 2 * 1024 + swizzle_128(thread % 8, thread / 32 * 2 + thread / 8 % 2);
+#pragma unroll
+    for (int i = 0; i < kPartM; i += 4 * kMatrices, to += 2048) {
+      const float* d = sums + (kPart * kPartM + i) / 2;
+      uint32 pairs[kMatrices];
+#pragma unroll
+      for (int j = 0; j < kMatrices; ++j) {
+        const Affine of = j % 2 ? lower : upper;
+        pairs[j] = to_pair<Out>(fmaf(d[2 * j], of.scale, of.bias), fmaf(d[2 * j + 1], of.scale, of.bias));
+      }
+      ptx::store_matrices(to, pairs);
+    }
+  }
+
+  // The same, after adding the sums of the other sharers. `shared_sums` are this thread's sums of sharer 0 of a CTA.
+  template <int kPart>
+  static __device__ __forceinline__ void stage_total(uint32 part, const float* shared_sums, uint32 to, Sums& sums,
+                                                     uint32 thread, Affine upper, Affine lower) {
+    constexpr int kTeamSums = kTileM * 64;
+    if (part == kPart) {
+#pragma unroll
+      for (int other = 1; other < kSharers; ++other) {
+        const int sharer = (kPart + other) % kSharers;
+#pragma unroll
+        for (int i = kPart * kPartM / 8; i < (kPart + 1) * kPartM / 8; ++i) {
+          const float* from = shared_sums + sharer % kDepth * (kGroups * kTeamSums) + i * 512;
+          if constexpr (kSplit == 1) add(sums, i, *reinterpret_cast<const float4*>(from));
+          if constexpr (kSplit > 1) add(sums, i, ptx::ld_cluster(from, sharer / kDepth));
+        }
+      }
+      return stage<kPart>(to, sums, thread, upper, lower);
+    }
+    if constexpr (kPart + 1 < kParts) stage_total<kPart + 1>(part, shared_sums, to, sums, thread, upper, lower);
+  }
+};
+
+// What the product is added to, after it was rounded; null: nothing.
+template <typename Out, int kPartM> struct Residual {
+  const Out* rows;
+  int64 stride, m, n;
+
+  // To rows of 128 bytes as stage() writes them, for the part of out that begins at (row, col).
+  __device__ __forceinline__ void add(uint32 to, uint32 row, uint32 col, uint32 thread) const {
+    for (uint32 i = thread; i < kPartM * 8; i += 128) {
+      const uint32 inside = i / 8, chunk = i % 8, at = to + swizzle_128(inside, chunk);
+      if (row + inside >= m || col + chunk * 8 >= n) continue;
+      const uint4 y = ptx::ld_shared(at), r = ptx::ld<uint4>(rows + (row + inside) * stride + col + chunk * 8);
+      const auto sum = [](uint32 a, uint32 b) {
+        return to_pair<Out>(low<Out>(a) + low<Out>(b), high<Out>(a) + high<Out>(b));
+      };
+      ptx::st_shared(at, make_uint4(sum(y.x, r.x), sum(y.y, r.y), sum(y.z, r.z), sum(y.w, r.w)));
+    }
+  }
+};
 
 // What clusters leave for each other in the workspace: for each warpgroup a word, which says that its sums are
-// complete, and the sums. A workspace need not be cleared: no memory holds kReady by chance, and the reader clears the
-// word.
+// complete, and, kWordsBytes behind the first word, the sums. A workspace need not be cleared: no memory holds kReady
+// by chance, and the reader clears the word. `barrier` is the named barrier of the warpgroup.
 constexpr uint64 kReady = 0x9E3779B97F4A7C15u;
 
-class Exchange {
+template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange {
  public:
+  using Sums = float[kTileM / 2];
+
   __device__ __forceinline__ Exchange(uint8* workspace, uint32 team, uint32 thread)
       : word_(reinterpret_cast<uint64*>(workspace) + blockIdx.x * kTeams + team),
-        sums_(reinterpret_cast<float4*>(workspace + 16384) +
-              uint64(blockIdx.x * kTeams + team) * (kTeamSums / 16) + thread) {}
-  __device__ __forceinline__ void leave(const Sums& sums, uint32 team, uint32 thread) const {
+        sums_(reinterpret_cast<float4*>(workspace + kWordsBytes) +
+              uint64(blockIdx.x * kTeams + team) * (kTileM * 16) + thread) {}
+  __device__ __forceinline__ void leave(const Sums& sums, int barrier, uint32 thread) const {
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) __stcg(sums_ + i * 128, four(sums, i));
+    for (int i = 0; i < kTileM / 8; ++i) __stcg(sums_ + i * 128, four(sums, i));
     __threadfence();
-    ptx::barrier_sync(kTeamBarrier + team, 128);
+    ptx::barrier_sync(barrier, 128);
     if (thread == 0) ptx::st_release(word_, kReady);
   }
   // Adds the sums of the cluster `back` places before this one.
-  __device__ __forceinline__ void collect(Sums& sums, uint32 back, uint32 team, uint32 thread) const {
+  __device__ __forceinline__ void collect(Sums& sums, uint32 back, int barrier, uint32 thread) const {
     uint64* const word = word_ - back * (kCluster * kTeams);
-    const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTeamSums / 16);
+    const float4* from = sums_ - uint64(back * (kCluster * kTeams)) * (kTileM * 16);
     while (ptx::ld_acquire(word) != kReady) {}
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) add(sums, i, __ldcg(from + i * 128));
-    ptx::barrier_sync(kTeamBarrier + team, 128);
+    for (int i = 0; i < kTileM / 8; ++i) add(sums, i, __ldcg(from + i * 128));
+    ptx::barrier_sync(barrier, 128);
     if (thread == 0) *word = 0;
   }
 
@@ -1208,31 +1169,143 @@ class Exchange {
   float4* sums_;
 };
 
-// ---- gemm/wide_fp8_results -------------------------------------------------
-namespace ptx {
-// Waits until all but the last kAllowed stores of this thread have read their source.
-template <int kAllowed> __device__ __forceinline__ void tma_store_wait_but() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
+// ---- spec ------------------------------------------------------------------
+using Out = bf16;
+constexpr Format kFormat    = Format::kNvfp4;
+constexpr int kTileM        = 64;
+constexpr int kProductM     = 64;  // rows of x of a product
+constexpr bool kPromoted    = true;  // sums of a step are added in float32
+constexpr int kCluster      = 1;
+constexpr bool kDivided     = true;
+constexpr int kSlots        = 8;
+constexpr int kDecodedSlots = 3;
+constexpr int kWeightSlots  = 3;
+constexpr int kBandM        = 4;  // tiles along M that the weight is read for at a time
 
-// How parts of a warpgroup's sums leave through its two decoded tiles, in turn, which no product reads any more.
-template <int kPart = 0, class Store>
-__device__ __forceinline__ void store_parts(uint8 (&tiles)[2][kTileRows * kTileCols], const Sums& sums, uint32 team,
-                                            uint32 thread, Affine upper, Affine lower, const Store& store) {
+constexpr int kGroups    = 2;  // of 64 rows of the weight, one of each consumer warpgroup
+constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 256;
+constexpr int kConsumerRegisters = 216, kDecoderRegisters = 56, kProducerRegisters = 24;
+static_assert(2 * kConsumerRegisters + kDecoderRegisters + kProducerRegisters == 65536 / 128, "all registers");
+
+using Weight   = Fp8Weight<Out, kFormat>;
+constexpr int kTileN = kGroups * kTileRows, kCopyM = kTileM / kCluster;
+constexpr int kPartM = 64, kParts = kTileM / kPartM;  // of the results of a warpgroup
+using Results  = WideResults<Out, kTileM, kParts, kGroups, 1, 1, false>;
+
+// ---- shared memory ---------------------------------------------------------
+struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
+  uint8   x[kSlots][kTileM * kTileCols];
+  uint8   decoded[kDecodedSlots][kGroups][kTileRows * kTileCols];
+  uint8   results[kGroups][kPartM * kTileRows * 2];
+  uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
+  Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
+  Barrier decoded_full[kDecodedSlots], decoded_empty[kDecodedSlots];
+};
+static_assert(sizeof(Shared) == 159744, "the launch counts on it");
+
+enum NamedBarrier { kTeamBarrier = 1 };  // one of each consumer warpgroup
+
+// ---- work ------------------------------------------------------------------
+struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
+
+class Schedule {
+ public:
+  uint32 tiles_m, tiles_n, steps;
+
+  __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
+      : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
+    const uint32 tiles = tiles_m * tiles_n, clusters = ptx::clusters(), rest = tiles % clusters;
+    const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+    divided_steps_ = uint64(divided) * steps, next_ = divided + ptx::cluster_id();
+    begin_ = share_begin(ptx::cluster_id()), end_ = share_begin(ptx::cluster_id() + 1);
+  }
+  // The first step of a cluster's share, counted over all divided tiles
+  __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
+    return divided_steps_ * cluster / ptx::clusters();
+  }
+  __device__ __forceinline__ bool take(Work& work) {
+    if (begin_ < end_) {
+      const uint32 tile = (end_ - 1) / steps, from = max(begin_, tile * steps);
+      work = {tile, from - tile * steps, end_ - tile * steps};
+      end_ = from;
+      return true;
+    }
+    work = {next_, 0, steps};
+    next_ += ptx::clusters();
+    return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
+  __device__ __forceinline__ uint2 place(uint32 tile) const {
+    const uint32 band = tile / (kBandM * tiles_n), inside = tile % (kBandM * tiles_n);
+    const uint32 high = min(uint32(kBandM), tiles_m - band * kBandM);
+    const uint32 row = (inside / high * kCluster + (kCluster == 1 ? 0 : ptx::cluster_rank())) * kTileN;
+    return {(band * kBandM + inside % high) * kTileM, row};
+  }
+
+ private:
+  uint64 divided_steps_;
+  uint32 next_, begin_, end_;
+};
+
+// ---- warp roles ------------------------------------------------------------
+__device__ __forceinline__ void produce_x(Shared& shared, Schedule schedule, const TensorMap& x) {
+  const uint32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
+  Ring<kSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 row = schedule.place(work.tile).x + rank * kCopyM;
+    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
+      Barrier* full = &shared.full[ring.slot];
+      uint8*   to   = shared.x[ring.slot] + rank * (kCopyM * kTileCols);
+      ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.x[0]));
+      if constexpr (kCluster == 1) ptx::tma_load(to, x, step * (kTileCols / 2), row, full);
+      if constexpr (kCluster > 1) ptx::tma_multicast(to, x, step * (kTileCols / 2), row, full, (1 << kCluster) - 1);
+    }
+  }
+}
+__device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule, const Weight& weight) {
+  Ring<kWeightSlots> ring;
+  for (Work work; schedule.take(work);) {
+    const uint32 row = schedule.place(work.tile).y;
+    for (uint32 step = work.begin; step < work.end; ++step, ring.advance()) {
+      Barrier* full = &shared.weight_full[ring.slot];
+      ptx::mbarrier_wait(&shared.weight_empty[ring.slot], ring.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, sizeof(shared.weight[0]));
+      weight.load(shared.weight[ring.slot], row, step, schedule.steps, full);
+    }
+  }
+}
+__device__ __forceinline__ void decode(Shared& shared, Schedule schedule, const Weight& weight, uint32 warp,
+                                       uint32 lane) {
+  Decoder<Shared, kFormat, kGroups> decoder{shared, warp, lane};
+  for (Work work; schedule.take(work);) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int64 row = schedule.place(work.tile).y + i * kTileRows + warp * 16 + lane / 4;
+      decoder.exponents[i] =
+          exponent_of<kFormat>(weight.scale(row)) | exponent_of<kFormat>(weight.scale(row + 8)) << 16;
+    }
+    for (uint32 step = work.begin; step < work.end; ++step) decoder.step();
+  }
+}
+// Writes the parts of a warpgroup's results, one after the other through the same shared memory.
+template <int kPart = 0>
+__device__ __forceinline__ void write(uint8* rows, const TensorMap& out, const Results::Sums& sums, uint2 at,
+                                      uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
   if constexpr (kPart < kParts) {
-    if (kPart > 1 && thread == 0) ptx::tma_store_wait_but<1>();
-    if (kPart != 1) ptx::barrier_sync(kTeamBarrier + team, 128);  // all products are complete, or a tile is free
-    uint8* const rows = tiles[kPart % 2];
-    stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
-    store(rows, kPart);
-    store_parts<kPart + 1>(tiles, sums, team, thread, upper, lower, store);
+    if (thread == 0) ptx::tma_store_wait();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    Results::stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kTeamBarrier + team, 128);
+    if (thread == 0 && at.y < n) ptx::tma_store(out, at.y, at.x + kPart * kPartM, rows);
+    write<kPart + 1>(rows, out, sums, at, team, thread, upper, lower, n);
   }
 }
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
-    const __grid_constant__ TensorMap x,    // [m, k / 2] pairs of E4M3, boxes [kCopyM, kHalf]
+    const __grid_constant__ TensorMap x,    // [m, k / 2] pairs of E4M3, boxes [kCopyM, 64]
     const float* __restrict__ x_scale,      // [m] or [1]
     const uint8* __restrict__ weight,       // [ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ row_scale,    // [round_up(n, 64)], powers of two
@@ -1249,33 +1322,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const uint32 number = __shfl_sync(~0u, threadIdx.x / kWarp, 0);
   const uint32 team = number / 4, warp = number % 4, lane = threadIdx.x % kWarp;
+  const Weight given{weight, row_scale, bias, n};
 
-  const Fp8Weight given{{weight, row_scale, bias, n}};
-
-  // Each producer prepares its barriers and starts; consumers wait for both.
-  const bool produces = team == kTeams;
-  if (produces && warp == 0 && ptx::elect_one()) {
+  if (number == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(x);
     ptx::prefetch_tensor_map(out);
     for (int s = 0; s < kSlots; ++s) {
       ptx::mbarrier_init(&shared.full[s], 1);
       ptx::mbarrier_init(&shared.empty[s], 4 * kGroups * kCluster);
     }
-    ptx::fence_mbarrier_init();
-  }
-  if (produces && warp == 1 && ptx::elect_one()) {
     for (int s = 0; s < kWeightSlots; ++s) {
       ptx::mbarrier_init(&shared.weight_full[s], 1);
-      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kTeams);
+      ptx::mbarrier_init(&shared.weight_empty[s], 4);
+    }
+    for (int s = 0; s < kDecodedSlots; ++s) {
+      ptx::mbarrier_init(&shared.decoded_full[s], 4);
+      ptx::mbarrier_init(&shared.decoded_empty[s], 4 * kGroups);
     }
     ptx::fence_mbarrier_init();
   }
-  __syncwarp();
+  if constexpr (kCluster == 1) __syncthreads();
   if constexpr (kCluster > 1) ptx::cluster_sync();
   ptx::griddep_launch();
 
-  if (produces) {
-    if constexpr (kCluster == 1) ptx::barrier_arrive(kStartBarrier, kThreads);
+  if (team == kGroups + 1) {
     ptx::registers_fewer<kProducerRegisters>();
     if (warp == 0) {
       ptx::griddep_wait();
@@ -1283,73 +1353,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     } else if (warp == 1) {  // the weight is not what the previous kernel writes
       if (ptx::elect_one()) produce_weight(shared, Schedule(m, n, k), given);
     }
+  } else if (team == kGroups) {
+    ptx::registers_fewer<kDecoderRegisters>();
+    decode(shared, Schedule(m, n, k), given, warp, lane);
   } else {
     ptx::registers_more<kConsumerRegisters>();
-    if constexpr (kCluster == 1) ptx::barrier_sync(kStartBarrier, kThreads);
     ptx::griddep_wait();
-    const uint32 group = team % kGroups, half = team / kGroups;
-    const uint32 part   = kSharers == 1 ? 0 : (kSplit == 1 ? 0 : ptx::cluster_rank()) * kDepth + half;
-    const float  factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
+    const float factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Consumer consumer{shared, group, half, {warp, lane}, {}, {}};
-    // Scales of rows are loaded a tile ahead.
-    float2 next_scales = given.scales(schedule.peek_row() + group * kTileRows + warp * 16 + lane / 4);
-
+    Fp8Consumer<Shared, kTileM, kProductM, kPromoted, kCluster> consumer{shared, team, lane, {}, {}};
     for (Work work; schedule.take(work);) {
-      const uint2  at  = schedule.place(work.tile);
-      const uint32 col = at.y + group * kTileRows;  // of out
-      const int64  row = col + warp * 16 + lane / 4;
-      consumer.place.row = col, consumer.place.columns = int32(k) - int32(work.begin) * kTileCols;
-      Sums sums;
-      if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();  // from the tiles that are decoded next
-      ptx::barrier_sync(kTeamBarrier + team, 128);
-      RowScales held;
-      consumer.load(held, x_scale, x_scale_step, at.x, m);
-      const float2 scales = next_scales;
-      consumer.exponents = exponents_of(scales);
-      next_scales = given.scales(schedule.peek_row() + row - at.y);
-      consumer.accumulate(sums, (work.end - work.begin) * (1 / kDepth));
-      consumer.scale_rows(sums, held);
-      const Affine upper = given.affine(row, scales.x * factor), lower = given.affine(row + 8, scales.y * factor);
+      Results::Sums sums;
+      consumer.accumulate(sums, work.end - work.begin);
+      uint2 at = schedule.place(work.tile);
+      at.y += team * kTileRows;
       const uint32 thread = ptx::thread_index() % 128;
-      const auto store = [&](uint8* rows, uint32 number) {  // of a part, once all have written theirs
-        ptx::fence_proxy_async();
-        ptx::barrier_sync(kTeamBarrier + team, 128);
-        if (thread == 0 && col < n) ptx::tma_store(out, col, at.x + number * kPartM, rows);
-      };
-      if constexpr (kSharers > 1) {
-        float* const shared_sums = reinterpret_cast<float*>(shared.x) + group * (kTeamSums / 4) + thread * 4;
-        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
-#pragma unroll
-        for (int i = 0; i < kEights; ++i) {
-          if (i / (kPartM / 8) == part) continue;  // it adds these up itself
-          *reinterpret_cast<float4*>(shared_sums + half * (kGroups * kTeamSums / 4) + i * 512) = four(sums, i);
+      if constexpr (kDivided) {
+        const Exchange<kTileM, kGroups, kCluster, 16384> exchange(workspace, team, thread);
+        if (work.end < schedule.steps) {
+          exchange.leave(sums, kTeamBarrier + team, thread);
+          continue;
         }
-        if constexpr (kSplit == 1) ptx::barrier_sync(kConsumersBarrier, kConsumers);
-        if constexpr (kSplit > 1) ptx::cluster_sync();
-        uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
-        stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
-        if (part < kParts) store(rows, part);
-        break;  // they have one tile
-      } else {
-        if constexpr (kDivided) {
-          const Exchange exchange(workspace, team, thread);
-          if (work.end < schedule.steps) {
-            exchange.leave(sums, team, thread);
-            continue;
-          }
-          const uint32 first = work.tile * schedule.steps;
-          for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
-            exchange.collect(sums, back, team, thread);
-            begin = schedule.share_begin(ptx::cluster_id() - back);
-          }
+        const uint32 first = work.tile * schedule.steps;
+        for (uint32 back = 1, begin = first + work.begin; begin > first; ++back) {
+          exchange.collect(sums, back, kTeamBarrier + team, thread);
+          begin = schedule.share_begin(ptx::cluster_id() - back);
         }
-        store_parts(shared.decoded[group], sums, team, thread, upper, lower, store);
       }
+      RowScales<kTileM>(x_scale, x_scale_step, at.x, m, lane).multiply(sums, lane);
+      const int64 row = at.y + warp * 16 + lane / 4;
+      const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
+      write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
     }
-    consumer.let_go();
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
-    if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
   }
   if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
 }
