@@ -168,7 +168,7 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (Fp8Tactic(128, 128, cluster=2, divided=True, band=8), 130, 520, 416, MXFP4),
     (Fp8Tactic(256, 128, divided=True), 200, 136, 416, NVFP4),
     (Fp8Tactic(256, 128, cluster=2, band=8), 200, 136, 160, MXFP4),
-    (Fp8Tactic(256, 128, promoted=False, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
+    (Fp8Tactic(256, 256, promoted=False, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
 )
 
 
@@ -200,7 +200,7 @@ RACED = (
     Fp8Tactic(64, 64),
     Fp8Tactic(128, 128, divided=True),
     Fp8Tactic(128, 128, cluster=2),
-    Fp8Tactic(256, 128, promoted=False, divided=True),
+    Fp8Tactic(256, 256, promoted=False, divided=True),
 )
 
 

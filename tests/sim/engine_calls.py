@@ -145,7 +145,7 @@ def wide_fp8_cases() -> Iterator[Case]:
         (Fp8Tactic(64, 64), 40, 200, 416, MXFP4),
         (Fp8Tactic(128, 128), 130, 136, 160, NVFP4),
         (Fp8Tactic(128, 128, cluster=2, divided=True, band=8), 130, 520, 416, NVFP4),
-        (Fp8Tactic(256, 128, promoted=False), 200, 136, 160, MXFP4),
+        (Fp8Tactic(256, 256, promoted=False), 200, 136, 160, MXFP4),
     ):
         yield partial(_fp8_call, tactic, m, n, k, block_format)
 

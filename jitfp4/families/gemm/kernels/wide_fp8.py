@@ -40,7 +40,7 @@ class Fp8Tactic:
 
 TACTICS: tuple[Fp8Tactic, ...] = tuple(
     Fp8Tactic(tile_m, product, promoted, cluster, divided, 4 * cluster)
-    for tile_m, product, promoted in ((64, 64, True), (128, 128, True), (256, 128, True), (256, 128, False))
+    for tile_m, product, promoted in ((64, 64, True), (128, 128, True), (256, 128, True), (256, 256, False))
     for cluster in (1, 2)
     for divided in (False, True)
 )
@@ -69,7 +69,7 @@ class Fp8Spec(KernelSpec):
     weight_slots = _WEIGHT_SLOTS
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", (64, 128, 256)), ("product", (64, 128)), ("cluster", (1, 2))):
+        for name, allowed in (("tile_m", (64, 128, 256)), ("product", (64, 128, 256)), ("cluster", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
         if self.product > self.tile_m:
@@ -77,7 +77,7 @@ class Fp8Spec(KernelSpec):
 
     @property
     def threads(self) -> int:
-        return 128 * (_GROUPS + 2)
+        return 128 * (_GROUPS + 1)
 
     @property
     def slots(self) -> int:
