@@ -161,14 +161,14 @@ def assert_weights_come_back(n: int, k: int, block_format: BlockFormat, device: 
 
 
 CASES = (  # with rows, rows of the weight and columns that are no whole tiles
-    (Fp8Tactic(64, 64), 40, 72, 416, NVFP4),
-    (Fp8Tactic(64, 64, divided=True), 40, 200, 416, MXFP4),
-    (Fp8Tactic(128, 128), 130, 136, 160, NVFP4),
-    (Fp8Tactic(128, 128, divided=True), 130, 264, 416, NVFP4),
-    (Fp8Tactic(128, 128, cluster=2, divided=True, band=8), 130, 520, 416, MXFP4),
-    (Fp8Tactic(256, 128, divided=True), 200, 136, 416, NVFP4),
-    (Fp8Tactic(256, 128, cluster=2, band=8), 200, 136, 160, MXFP4),
-    (Fp8Tactic(256, 256, promoted=False, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
+    (Fp8Tactic(64), 40, 72, 416, NVFP4),
+    (Fp8Tactic(64, 3, divided=True), 40, 200, 416, MXFP4),
+    (Fp8Tactic(128), 130, 136, 96, NVFP4),
+    (Fp8Tactic(128, 3, divided=True), 130, 264, 416, NVFP4),
+    (Fp8Tactic(128, cluster=2, divided=True, band=8), 130, 520, 416, MXFP4),
+    (Fp8Tactic(256, divided=True), 200, 136, 416, NVFP4),
+    (Fp8Tactic(256, cluster=2, band=8), 200, 136, 160, MXFP4),
+    (Fp8Tactic(256, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
 )
 
 
@@ -183,7 +183,7 @@ def test_cuts(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockForm
 @pytest.mark.compile
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_each_bit_of_a_weight(block_format: BlockFormat) -> None:
-    with running(Fp8Tactic(128, 128)):
+    with running(Fp8Tactic(128)):
         assert_weights_come_back(72, 160, block_format)
 
 
@@ -191,16 +191,16 @@ def test_each_bit_of_a_weight(block_format: BlockFormat) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("out_dtype", [BF16, F16])
 def test_scales_alpha_and_bias(out_dtype: torch.dtype) -> None:
-    with running(Fp8Tactic(128, 128)):
+    with running(Fp8Tactic(128)):
         assert_close(70, 136, 416, NVFP4, out_dtype)
     assert_close(70, 136, 416, NVFP4, out_dtype)  # the reference
 
 
 RACED = (
-    Fp8Tactic(64, 64),
-    Fp8Tactic(128, 128, divided=True),
-    Fp8Tactic(128, 128, cluster=2),
-    Fp8Tactic(256, 256, promoted=False, divided=True),
+    Fp8Tactic(64),
+    Fp8Tactic(128, 3, divided=True),
+    Fp8Tactic(128, cluster=2),
+    Fp8Tactic(256, divided=True),
 )
 
 
@@ -218,7 +218,7 @@ def test_a_strided_output_and_what_lies_around_it() -> None:
     strided = torch.zeros(70, 192, dtype=torch.uint8)
     strided[:, :160] = a.to(E4M3).view(torch.uint8)
     around = torch.full((70, 96), 7.0, dtype=BF16)
-    with running(Fp8Tactic(64, 64)):
+    with running(Fp8Tactic(64)):
         given = strided[:, :160].view(E4M3)
         mm_fp8_fp4(given, torch.ones(70), weight, fp8_row_scale(weight), out=around[:, 8:80])
     assert torch.equal(around[:, 8:80], (a @ weight.dequantize().T).bfloat16())
@@ -233,7 +233,7 @@ def test_nan_of_a_block_a_token_and_a_scale() -> None:
     row_scale, scale, given = fp8_row_scale(weight), torch.ones(40), a.to(E4M3)
     row_scale[5], scale[3] = torch.nan, torch.nan
     given.view(torch.uint8)[7, 9] = 0x7F
-    with running(Fp8Tactic(64, 64)):
+    with running(Fp8Tactic(64)):
         out = mm_fp8_fp4(given, scale, weight, row_scale)
     want = torch.zeros(40, 72, dtype=torch.bool)
     want[:, 5] = want[3] = want[7] = True
@@ -271,16 +271,16 @@ def test_other_architectures_are_refused() -> None:
     ):
         mm_fp8_fp4(a.to(E4M3), torch.ones(8), weight, fp8_row_scale(weight))
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), TACTICS[0], Arch.of("sm_100a")))
-    assert "empty" in str(rejects(problem(64, 64, 1024), Fp8Tactic(128, 128), SM_90A))
+    assert "empty" in str(rejects(problem(64, 64, 1024), Fp8Tactic(128), SM_90A))
 
 
 @pytest.mark.parametrize(
     ("name", "tactic"),
     [
-        ("tile_m", Fp8Tactic(48, 64)),
-        ("product", Fp8Tactic(64, 128)),
-        ("product", Fp8Tactic(128, 32)),
-        ("cluster", Fp8Tactic(64, 64, cluster=3)),
+        ("tile_m", Fp8Tactic(48)),
+        ("groups", Fp8Tactic(64, 1)),
+        ("groups", Fp8Tactic(256, 3)),
+        ("cluster", Fp8Tactic(64, cluster=3)),
     ],
     ids=str,
 )
@@ -291,9 +291,9 @@ def test_impossible_cuts_name_the_field(name: str, tactic: Fp8Tactic) -> None:
 
 def test_grids() -> None:
     one = problem(300, 4096, 8192)
-    assert geometry(one, Fp8Tactic(256, 128), SM_90A).grid == (64, 1, 1)  # a CTA for each tile
-    assert geometry(one, Fp8Tactic(64, 64), SM_90A).grid == (132, 1, 1)  # persistent
-    pairs = geometry(one, Fp8Tactic(256, 128, cluster=2, divided=True), SM_90A)
+    assert geometry(one, Fp8Tactic(256), SM_90A).grid == (64, 1, 1)  # a CTA for each tile
+    assert geometry(one, Fp8Tactic(64), SM_90A).grid == (132, 1, 1)  # persistent
+    pairs = geometry(one, Fp8Tactic(256, cluster=2, divided=True), SM_90A)
     assert (pairs.grid, pairs.cluster) == ((132, 1, 1), (2, 1, 1))  # all SMs
 
 
@@ -342,7 +342,7 @@ def gpu() -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
-    for tactic in (Fp8Tactic(64, 64), Fp8Tactic(128, 128), Fp8Tactic(256, 128)):
+    for tactic in (Fp8Tactic(64), Fp8Tactic(128), Fp8Tactic(256)):
         with running(tactic, device=gpu):
             assert_weights_come_back(520, 1184, block_format, gpu)
 
@@ -374,6 +374,6 @@ def test_in_a_graph_and_behind_each_other(gpu: str) -> None:
             x = mm_fp8_fp4(x, scale, weight, row_scale, alpha).clamp(-4, 4).to(E4M3)
         return x.float()
 
-    for tactic in (None, Fp8Tactic(128, 128, divided=True)):
+    for tactic in (None, Fp8Tactic(128, divided=True)):
         with running(tactic, device=gpu):
             check_graph_replay(chain)

@@ -104,13 +104,12 @@ template struct Consumer<Shared, Weight, 32, 32, 1, 1>;
 """
 WIDE_FP8 = """
 struct Shared {
-  uint8   x[4][128 * 128], decoded[3][2][8192], weight[3][2][4608];
-  Barrier full[4], empty[4], weight_full[3], weight_empty[3], decoded_full[3], decoded_empty[3];
+  uint8   x[4][64 * 128], weight[3][2][4608];
+  Barrier full[4], empty[4], weight_full[3], weight_empty[3];
 };
-__global__ void run(Shared& shared, float (&sums)[64], const float* scales) {
-  Decoder<Shared, Format::kNvfp4, 2>{shared, 0, 0}.step();
-  Fp8Consumer<Shared, 128, %d, true, 2>{shared, 0, 0}.accumulate(sums, 3);
-  RowScales<128>(scales, 1, 0, 100, 0).multiply(sums, 0);
+__global__ void run(Shared& shared, float (&sums)[32], const float* scales) {
+  Fp8Consumer<Shared, Format::kNvfp4, 64, 2>{shared, 0, 0, 0}.accumulate(sums, 3);
+  RowScales<64>(scales, 1, 0, 100, 0).multiply(sums, 0);
 }
 """
 USES: dict[str, tuple[str, str]] = {
@@ -182,7 +181,7 @@ USES: dict[str, tuple[str, str]] = {
         "template struct PreparedWeight<bf16, bf16, Format::kNvfp4>;\n"
         "__global__ void run(Weight& w, uint8 (&to)[2][Weight::kTileBytes], Barrier* b) { w.load(to, 0, 0, 1, b); }\n",
     ),
-    "gemm/wide_fp8_mainloop.cuh.j2": ("sm_90a", WIDE_FP8 % 64),
+    "gemm/wide_fp8_mainloop.cuh.j2": ("sm_90a", WIDE_FP8),
     "gemm/wide_mainloop.cuh.j2": ("sm_90a", WIDE),
     "gemm/wide_results.cuh.j2": (
         "sm_90a",

@@ -14,9 +14,9 @@ from jitfp4.selection import Row, Table
 
 TABLE = Table(
     (
-        Row(Fp8Tactic(64, 64, divided=True), {"m": 64}),
-        Row(Fp8Tactic(128, 128, divided=True), {"m": 128}),
-        Row(Fp8Tactic(256, 128, divided=True)),
+        Row(Fp8Tactic(64, divided=True), {"m": 64}),
+        Row(Fp8Tactic(128, divided=True), {"m": 128}),
+        Row(Fp8Tactic(256, divided=True)),
     ),
     measured=None,
 )

@@ -1,4 +1,4 @@
-"""Many rows of E4M3 activations by a prepared weight, which becomes E4M3 in shared memory, by wgmma."""
+"""Many rows of E4M3 activations by a prepared weight, which becomes E4M3 in registers, by wgmma."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from jitfp4.layouts import ceil_div, round_up
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-_GROUPS = 2  # of 64 rows of the weight
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
-_MOST_SLOTS = 8
-_DECODED_SLOTS, _WEIGHT_SLOTS = 3, 3
+_TILE_MS = (64, 128, 256)
+_MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
-_PART_BYTES = 64 * TILE_ROWS * 2  # results of a warpgroup that are written at a time
+_PART_ROWS = 64  # of x, whose results a warpgroup writes at a time
+_MOST_ROWS = 512  # of x, over all warpgroups
+_GROUPS = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,15 @@ class Fp8Tactic:
     """The tunable fields of Fp8Spec."""
 
     tile_m: int
-    product: int
-    promoted: bool = True
+    groups: int = 2
     cluster: int = 1
     divided: bool = False
     band: int = 4
 
 
 TACTICS: tuple[Fp8Tactic, ...] = tuple(
-    Fp8Tactic(tile_m, product, promoted, cluster, divided, 4 * cluster)
-    for tile_m, product, promoted in ((64, 64, True), (128, 128, True), (256, 128, True), (256, 256, False))
+    Fp8Tactic(tile_m, groups, cluster, divided, 4 * cluster)
+    for tile_m, groups in ((64, 2), (64, 3), (128, 2), (128, 3), (256, 2))
     for cluster in (1, 2)
     for divided in (False, True)
 )
@@ -48,41 +48,47 @@ TACTICS: tuple[Fp8Tactic, ...] = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Spec(KernelSpec):
-    """A CTA takes tiles of ``tile_m`` rows of x by 128 rows of the weight.
+    """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
 
-    Products are by ``product`` rows of x at a time. With ``promoted``, their sums of 128 columns are added in float32;
-    else they stay in the tensor cores. ``cluster`` CTAs share rows of x, and the last tiles may be ``divided`` among all clusters.
-    Tiles follow each other in bands of ``band`` along the rows of x.
+    ``cluster`` CTAs share rows of x, and the last tiles may be ``divided`` among all clusters. Tiles follow each other
+    in bands of ``band`` along the rows of x.
     """
 
     out_dtype: DType
     format: BlockFormat
     tile_m: int
-    product: int
-    promoted: bool
+    groups: int
     cluster: int
     divided: bool
     band: int
 
     product_rows = ()  # of 16-bit products
-    decoded_slots = _DECODED_SLOTS
-    weight_slots = _WEIGHT_SLOTS
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", (64, 128, 256)), ("product", (64, 128, 256)), ("cluster", (1, 2))):
+        for name, allowed in (("tile_m", _TILE_MS), ("groups", _GROUPS), ("cluster", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
-        if self.product > self.tile_m:
-            raise ArgumentError("product", self.product, "at most tile_m")
+        if self.groups * self.tile_m > _MOST_ROWS:
+            raise ArgumentError("groups", self.groups, f"times tile_m at most {_MOST_ROWS}: registers")
 
     @property
     def threads(self) -> int:
-        return 128 * (_GROUPS + 1)
+        return 128 * (self.groups + 1)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the rows of x of a tile, whose results leave one after the other."""
+        return self.tile_m // _PART_ROWS
 
     @property
     def slots(self) -> int:
         """Steps of x in flight: as many as fit in shared memory."""
         return max(slots for slots in range(2, _MOST_SLOTS + 1) if self._bytes(slots) <= _SHARED_BYTES)
+
+    @property
+    def weight_slots(self) -> int:
+        """Steps of the weight in flight."""
+        return self.slots
 
     @property
     def shared_bytes(self) -> int:
@@ -96,13 +102,11 @@ class Fp8Spec(KernelSpec):
 
     def workspace_bytes(self, ctas: int) -> int:
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
-        return self.words_bytes + ctas * 4 * _GROUPS * TILE_ROWS * self.tile_m if self.divided else 0
+        return self.words_bytes + ctas * 4 * self.groups * TILE_ROWS * self.tile_m if self.divided else 0
 
     def _bytes(self, slots: int) -> int:
-        x = slots * (self.tile_m * TILE_COLS + _BARRIERS)
-        weights = self.weight_slots * (_GROUPS * tile_bytes(self.format) + _BARRIERS)
-        decoded = self.decoded_slots * (_GROUPS * TILE_ROWS * TILE_COLS + _BARRIERS)
-        return round_up(x + weights + decoded + _GROUPS * _PART_BYTES, 1024)
+        step = self.tile_m * TILE_COLS + self.groups * tile_bytes(self.format) + 2 * _BARRIERS
+        return round_up(slots * step + self.groups * _PART_ROWS * TILE_ROWS * 2, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
@@ -121,7 +125,7 @@ def rejects(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> str | None:
 def geometry(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> Geometry:
     """At most as many clusters as fill the GPU; else one for each tile, or for each step of divided tiles."""
     spec = _specialise(problem, tactic)
-    tiles = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, TILE_ROWS * _GROUPS * spec.cluster)
+    tiles = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, TILE_ROWS * spec.groups * spec.cluster)
     most = tiles * ceil_div(problem.k, TILE_COLS) if spec.divided else tiles
     grid = min(arch.num_sms // spec.cluster, most) * spec.cluster
     return Geometry(
@@ -140,7 +144,7 @@ def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = 
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "workspace": workspace,
-        "out": TileMap(out, (_PART_BYTES // (2 * TILE_ROWS), TILE_ROWS), swizzle=128),
+        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
