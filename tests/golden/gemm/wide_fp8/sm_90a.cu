@@ -1,13 +1,14 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
-// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","out_dtype":"bf16","product":64,"promoted":true,"tile_m":64}
+// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","groups":2,"out_dtype":"bf16","tile_m":64}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the left
 // operand and x the right one, so that rows of a product are rows of the weight, and the transpose of a product is
 // written to out.
 //
-// A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Of its four warpgroups,
-// one has two producer warps, which keep kWeightSlots steps of the prepared weight and kSlots of x in flight; one decodes
-// the weight to E4M3, up to kDecodedSlots steps ahead; two multiply, each 64 rows of the weight, both from shared memory.
+// A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
+// kWeightSlots steps of the weight and kSlots steps of x in flight. A consumer warpgroup has 64 rows of the weight: it
+// decodes their next step to registers, as E4M3, while the tensor cores multiply the current one. Sums of a tile stay in
+// the tensor cores, which keep about 14 bits of them.
 //
 // CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x
 // for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster gets
@@ -423,25 +424,25 @@ __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address &
 // ---- gemm/fp8_products -----------------------------------------------------
 // The matrix product of warpgroups, of E4M3. The tensor cores keep about 14 bits of its sums.
 namespace ptx {
-// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products. Both a
-// and b are in shared memory, as wgmma_tile() gives them.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], uint32 a, uint32 b, bool add) {
+// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products, and b as
+// wgmma_tile() gives it. With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2),
+// columns 4 t + 16 (i / 2) to 4 t + 16 (i / 2) + 3. Neither may be accessed before a wait.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32 (&a)[4], uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
-               "  .reg .b64 a, b;\n"
-               "  mov.b64 a, {%32, 0x40000040};\n"
-               "  mov.b64 b, {%33, 0x40000040};\n"
-               "  setp.ne.b32 add, %34, 0;\n"
+               "  .reg .b64 b;\n"
+               "  mov.b64 b, {%36, 0x40000040};\n"
+               "  setp.ne.b32 add, %37, 0;\n"
                "  wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, a, b, add, 1, 1;\n"
+               "}, {%32, %33, %34, %35}, b, add, 1, 1;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         , "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         , "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
         , "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a), "r"(b), "r"(int32(add)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(int32(add)));
 }
 }  // namespace ptx
 
@@ -740,140 +741,86 @@ template <Format kFormat> struct RawHalf {
 };
 
 // ---- gemm/wide_fp8_mainloop ------------------------------------------------
-// A warpgroup decodes the weight from slots of `weight` to slots of `decoded`, and consumer warpgroups multiply those by
-// slots of x. All slots are of a step, 128 columns. A phase of a barrier of a slot:
-//
-//   weight_full    the copies of a step are complete       weight_empty   4 warps have decoded it
-//   decoded_full   4 warps have decoded                    decoded_empty  all warps of consumers have multiplied
-//   full           the copies of x are complete            empty          the same, in all CTAs of the cluster
-namespace ptx {
-// Stores 8 x 8 matrices of pairs of bytes. r[i] of lane l is row l / 4, pairs 2 (l % 4) and the next, of matrix i. Lane
-// 8 i + c gives the address of row c of matrix i.
-__device__ __forceinline__ void store_rows(uint32 to, const uint32 (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
-}
-}  // namespace ptx
-
-template <class Shared, Format kFormat, int kGroups> struct Decoder {
-  static constexpr int kWeightSlots  = sizeof(Shared::weight_full) / sizeof(Barrier);
-  static constexpr int kDecodedSlots = sizeof(Shared::decoded_full) / sizeof(Barrier);
-  using Raw = RawHalf<kFormat>;
-
-  Shared& shared;
-  uint32  warp, lane;
-  uint32  exponents[kGroups] = {};  // of the scales of rows g and g + 8 of the warp, in each group
-  Ring<kWeightSlots>  ring;
-  Ring<kDecodedSlots> decoded_ring;
-
-  __device__ __forceinline__ void load(Raw& raw, int half) const {
-    raw.load(ptx::shared_address(shared.weight[ring.slot][half / 2]), half % 2, warp, lane);
-  }
-  // Decodes 64 columns of 16 rows, half kHalf of all groups, while it loads the next.
-  template <int kHalf> __device__ __forceinline__ void decode(Raw& raw, uint32 to) const {
-    Raw next;
-    if constexpr (kHalf + 1 < 2 * kGroups) load(next, kHalf + 1);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 a[4];
-      raw.decode(a[0], a[1], 2 * i, exponents[kHalf / 2], lane);
-      raw.decode(a[2], a[3], 2 * i + 1, exponents[kHalf / 2], lane);
-      ptx::store_rows((to + kHalf / 2 * (kTileRows * kTileCols)) ^ (kHalf % 2 * 64 + 32 * i), a);
-    }
-    if constexpr (kHalf + 1 < 2 * kGroups) decode<kHalf + 1>(next, to);
-  }
-  __device__ __forceinline__ void step() {
-    ptx::mbarrier_wait(&shared.weight_full[ring.slot], ring.parity);
-    ptx::mbarrier_wait(&shared.decoded_empty[decoded_ring.slot], decoded_ring.parity ^ 1);
-    const uint32 row = warp * 2048 + lane / 8 % 2 * 1024 + swizzle_128(lane % 8, lane / 16);
-    Raw raw;
-    load(raw, 0);
-    decode<0>(raw, ptx::shared_address(shared.decoded[decoded_ring.slot]) + row);
-    ptx::fence_proxy_async();
-    __syncwarp();  // the stores took what every lane has loaded
-    if (lane == 0) {
-      ptx::mbarrier_arrive(&shared.weight_empty[ring.slot]);
-      ptx::mbarrier_arrive(&shared.decoded_full[decoded_ring.slot]);
-    }
-    ring.advance(), decoded_ring.advance();
-  }
-};
-
-// A thread of a consumer warpgroup. The tensor cores keep about 14 bits of a sum of E4M3 products: with kPromoted, sums
-// of a step, kProductM rows of x at a time, are added to sums in float32.
-template <class Shared, int kTileM, int kProductM, bool kPromoted, int kCluster> struct Fp8Consumer {
-  static constexpr int kSlots        = sizeof(Shared::full) / sizeof(Barrier);
-  static constexpr int kDecodedSlots = sizeof(Shared::decoded_full) / sizeof(Barrier);
+// Products of one thread of a consumer warpgroup. Rings of x and of the weight have slots of a step, 128 columns. Of
+// each slot, producers complete a phase of its barrier in `full`, and all warps that read it one of that in `empty`.
+template <class Shared, Format kFormat, int kTileM, int kCluster> struct Fp8Consumer {
+  static constexpr int kSlots       = sizeof(Shared::full) / sizeof(Barrier);
+  static constexpr int kWeightSlots = sizeof(Shared::weight_full) / sizeof(Barrier);
   using Sums = float[kTileM / 2];
-  using Part = float[kProductM / 2];
+  using Raw  = RawHalf<kFormat>;
 
   Shared& shared;
-  uint32  group, lane;
-  Ring<kSlots>        ring;
-  Ring<kDecodedSlots> decoded_ring;
+  uint32  group, warp, lane;
+  uint32  exponents;  // of the scales of rows g and g + 8 of the warp
+  Ring<kSlots>       ring;
+  Ring<kWeightSlots> weight_ring;
 
-  // Frees the slots of the last step, or of the one before it.
-  template <int kBack> __device__ __forceinline__ void release() {
-    const uint32 x = ring.slot >= kBack ? ring.slot - kBack : ring.slot + kSlots - kBack;
-    const uint32 w = decoded_ring.slot >= kBack ? decoded_ring.slot - kBack : decoded_ring.slot + kDecodedSlots - kBack;
-    if constexpr (kCluster == 1) {
-      if (lane == 0) ptx::mbarrier_arrive(&shared.empty[x]);
-    } else {
-      if (lane < kCluster) ptx::mbarrier_arrive_cluster(&shared.empty[x], lane);
-    }
-    if (lane == 0) ptx::mbarrier_arrive(&shared.decoded_empty[w]);
-  }
-  static __device__ __forceinline__ void multiply(Part& part, uint32 a, uint32 b, bool add) {
+  // Decodes the next step.
+  __device__ __forceinline__ void decode_next(Fragments& a) {
+    ptx::mbarrier_wait(&shared.weight_full[weight_ring.slot], weight_ring.parity);
+    const uint32 tile = ptx::shared_address(shared.weight[weight_ring.slot][group]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::wgmma_e4m3(part, a + 2 * i, b + 2 * i, add || i > 0);
-  }
-  template <int kFirst = 0> __device__ __forceinline__ void promote(Sums& sums, uint32 a, uint32 b) {
-    if constexpr (kFirst < kTileM) {
-      Part part;
-      ptx::wgmma_fence();
-      multiply(part, a, b + kFirst * 8, false);
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      hold(part);
+    for (int half = 0; half < 2; ++half) {
+      Raw raw;
+      raw.load(tile, half, warp, lane);
 #pragma unroll
-      for (int i = 0; i < kProductM / 2; ++i) sums[kFirst / 2 + i] += part[i];
-      promote<kFirst + kProductM>(sums, a, b);
-    }
-  }
-  // Its values are not read before.
-  template <int kSize> static __device__ __forceinline__ void hold(float (&sums)[kSize]) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-  }
-  __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
-    if constexpr (kPromoted) {
-#pragma unroll
-      for (int i = 0; i < kTileM / 2; ++i) sums[i] = 0.0f;
-    }
-    for (uint32 done = 0; done < steps; ++done) {
-      ptx::mbarrier_wait(&shared.decoded_full[decoded_ring.slot], decoded_ring.parity);
-      ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-      const uint32 a = ptx::wgmma_tile(ptx::shared_address(shared.decoded[decoded_ring.slot][group]));
-      const uint32 b = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
-      ring.advance(), decoded_ring.advance();
-      if constexpr (kPromoted) {
-        promote(sums, a, b);
-        release<1>();
-      } else {
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kTileM; i += kProductM)
-          multiply(reinterpret_cast<Part&>(sums[i / 2]), a, b + i * 8, done > 0);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        if (done > 0) release<2>();
+      for (int i = 0; i < 2; ++i) {
+        uint32 (&to)[4] = a[2 * half + i];
+        raw.decode(to[0], to[1], 2 * i, exponents, lane);
+        raw.decode(to[2], to[3], 2 * i + 1, exponents, lane);
       }
     }
-    if constexpr (!kPromoted) {
-      ptx::wgmma_wait<0>();
-      hold(sums);
-      release<1>();
+  }
+  // To be called after the fragments were used: only then are the loads complete for sure.
+  __device__ __forceinline__ void release_weight() {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&shared.weight_empty[weight_ring.slot]);
+    weight_ring.advance();
+  }
+  __device__ __forceinline__ void multiply(Sums& sums, const Fragments& a, bool add) {
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    const uint32 x = ptx::wgmma_tile(ptx::shared_address(shared.x[ring.slot]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::wgmma_e4m3(sums, a[i], x + 2 * i, add || i > 0);
+    ptx::wgmma_commit();
+    release_weight();
+    ring.advance();
+  }
+  // Frees the slot of x of the product that was issued kBack products ago, where 1 is the last.
+  template <int kBack> __device__ __forceinline__ void release_x() {
+    Barrier* b = &shared.empty[(ring.slot >= kBack ? ring.slot : ring.slot + kSlots) - kBack];
+    if constexpr (kCluster == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(b);
+    } else {
+      if (lane < kCluster) ptx::mbarrier_arrive_cluster(b, lane);
     }
+  }
+  // Two sets of fragments: while the tensor cores read one, the other is filled.
+  __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
+    Fragments a, b;
+    if (group > 0 && steps > 1) {  // half a step apart, they decode in turn
+      Ring<kSlots> second = ring;
+      second.advance();
+      ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
+    }
+    decode_next(a);
+    for (uint32 done = 0;;) {
+      multiply(sums, a, done > 0);
+      ptx::wgmma_wait<1>();  // b is free
+      if (done > 0) release_x<2>();
+      if (++done == steps) break;
+      decode_next(b);
+      multiply(sums, b, true);
+      ptx::wgmma_wait<1>();  // a is free
+      release_x<2>();
+      if (++done == steps) break;
+      decode_next(a);
+    }
+    ptx::wgmma_wait<0>();
+    release_x<1>();
+#pragma unroll
+    for (int i = 0; i < kTileM / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");  // not read before
   }
 };
 
@@ -1171,37 +1118,35 @@ template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange 
 
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
-constexpr Format kFormat    = Format::kNvfp4;
-constexpr int kTileM        = 64;
-constexpr int kProductM     = 64;  // rows of x of a product
-constexpr bool kPromoted    = true;  // sums of a step are added in float32
-constexpr int kCluster      = 1;
-constexpr bool kDivided     = true;
-constexpr int kSlots        = 8;
-constexpr int kDecodedSlots = 3;
-constexpr int kWeightSlots  = 3;
-constexpr int kBandM        = 4;  // tiles along M that the weight is read for at a time
+constexpr Format kFormat   = Format::kNvfp4;
+constexpr int kTileM       = 64;
+constexpr int kGroups      = 2;  // of 64 rows of the weight, one of each consumer warpgroup
+constexpr int kCluster     = 1;
+constexpr bool kDivided    = true;
+constexpr int kSlots       = 12;
+constexpr int kWeightSlots = 12;
+constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 
-constexpr int kGroups    = 2;  // of 64 rows of the weight, one of each consumer warpgroup
-constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 256;
-constexpr int kConsumerRegisters = 216, kDecoderRegisters = 56, kProducerRegisters = 24;
-static_assert(2 * kConsumerRegisters + kDecoderRegisters + kProducerRegisters == 65536 / 128, "all registers");
+constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
+// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters =
+    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
-using Weight   = Fp8Weight<Out, kFormat>;
-constexpr int kTileN = kGroups * kTileRows, kCopyM = kTileM / kCluster;
-constexpr int kPartM = 64, kParts = kTileM / kPartM;  // of the results of a warpgroup
-using Results  = WideResults<Out, kTileM, kParts, kGroups, 1, 1, false>;
+using Weight = Fp8Weight<Out, kFormat>;
+constexpr int kTileN = kGroups * kTileRows;
+constexpr int kCopyM = kTileM / kCluster;  // rows of x that a CTA copies
+constexpr int kParts = 1, kPartM = kTileM / kParts;  // of the results of a warpgroup
+using Results = WideResults<Out, kTileM, kParts, kGroups, 1, 1, false>;
 
 // ---- shared memory ---------------------------------------------------------
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kTileCols];
-  uint8   decoded[kDecodedSlots][kGroups][kTileRows * kTileCols];
   uint8   results[kGroups][kPartM * kTileRows * 2];
   uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
-  Barrier decoded_full[kDecodedSlots], decoded_empty[kDecodedSlots];
 };
-static_assert(sizeof(Shared) == 159744, "the launch counts on it");
+static_assert(sizeof(Shared) == 226304, "the launch counts on it");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // one of each consumer warpgroup
 
@@ -1275,19 +1220,6 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
     }
   }
 }
-__device__ __forceinline__ void decode(Shared& shared, Schedule schedule, const Weight& weight, uint32 warp,
-                                       uint32 lane) {
-  Decoder<Shared, kFormat, kGroups> decoder{shared, warp, lane};
-  for (Work work; schedule.take(work);) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const int64 row = schedule.place(work.tile).y + i * kTileRows + warp * 16 + lane / 4;
-      decoder.exponents[i] =
-          exponent_of<kFormat>(weight.scale(row)) | exponent_of<kFormat>(weight.scale(row + 8)) << 16;
-    }
-    for (uint32 step = work.begin; step < work.end; ++step) decoder.step();
-  }
-}
 // Writes the parts of a warpgroup's results, one after the other through the same shared memory.
 template <int kPart = 0>
 __device__ __forceinline__ void write(uint8* rows, const TensorMap& out, const Results::Sums& sums, uint2 at,
@@ -1333,11 +1265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     }
     for (int s = 0; s < kWeightSlots; ++s) {
       ptx::mbarrier_init(&shared.weight_full[s], 1);
-      ptx::mbarrier_init(&shared.weight_empty[s], 4);
-    }
-    for (int s = 0; s < kDecodedSlots; ++s) {
-      ptx::mbarrier_init(&shared.decoded_full[s], 4);
-      ptx::mbarrier_init(&shared.decoded_empty[s], 4 * kGroups);
+      ptx::mbarrier_init(&shared.weight_empty[s], 4 * kGroups);
     }
     ptx::fence_mbarrier_init();
   }
@@ -1345,7 +1273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
   if constexpr (kCluster > 1) ptx::cluster_sync();
   ptx::griddep_launch();
 
-  if (team == kGroups + 1) {
+  if (team == kGroups) {
     ptx::registers_fewer<kProducerRegisters>();
     if (warp == 0) {
       ptx::griddep_wait();
@@ -1353,20 +1281,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     } else if (warp == 1) {  // the weight is not what the previous kernel writes
       if (ptx::elect_one()) produce_weight(shared, Schedule(m, n, k), given);
     }
-  } else if (team == kGroups) {
-    ptx::registers_fewer<kDecoderRegisters>();
-    decode(shared, Schedule(m, n, k), given, warp, lane);
   } else {
     ptx::registers_more<kConsumerRegisters>();
     ptx::griddep_wait();
     const float factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
-    Fp8Consumer<Shared, kTileM, kProductM, kPromoted, kCluster> consumer{shared, team, lane, {}, {}};
+    Fp8Consumer<Shared, kFormat, kTileM, kCluster> consumer{shared, team, warp, lane, 0, {}, {}};
     for (Work work; schedule.take(work);) {
       Results::Sums sums;
-      consumer.accumulate(sums, work.end - work.begin);
       uint2 at = schedule.place(work.tile);
       at.y += team * kTileRows;
+      const int64 row = at.y + warp * 16 + lane / 4;
+      consumer.exponents =
+          exponent_of<kFormat>(given.scale(row)) | exponent_of<kFormat>(given.scale(row + 8)) << 16;
+      consumer.accumulate(sums, work.end - work.begin);
       const uint32 thread = ptx::thread_index() % 128;
       if constexpr (kDivided) {
         const Exchange<kTileM, kGroups, kCluster, 16384> exchange(workspace, team, thread);
@@ -1381,7 +1309,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
         }
       }
       RowScales<kTileM>(x_scale, x_scale_step, at.x, m, lane).multiply(sums, lane);
-      const int64 row = at.y + warp * 16 + lane / 4;
       const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
       write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
     }
