@@ -22,7 +22,7 @@ _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _TILE_MS = (64, 128, 256)
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
-_PART_ROWS = 64  # of x, whose results a warpgroup writes at a time
+_PART_ROWS = 32  # of x, whose results a warpgroup writes at a time
 _MOST_ROWS = 512  # of x, over all warpgroups
 _GROUPS = (2, 3)
 
@@ -77,7 +77,7 @@ class Fp8Spec(KernelSpec):
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile, whose results leave one after the other."""
+        """Parts of the rows of x of a tile: results of one are prepared while those of another are written."""
         return self.tile_m // _PART_ROWS
 
     @property
@@ -106,7 +106,7 @@ class Fp8Spec(KernelSpec):
 
     def _bytes(self, slots: int) -> int:
         step = self.tile_m * TILE_COLS + self.groups * tile_bytes(self.format) + 2 * _BARRIERS
-        return round_up(slots * step + self.groups * _PART_ROWS * TILE_ROWS * 2, 1024)
+        return round_up(slots * step + self.groups * 2 * _PART_ROWS * TILE_ROWS * 2, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:

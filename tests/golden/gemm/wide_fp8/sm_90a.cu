@@ -16,6 +16,17 @@
 // them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait themselves,
 // because a cluster takes the tiles of its share in descending order.
 
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
+
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
@@ -674,12 +685,13 @@ template <typename In, typename Out, Format kFormat> struct PreparedWeight {
 // has four: so that cutting off rounds to nearest, ties to even, a scale gets 6 / 16 of its last bit on top. Of 8 to 15
 // eighths times 1 or 1.5, exact results do not reach the next E4M3 with that, and those more than half way do.
 template <typename Out, Format kFormat> struct Fp8Weight : PreparedWeight<bf16, Out, kFormat> {
-  // Zero below the weight.
-  __device__ __forceinline__ float scale(int64 row) const {
-    return row < this->n ? ptx::ld_f32(this->row_scale + row) : 0.0f;
+  // Of rows `row` and eight below; zeros below the weight.
+  __device__ __forceinline__ float2 scales(int64 row) const {
+    return make_float2(row < this->n ? ptx::ld_f32(this->row_scale + row) : 0.0f,
+                       row + 8 < this->n ? ptx::ld_f32(this->row_scale + row + 8) : 0.0f);
   }
-  __device__ __forceinline__ Affine affine(int64 row, float factor) const {
-    return {scale(row) * factor, this->bias != nullptr && row < this->n ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
+  __device__ __forceinline__ Affine affine(int64 row, float scale) const {
+    return {scale, this->bias != nullptr && row < this->n ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
   }
 };
 
@@ -1136,13 +1148,15 @@ constexpr int kConsumerRegisters =
 using Weight = Fp8Weight<Out, kFormat>;
 constexpr int kTileN = kGroups * kTileRows;
 constexpr int kCopyM = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kParts = 1, kPartM = kTileM / kParts;  // of the results of a warpgroup
+constexpr int kParts = 2, kPartM = kTileM / kParts;  // of the results of a warpgroup
 using Results = WideResults<Out, kTileM, kParts, kGroups, 1, 1, false>;
 
 // ---- shared memory ---------------------------------------------------------
+using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
+
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kTileCols];
-  uint8   results[kGroups][kPartM * kTileRows * 2];
+  Part    results[kGroups][2];
   uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
@@ -1178,6 +1192,12 @@ class Schedule {
     work = {next_, 0, steps};
     next_ += ptx::clusters();
     return work.tile < tiles_m * tiles_n;
+  }
+  // The first row of the weight in the tile that take() gives next; 0 if it gives none.
+  __device__ __forceinline__ int64 peek_row() const {
+    Schedule after = *this;
+    Work work;
+    return after.take(work) ? after.place(work.tile).y : 0;
   }
   // The first row of x and the first row of the weight, for this CTA. Tiles are in bands of kBandM along M.
   __device__ __forceinline__ uint2 place(uint32 tile) const {
@@ -1220,18 +1240,19 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
     }
   }
 }
-// Writes the parts of a warpgroup's results, one after the other through the same shared memory.
+// Writes the parts of a warpgroup's results, in turn through two places in shared memory.
 template <int kPart = 0>
-__device__ __forceinline__ void write(uint8* rows, const TensorMap& out, const Results::Sums& sums, uint2 at,
+__device__ __forceinline__ void write(Part (&places)[2], const TensorMap& out, const Results::Sums& sums, uint2 at,
                                       uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
   if constexpr (kPart < kParts) {
-    if (thread == 0) ptx::tma_store_wait();
+    if (thread == 0) ptx::bulk_wait_read<1>();
     ptx::barrier_sync(kTeamBarrier + team, 128);
+    uint8* const rows = places[kPart % 2];
     Results::stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
     ptx::fence_proxy_async();
     ptx::barrier_sync(kTeamBarrier + team, 128);
     if (thread == 0 && at.y < n) ptx::tma_store(out, at.y, at.x + kPart * kPartM, rows);
-    write<kPart + 1>(rows, out, sums, at, team, thread, upper, lower, n);
+    write<kPart + 1>(places, out, sums, at, team, thread, upper, lower, n);
   }
 }
 
@@ -1287,13 +1308,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     const float factor = alpha != nullptr ? ptx::ld_f32(alpha) : 1.0f;
     Schedule schedule(m, n, k);
     Fp8Consumer<Shared, kFormat, kTileM, kCluster> consumer{shared, team, warp, lane, 0, {}, {}};
+    // Scales of rows, which decoding needs, are loaded a tile ahead.
+    const int64 inside = team * kTileRows + warp * 16 + lane / 4;
+    float2 next = given.scales(schedule.peek_row() + inside);
     for (Work work; schedule.take(work);) {
-      Results::Sums sums;
       uint2 at = schedule.place(work.tile);
+      consumer.exponents = exponent_of<kFormat>(next.x) | exponent_of<kFormat>(next.y) << 16;
+      const Affine upper = given.affine(at.y + inside, next.x * factor);
+      const Affine lower = given.affine(at.y + inside + 8, next.y * factor);
+      const RowScales<kTileM> scales(x_scale, x_scale_step, at.x, m, lane);
+      next = given.scales(schedule.peek_row() + inside);
       at.y += team * kTileRows;
-      const int64 row = at.y + warp * 16 + lane / 4;
-      consumer.exponents =
-          exponent_of<kFormat>(given.scale(row)) | exponent_of<kFormat>(given.scale(row + 8)) << 16;
+      Results::Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
       const uint32 thread = ptx::thread_index() % 128;
       if constexpr (kDivided) {
@@ -1308,8 +1334,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
           begin = schedule.share_begin(ptx::cluster_id() - back);
         }
       }
-      RowScales<kTileM>(x_scale, x_scale_step, at.x, m, lane).multiply(sums, lane);
-      const Affine upper = given.affine(row, factor), lower = given.affine(row + 8, factor);
+      scales.multiply(sums, lane);
       write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
