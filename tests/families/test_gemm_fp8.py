@@ -307,6 +307,7 @@ def test_grids() -> None:
         ("a_scale", torch.ones(3)),
         ("a_scale", torch.ones(8)[::2]),
         ("row_scale", torch.ones(8)),
+        ("row_scale", torch.ones(64, 1)),
         ("alpha", torch.ones(2)),
         ("bias", torch.ones(16).bfloat16()),
         ("out", torch.ones(4, 16).bfloat16()),
@@ -319,6 +320,13 @@ def test_wrong_values_are_named(name: str, given: Any) -> None:
     good = {"a": torch.zeros(4, 32).to(E4M3), "a_scale": torch.ones(4), "weight": weight, "row_scale": torch.ones(64)}
     with pytest.raises(ArgumentError, match=f"^{name}:"):
         mm_fp8_fp4(**{**good, name: given})
+
+
+def test_a_weight_of_gates_and_ups_is_refused() -> None:
+    codes, scales = torch.zeros(16, 16, dtype=torch.uint8), torch.zeros(16, 2, dtype=torch.uint8)
+    weight = prepare_fp4_weight(codes, scales, sf_layout=LINEAR, order="interleaved")
+    with pytest.raises(ArgumentError, match="^weight: got one of gates and ups"):
+        mm_fp8_fp4(torch.zeros(4, 32).to(E4M3), torch.ones(4), weight, fp8_row_scale(weight))
 
 
 @pytest.mark.parametrize("name", ["a", "a_scale", "weight", "row_scale"])
