@@ -37,7 +37,8 @@ def mm_fp8_fp4(
         a_scale: the *decode* scale of each row of ``a``, float32 with as many elements as ``a`` has rows, contiguous;
             or one element for all of ``a``.
         weight: [n, k], from prepare_fp4_weight() without an ``order``, on a's device. It must be complete when the call
-            is made: with programmatic dependent launch the kernel reads it while its predecessor still runs.
+            is made, as ``row_scale`` must be, because with programmatic dependent launch the kernel reads both while
+            its predecessor still runs.
         row_scale: float32 [round_up(n, 64)], from fp8_row_scale(weight).
         alpha: one float32 on a's device, a factor of the product: the weight's global *decode* scale. Read on the
             device only. None means 1.

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
+from jitfp4.errors import ArgumentTypeError
 from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.public import checked
 from jitfp4.reference.formats import decode_e2m1
-from jitfp4.weight import TILE_ROWS, Fp4Weight, decode_scales, unpack
+from jitfp4.tensors import check_device
+from jitfp4.weight import TILE_ROWS, Fp4Weight, check_still, decode_scales, unpack
 
 _MOST_CODE = 6.0
 _MXFP4_SHIFT = 4.0  # the largest scale of a prepared row is 2^8, and 6 * 2^6 is the most that E4M3 holds
@@ -27,8 +32,14 @@ def fp8_row_scale(weight: Fp4Weight) -> torch.Tensor:
         block scale of the row, times 6 and divided by it, is at most 448; NaN for a row with a block scale of NaN. For
         MXFP4 four times the weight's own ``row_scale``.
     Raises:
-        ArgumentTypeError
+        ArgumentError, ArgumentTypeError
     """
+    if not isinstance(weight, Fp4Weight):
+        raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
+    check_device("weight", weight.data)
+    if weight.data.is_meta:
+        raise ArgumentTypeError("weight", "tensors on meta", "tensors with values")
+    check_still("weight", partial(replace, weight))
     if weight.row_scale is not None:
         return weight.row_scale * _MXFP4_SHIFT
     largest = torch.empty(weight.data.shape[0] * TILE_ROWS, device=weight.data.device)

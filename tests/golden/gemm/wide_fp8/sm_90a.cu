@@ -1,18 +1,18 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
 // spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","groups":2,"out_dtype":"bf16","tile_m":64}
 //
-// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the left
-// operand and x the right one, so that rows of a product are rows of the weight, and the transpose of a product is
-// written to out.
+// out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the
+// left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of the
+// weight, and the transpose of a product is written to out.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots steps of x in flight. A consumer warpgroup has 64 rows of the weight: it
-// decodes their next step to registers, as E4M3, while the tensor cores multiply the current one. Sums of a tile stay in
-// the tensor cores, which keep about 14 bits of them.
+// decodes their next step, as E4M3, while the tensor cores multiply the current one. Sums of a tile stay in the tensor
+// cores, which keep about 14 bits of them.
 //
-// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of x
-// for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster gets
-// an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last adds
+// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of
+// x for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster
+// gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last adds
 // them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait themselves,
 // because a cluster takes the tiles of its share in descending order.
 
@@ -435,9 +435,9 @@ __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address &
 // ---- gemm/fp8_products -----------------------------------------------------
 // The matrix product of warpgroups, of E4M3. The tensor cores keep about 14 bits of its sums.
 namespace ptx {
-// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products, and b as
-// wgmma_tile() gives it. With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] row 16 w + g + 8 (i % 2),
-// columns 4 t + 16 (i / 2) to 4 t + 16 (i / 2) + 3. Neither may be accessed before a wait.
+// d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products, and b
+// as wgmma_tile() gives it. With g = lane / 4 and t = lane % 4, warp w of a warpgroup has in a[i] of row
+// 16 w + g + 8 (i % 2) columns 4 t + 16 (i / 2) and the three after it. Neither may be accessed before a wait.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32 (&a)[4], uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
@@ -691,7 +691,8 @@ template <typename Out, Format kFormat> struct Fp8Weight : PreparedWeight<bf16, 
                        row + 8 < this->n ? ptx::ld_f32(this->row_scale + row + 8) : 0.0f);
   }
   __device__ __forceinline__ Affine affine(int64 row, float scale) const {
-    return {scale, this->bias != nullptr && row < this->n ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
+    const bool has_bias = this->bias != nullptr && row < this->n;
+    return {scale, has_bias ? low<Out>(ptx::ld_16(this->bias + row)) : 0.0f};
   }
 };
 
@@ -714,7 +715,8 @@ template <Format kFormat> struct RawHalf {
     const uint4  a = ptx::ld_shared(codes), b = ptx::ld_shared(codes + 16);
     first[0] = a.x, first[1] = a.y, first[2] = a.z, first[3] = a.w;
     second[0] = b.x, second[1] = b.y, second[2] = b.z, second[3] = b.w;
-    const uint32 from = tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
+    const uint32 from =
+        tile + kCodeBytes + warp * kBlockScales + lane / 4 * (kBlockScales / 8) + half * (kBlockScales / 16);
     if constexpr (kFormat == Format::kNvfp4) {
       const uint2 v = ptx::ld_shared_8(from);
       scales[0] = v.x, scales[1] = v.y;
