@@ -325,7 +325,7 @@ def test_wrong_values_are_named(name: str, given: Any) -> None:
 def test_a_weight_of_gates_and_ups_is_refused() -> None:
     codes, scales = torch.zeros(16, 16, dtype=torch.uint8), torch.zeros(16, 2, dtype=torch.uint8)
     weight = prepare_fp4_weight(codes, scales, sf_layout=LINEAR, order="interleaved")
-    with pytest.raises(ArgumentError, match="^weight: got one of gates and ups"):
+    with pytest.raises(ArgumentError, match=r"^weight: got one of gates and ups"):
         mm_fp8_fp4(torch.zeros(4, 32).to(E4M3), torch.ones(4), weight, fp8_row_scale(weight))
 
 

@@ -10,11 +10,11 @@
 // decodes their next step, as E4M3, while the tensor cores multiply the current one. Sums of a tile stay in the tensor
 // cores, which keep about 14 bits of them.
 //
-// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part of
-// x for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster
-// gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last adds
-// them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait themselves,
-// because a cluster takes the tiles of its share in descending order.
+// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part
+// of x for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster
+// gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last
+// adds them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait
+// themselves, because a cluster takes the tiles of its share in descending order.
 
 // ---- partials/bulk_groups --------------------------------------------------
 // Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
