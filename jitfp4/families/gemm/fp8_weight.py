@@ -37,8 +37,6 @@ def fp8_row_scale(weight: Fp4Weight) -> torch.Tensor:
     if not isinstance(weight, Fp4Weight):
         raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
     check_device("weight", weight.data)
-    if weight.data.is_meta:
-        raise ArgumentTypeError("weight", "tensors on meta", "tensors with values")
     check_still("weight", partial(replace, weight))
     if weight.row_scale is not None:
         return weight.row_scale * _MXFP4_SHIFT
