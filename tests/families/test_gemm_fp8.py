@@ -162,10 +162,12 @@ def assert_weights_come_back(n: int, k: int, block_format: BlockFormat, device: 
 
 CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (Fp8Tactic(64), 40, 72, 416, NVFP4),
-    (Fp8Tactic(64, 3, divided=True), 40, 200, 416, MXFP4),
+    (Fp8Tactic(64, 3), 40, 200, 416, MXFP4),
     (Fp8Tactic(128), 130, 136, 96, NVFP4),
-    (Fp8Tactic(128, 3, divided=True), 130, 264, 416, NVFP4),
+    (Fp8Tactic(128, 4), 130, 264, 544, NVFP4),
+    (Fp8Tactic(128, divided=True), 130, 264, 416, NVFP4),
     (Fp8Tactic(128, cluster=2, divided=True, band=8), 130, 520, 416, MXFP4),
+    (Fp8Tactic(256, 2), 300, 136, 416, NVFP4),
     (Fp8Tactic(256, divided=True), 200, 136, 416, NVFP4),
     (Fp8Tactic(256, cluster=2, band=8), 200, 136, 160, MXFP4),
     (Fp8Tactic(256, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
@@ -198,8 +200,10 @@ def test_scales_alpha_and_bias(out_dtype: torch.dtype) -> None:
 
 RACED = (
     Fp8Tactic(64),
-    Fp8Tactic(128, 3, divided=True),
+    Fp8Tactic(64, 3),
+    Fp8Tactic(128, divided=True),
     Fp8Tactic(128, cluster=2),
+    Fp8Tactic(256, 2),
     Fp8Tactic(256, divided=True),
 )
 
@@ -272,14 +276,15 @@ def test_other_architectures_are_refused() -> None:
         mm_fp8_fp4(a.to(E4M3), torch.ones(8), weight, fp8_row_scale(weight))
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), TACTICS[0], Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(64, 64, 1024), Fp8Tactic(128), SM_90A))
+    assert "step" in str(rejects(problem(64, 64, 128), Fp8Tactic(64, split=2), SM_90A))
 
 
 @pytest.mark.parametrize(
     ("name", "tactic"),
     [
         ("tile_m", Fp8Tactic(48)),
-        ("groups", Fp8Tactic(64, 1)),
-        ("groups", Fp8Tactic(256, 3)),
+        ("split", Fp8Tactic(64, 5)),
+        ("split", Fp8Tactic(256, 2, divided=True)),
         ("cluster", Fp8Tactic(64, cluster=3)),
     ],
     ids=str,
@@ -295,6 +300,8 @@ def test_grids() -> None:
     assert geometry(one, Fp8Tactic(64), SM_90A).grid == (132, 1, 1)  # persistent
     pairs = geometry(one, Fp8Tactic(256, cluster=2, divided=True), SM_90A)
     assert (pairs.grid, pairs.cluster) == ((132, 1, 1), (2, 1, 1))  # all SMs
+    split = geometry(one, Fp8Tactic(64, 3), SM_90A)
+    assert (split.grid, split.cluster) == ((3 * 160, 1, 1), (3, 1, 1))  # not persistent
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ _TILE_MS = (64, 128, 256)
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
 _PART_ROWS = 32  # of x, whose results a warpgroup writes at a time
-_MOST_ROWS = 512  # of x, over all warpgroups
-_GROUPS = (2, 3)
+_GROUPS = 2  # of 64 rows of the weight, one of each consumer warpgroup
+_SPLITS = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +32,34 @@ class Fp8Tactic:
     """The tunable fields of Fp8Spec."""
 
     tile_m: int
-    groups: int = 2
+    split: int = 1
     cluster: int = 1
     divided: bool = False
     band: int = 4
 
 
-TACTICS: tuple[Fp8Tactic, ...] = tuple(
-    Fp8Tactic(tile_m, groups, cluster, divided, 4 * cluster)
-    for tile_m, groups in ((64, 2), (64, 3), (128, 2), (128, 3), (256, 2))
-    for cluster in (1, 2)
-    for divided in (False, True)
+TACTICS: tuple[Fp8Tactic, ...] = (
+    *(Fp8Tactic(tile_m, split) for tile_m in _TILE_MS for split in _SPLITS),
+    *(
+        Fp8Tactic(tile_m, cluster=cluster, divided=divided, band=4 * cluster)
+        for tile_m in _TILE_MS
+        for cluster, divided in ((1, True), (2, False), (2, True))
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Spec(KernelSpec):
-    """A CTA takes tiles of ``tile_m`` rows of x by 64 * ``groups`` rows of the weight.
+    """A CTA takes tiles of ``tile_m`` rows of x by 128 rows of the weight.
 
-    ``cluster`` CTAs share rows of x, and the last tiles may be ``divided`` among all clusters. Tiles follow each other
-    in bands of ``band`` along the rows of x.
+    ``split`` CTAs of a cluster share the columns of a tile. Alternatively, ``cluster`` CTAs share rows of x, and the
+    last tiles may be ``divided`` among all clusters. Tiles follow each other in bands of ``band`` along the rows of x.
     """
 
     out_dtype: DType
     format: BlockFormat
     tile_m: int
-    groups: int
+    split: int
     cluster: int
     divided: bool
     band: int
@@ -65,20 +67,23 @@ class Fp8Spec(KernelSpec):
     product_rows = ()  # of 16-bit products
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", _TILE_MS), ("groups", _GROUPS), ("cluster", (1, 2))):
+        for name, allowed in (("tile_m", _TILE_MS), ("split", _SPLITS), ("cluster", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
-        if self.groups * self.tile_m > _MOST_ROWS:
-            raise ArgumentError("groups", self.groups, f"times tile_m at most {_MOST_ROWS}: registers")
+        if self.split > 1 and (self.cluster > 1 or self.divided):
+            raise ArgumentError("split", self.split, "1, where cluster or divided are used")
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (_GROUPS + 1)
 
     @property
     def parts(self) -> int:
-        """Parts of the rows of x of a tile: results of one are prepared while those of another are written."""
-        return self.tile_m // _PART_ROWS
+        """Parts of the rows of x of a tile.
+
+        Each is added up and written by one CTA, or results of one are prepared while those of another are written.
+        """
+        return self.tile_m // _PART_ROWS if self.split == 1 else 1 << self.split.bit_length() - 1
 
     @property
     def slots(self) -> int:
@@ -102,11 +107,11 @@ class Fp8Spec(KernelSpec):
 
     def workspace_bytes(self, ctas: int) -> int:
         """Bytes of the workspace in which CTAs leave sums for each other; 0 if they do not."""
-        return self.words_bytes + ctas * 4 * self.groups * TILE_ROWS * self.tile_m if self.divided else 0
+        return self.words_bytes + ctas * 4 * _GROUPS * TILE_ROWS * self.tile_m if self.divided else 0
 
     def _bytes(self, slots: int) -> int:
-        step = self.tile_m * TILE_COLS + self.groups * tile_bytes(self.format) + 2 * _BARRIERS
-        return round_up(slots * step + self.groups * 2 * _PART_ROWS * TILE_ROWS * 2, 1024)
+        step = self.tile_m * TILE_COLS + _GROUPS * tile_bytes(self.format) + 2 * _BARRIERS
+        return round_up(slots * step + _GROUPS * 2 * _PART_ROWS * TILE_ROWS * 2, 1024)
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
@@ -119,17 +124,20 @@ def rejects(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> str | None:
         return f"its products are instructions of {names_with('has_wgmma')}"
     if tactic.tile_m > 64 and 2 * problem.m <= tactic.tile_m:
         return "half of its rows of x would be empty"
+    if tactic.split > ceil_div(problem.k, TILE_COLS):
+        return f"each CTA of a cluster needs a step of {TILE_COLS} columns"
     return None
 
 
 def geometry(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> Geometry:
-    """At most as many clusters as fill the GPU; else one for each tile, or for each step of divided tiles."""
-    spec = _specialise(problem, tactic)
-    tiles = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, TILE_ROWS * spec.groups * spec.cluster)
-    most = tiles * ceil_div(problem.k, TILE_COLS) if spec.divided else tiles
-    grid = min(arch.num_sms // spec.cluster, most) * spec.cluster
+    """One cluster for each tile, or each step of divided tiles; at most as many as fill the GPU, unless they split."""
+    spec, steps = _specialise(problem, tactic), ceil_div(problem.k, TILE_COLS)
+    clusters = ceil_div(problem.m, spec.tile_m) * ceil_div(problem.n, TILE_ROWS * _GROUPS * spec.cluster)
+    if spec.split == 1:
+        clusters = min(arch.num_sms // spec.cluster, clusters * steps if spec.divided else clusters)
+    width = spec.split * spec.cluster
     return Geometry(
-        grid=(grid, 1, 1), block=(spec.threads, 1, 1), cluster=(spec.cluster, 1, 1), shared_bytes=spec.shared_bytes
+        grid=(clusters * width, 1, 1), block=(spec.threads, 1, 1), cluster=(width, 1, 1), shared_bytes=spec.shared_bytes
     )
 
 

@@ -1,5 +1,5 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
-// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","groups":2,"out_dtype":"bf16","tile_m":64}
+// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","out_dtype":"bf16","split":1,"tile_m":64}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the
 // left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of the
@@ -10,11 +10,13 @@
 // decodes their next step, as E4M3, while the tensor cores multiply the current one. Sums of a tile stay in the tensor
 // cores, which keep about 14 bits of them.
 //
-// CTAs are persistent. kCluster CTAs share their rows of x: each has different rows of the weight, and copies a part
-// of x for all. With kDivided, the tiles that would not fill a last wave are divided by their steps, and every cluster
-// gets an equal share. Of the clusters that share a tile, all but the last leave partial sums in memory, and the last
-// adds them in a fixed order. It waits for earlier clusters only, and those leave their sums before they wait
-// themselves, because a cluster takes the tiles of its share in descending order.
+// CTAs are persistent, except those that split a tile: kSplit CTAs of a cluster each have a part of its columns, and
+// add up their sums through shared memory, each for a part of the rows of x. kCluster CTAs share their rows of x: each
+// has different rows of the weight, and copies a part of x for all. With kDivided, the tiles that would not fill a
+// last wave are divided by their steps, and every cluster gets an equal share. Of the clusters that share a tile, all
+// but the last leave partial sums in memory, and the last adds them in a fixed order. It waits for earlier clusters
+// only, and those leave their sums before they wait themselves, because a cluster takes the tiles of its share in
+// descending order.
 
 // ---- partials/bulk_groups --------------------------------------------------
 // Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
@@ -769,20 +771,17 @@ template <class Shared, Format kFormat, int kTileM, int kCluster> struct Fp8Cons
   Ring<kSlots>       ring;
   Ring<kWeightSlots> weight_ring;
 
-  // Decodes the next step.
-  __device__ __forceinline__ void decode_next(Fragments& a) {
+  // Loads the next step, both halves of its columns.
+  __device__ __forceinline__ void load(Raw (&raw)[2]) {
     ptx::mbarrier_wait(&shared.weight_full[weight_ring.slot], weight_ring.parity);
     const uint32 tile = ptx::shared_address(shared.weight[weight_ring.slot][group]);
+    raw[0].load(tile, 0, warp, lane), raw[1].load(tile, 1, warp, lane);
+  }
+  __device__ __forceinline__ void decode(Fragments& a, const Raw (&raw)[2]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Raw raw;
-      raw.load(tile, half, warp, lane);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32 (&to)[4] = a[2 * half + i];
-        raw.decode(to[0], to[1], 2 * i, exponents, lane);
-        raw.decode(to[2], to[3], 2 * i + 1, exponents, lane);
-      }
+    for (int i = 0; i < 4; ++i) {
+      raw[i / 2].decode(a[i][0], a[i][1], i % 2 * 2, exponents, lane);
+      raw[i / 2].decode(a[i][2], a[i][3], i % 2 * 2 + 1, exponents, lane);
     }
   }
   // To be called after the fragments were used: only then are the loads complete for sure.
@@ -813,24 +812,31 @@ template <class Shared, Format kFormat, int kTileM, int kCluster> struct Fp8Cons
   // Two sets of fragments: while the tensor cores read one, the other is filled.
   __device__ __forceinline__ void accumulate(Sums& sums, uint32 steps) {
     Fragments a, b;
+    Raw raw[2];
     if (group > 0 && steps > 1) {  // half a step apart, they decode in turn
       Ring<kSlots> second = ring;
       second.advance();
       ptx::mbarrier_wait(&shared.full[second.slot], second.parity);
     }
-    decode_next(a);
+    load(raw);
+    decode(a, raw);
     for (uint32 done = 0;;) {
       multiply(sums, a, done > 0);
-      ptx::wgmma_wait<1>();  // b is free
-      if (done > 0) release_x<2>();
+      const bool first = done == 0;
       if (++done == steps) break;
-      decode_next(b);
+      load(raw);  // while the products start
+      ptx::wgmma_wait<1>();  // b is free
+      if (!first) release_x<2>();
+      decode(b, raw);
       multiply(sums, b, true);
+      if (++done == steps) break;
+      load(raw);
       ptx::wgmma_wait<1>();  // a is free
       release_x<2>();
-      if (++done == steps) break;
-      decode_next(a);
+      decode(a, raw);
     }
+    ptx::wgmma_wait<1>();
+    if (steps > 1) release_x<2>();
     ptx::wgmma_wait<0>();
     release_x<1>();
 #pragma unroll
@@ -1134,37 +1140,38 @@ template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange 
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
 constexpr int kTileM       = 64;
-constexpr int kGroups      = 2;  // of 64 rows of the weight, one of each consumer warpgroup
 constexpr int kCluster     = 1;
+constexpr int kSplit       = 1;
 constexpr bool kDivided    = true;
 constexpr int kSlots       = 12;
 constexpr int kWeightSlots = 12;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
 
+constexpr int kGroups    = 2;  // of 64 rows of the weight, one of each consumer warpgroup
 constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
-// A thread starts with 65536 / kThreads registers, in eights. Producers need few.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters =
-    (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
 
 using Weight = Fp8Weight<Out, kFormat>;
 constexpr int kTileN = kGroups * kTileRows;
 constexpr int kCopyM = kTileM / kCluster;  // rows of x that a CTA copies
 constexpr int kParts = 2, kPartM = kTileM / kParts;  // of the results of a warpgroup
-using Results = WideResults<Out, kTileM, kParts, kGroups, 1, 1, false>;
+using Results = WideResults<Out, kTileM, kParts, kGroups, 1, kSplit, false>;
 
 // ---- shared memory ---------------------------------------------------------
-using Part = uint8[kPartM * kTileRows * 2];  // of the results of a warpgroup
+using ResultPlace = uint8[4096];  // of a part of a warpgroup's results
 
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kTileCols];
-  Part    results[kGroups][2];
+  ResultPlace results[kGroups][2];
   uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
+constexpr int kTeamSums = kTileRows * kTileM * 4;  // bytes, of a warpgroup
+static_assert(kSplit == 1 ? kPartM * kTileRows * 2 == sizeof(ResultPlace)
+                          : kCluster == 1 && !kDivided && kGroups * kTeamSums <= sizeof(Shared::x), "room for results");
 static_assert(sizeof(Shared) == 226304, "the launch counts on it");
 
-enum NamedBarrier { kTeamBarrier = 1 };  // one of each consumer warpgroup
+enum NamedBarrier { kTeamBarrier = 1, kConsumersBarrier = 3 };  // the first: one of each warpgroup
 
 // ---- work ------------------------------------------------------------------
 struct Work { uint32 tile, begin, end; };  // a tile, and the steps of its columns from begin to before end
@@ -1175,10 +1182,16 @@ class Schedule {
 
   __device__ __forceinline__ Schedule(int64 m, int64 n, int64 k)
       : tiles_m(ceil_div(m, kTileM)), tiles_n(ceil_div(n, kTileN * kCluster)), steps(ceil_div(k, kTileCols)) {
-    const uint32 tiles = tiles_m * tiles_n, clusters = ptx::clusters(), rest = tiles % clusters;
-    const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
-    divided_steps_ = uint64(divided) * steps, next_ = divided + ptx::cluster_id();
-    begin_ = share_begin(ptx::cluster_id()), end_ = share_begin(ptx::cluster_id() + 1);
+    const uint32 tiles = tiles_m * tiles_n, id = ptx::cluster_id();
+    if constexpr (kSplit > 1) {
+      const uint32 rank = ptx::cluster_rank();
+      begin_ = id * steps + steps * rank / kSplit, end_ = id * steps + steps * (rank + 1) / kSplit, next_ = tiles;
+    } else {
+      const uint32 clusters = ptx::clusters(), rest = tiles % clusters;
+      const uint32 divided = !kDivided || rest == 0 ? 0 : tiles < 2 * clusters ? tiles : rest + clusters;
+      divided_steps_ = uint64(divided) * steps, next_ = divided + id;
+      begin_ = share_begin(id), end_ = share_begin(id + 1);
+    }
   }
   // The first step of a cluster's share, counted over all divided tiles
   __device__ __forceinline__ uint32 share_begin(uint32 cluster) const {
@@ -1244,8 +1257,8 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
 }
 // Writes the parts of a warpgroup's results, in turn through two places in shared memory.
 template <int kPart = 0>
-__device__ __forceinline__ void write(Part (&places)[2], const TensorMap& out, const Results::Sums& sums, uint2 at,
-                                      uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
+__device__ __forceinline__ void write(ResultPlace (&places)[2], const TensorMap& out, const Results::Sums& sums,
+                                      uint2 at, uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
   if constexpr (kPart < kParts) {
     if (thread == 0) ptx::bulk_wait_read<1>();
     ptx::barrier_sync(kTeamBarrier + team, 128);
@@ -1324,6 +1337,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
       Results::Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
       const uint32 thread = ptx::thread_index() % 128;
+      if constexpr (kSplit > 1) {
+        const uint32 part = ptx::cluster_rank();
+        float* const shared_sums = reinterpret_cast<float*>(shared.x) + team * (kTeamSums / 4) + thread * 4;
+        scales.multiply(sums, lane);
+        ptx::barrier_sync(kConsumersBarrier, kConsumers);  // x is no longer read
+#pragma unroll
+        for (int i = 0; i < kTileM / 8; ++i) {
+          if (i / (kPartM / 8) == part) continue;  // it adds these up itself
+          *reinterpret_cast<float4*>(shared_sums + i * 512) = four(sums, i);
+        }
+        ptx::cluster_sync();
+        uint8* const rows = shared.x[0] + team * kTeamSums + part * (kPartM * kTileRows * 4);  // room for these
+        Results::stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
+        ptx::fence_proxy_async();
+        ptx::barrier_sync(kTeamBarrier + team, 128);
+        if (thread == 0 && part < kParts && at.y < n) ptx::tma_store(out, at.y, at.x + part * kPartM, rows);
+        break;  // it has one tile
+      }
       if constexpr (kDivided) {
         const Exchange<kTileM, kGroups, kCluster, 16384> exchange(workspace, team, thread);
         if (work.end < schedule.steps) {
@@ -1340,6 +1371,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
       write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
+    if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
   }
   if constexpr (kCluster > 1) ptx::cluster_sync();  // others may still write to this CTA's shared memory
 }
