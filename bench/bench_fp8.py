@@ -35,6 +35,7 @@ from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import NVFP4, DType
 
 ROWS = (512, 2048, 8192)
+SEARCHED = (64, 128, 512, 2048)
 REPLAYS = 5
 PAUSE_S = 0.1
 _E4M3_MAX = 448.0
@@ -123,17 +124,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     parser.add_argument("--part", choices=("cases", "search"), default="cases")
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="other numbers of rows")
+    parser.add_argument("--rows", type=int, nargs="+", help="other numbers of rows")
     parser.add_argument("--layers", type=int, nargs="+", help="numbers of layers of bench.bench_gemm, for a search")
     options = parser.parse_args()
     if options.part == "search":
         arch = target_of(torch.empty(1, device="cuda")).arch
         layers = LAYERS if options.layers is None else [LAYERS[number] for number in options.layers]
-        write_results(options.out / "fp8_search", list(search(options.rows, arch, layers)), stamp())
+        write_results(options.out / "fp8_search", list(search(options.rows or SEARCHED, arch, layers)), stamp())
         return
-    lines = list(measure(options.rows))
+    rows = options.rows or ROWS
+    lines = list(measure(rows))
     write_results(options.out / "fp8", lines, stamp())
-    for m in options.rows:
+    for m in rows:
         for name in ("of_cublas", "of_row_wise", "of_tensor_wise"):
             of = [float(str(line[name])) for line in lines if line["m"] == m]
             print(m, f"{name}: geometric mean {geomean(of):.3f}, least {min(of):.3f}")

@@ -51,9 +51,9 @@ class Fp8Problem(NamedTuple):
     n: int
     k: int
 
-    def tiles_per_sm(self, arch: Arch) -> float:
-        """Tiles of 128 rows of the weight by 128 rows of x, for each SM."""
-        return ceil_div(self.n, 128) * ceil_div(self.m, 128) / arch.num_sms
+    def waves(self, arch: Arch) -> float:
+        """Waves of tiles of 128 rows of the weight by 256 rows of x, with one tile on each SM."""
+        return ceil_div(self.n, 128) * ceil_div(self.m, 256) / arch.num_sms
 
 
 class Fp4Problem(NamedTuple):

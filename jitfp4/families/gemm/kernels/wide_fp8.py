@@ -40,11 +40,9 @@ class Fp8Tactic:
 
 TACTICS: tuple[Fp8Tactic, ...] = (
     *(Fp8Tactic(tile_m, split) for tile_m in _TILE_MS for split in _SPLITS),
-    *(
-        Fp8Tactic(tile_m, cluster=cluster, divided=divided, band=4 * cluster)
-        for tile_m in _TILE_MS
-        for cluster, divided in ((1, True), (2, False), (2, True))
-    ),
+    *(Fp8Tactic(tile_m, divided=True) for tile_m in _TILE_MS),
+    *(Fp8Tactic(256, cluster=2, divided=divided, band=8) for divided in (False, True)),
+    Fp8Tactic(256, band=8),
 )
 
 

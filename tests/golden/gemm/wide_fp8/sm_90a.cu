@@ -1,5 +1,5 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
-// spec: {"band":4,"cluster":1,"divided":true,"format":"nvfp4","out_dtype":"bf16","split":1,"tile_m":64}
+// spec: {"band":4,"cluster":1,"divided":false,"format":"nvfp4","out_dtype":"bf16","split":1,"tile_m":64}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the
 // left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of the
@@ -1142,7 +1142,7 @@ constexpr Format kFormat   = Format::kNvfp4;
 constexpr int kTileM       = 64;
 constexpr int kCluster     = 1;
 constexpr int kSplit       = 1;
-constexpr bool kDivided    = true;
+constexpr bool kDivided    = false;
 constexpr int kSlots       = 12;
 constexpr int kWeightSlots = 12;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
