@@ -7,9 +7,10 @@ A step is what ``generate()`` does for a token of each request: the model, the g
 GPU, one CUDA graph that is replayed. Configurations are those of the published models, weights are random and made on
 the device. Lines of ``model.csv`` differ in what is in FP4, and in nothing else: ``bf16`` nothing, ``w4`` the linear
 layers and experts in NVFP4, ``w4-kv4`` keys and values too, ``w4-kv4-head4`` the head too. All four read keys and
-values by jitfp4's paged attention, and get the same glue: with ``--glue compiled``, torch's RMSNorm, and torch.compile
-for rotations, SwiGLU and the writing of bf16 pages; with ``plain``, transformers' own code. ``transformers`` is its own
-cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
+values by jitfp4's paged attention. What is in FP4 has the glue that the integration gives it: norms, rotations with
+the append, SwiGLU and sums in kernels of jitfp4. For ``bf16``, ``--glue compiled`` is torch's RMSNorm, and
+torch.compile for rotations, SwiGLU and the writing of pages; ``plain`` is transformers' own code. ``transformers`` is
+its own cache and attention with ``plain`` glue, in bf16, and is not among the variants by default.
 
 With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
 once into an empty cache; its kernels are launched one by one.
@@ -44,7 +45,7 @@ PARTS = {
     "experts": ("experts_", "grouped", "Grouped"),
     "linear": ("gemm", "gemv", "cutlass", "nvjet", "splitK", "cublas"),
     "attention": ("attention_", "flash", "fmha", "sdpa"),
-    "append": ("kv_quantize", "index_put", "index_copy"),
+    "append": ("kv_quantize", "rope_append", "index_put", "index_copy"),
 }
 WARM_UP, REPLAYS, PREFILLS, PROFILED = 3, 20, 4, 4
 CASES = [(batch, context) for batch in (1, 8, 64) for context in (2048, 8192)]
@@ -266,8 +267,8 @@ def main() -> None:
     for name in options.model:
         for variant in options.variant:
             plain = options.glue == "plain" or variant == "transformers"
+            model = build(MODELS[name].config(), variant, options.device)
             with glued(MODELS[name], plain), written(plain):
-                model = build(MODELS[name].config(), variant, options.device)
                 for file, line in cases(model, variant, bandwidth, options):
                     if time.perf_counter() - start > options.seconds:
                         left += 1
@@ -278,10 +279,10 @@ def main() -> None:
                     gc.collect()
                     text = " ".join(f"{key}={value}" for key, value in row.items())
                     print(f"{time.perf_counter() - start:5.0f} s {text}", flush=True)
-                del model
-                gc.collect()
-                if options.device != "cpu":
-                    torch.cuda.empty_cache()
+            del model
+            gc.collect()
+            if options.device != "cpu":
+                torch.cuda.empty_cache()
     if left:
         print(f"{left} cases were not measured: {options.seconds} s had passed")
 

@@ -19,6 +19,7 @@ from jitfp4.formats import NVFP4
 from jitfp4.integrations.experts import ExpertsModule
 from jitfp4.integrations.layers import Fp4Linear, prepared, quantized
 from jitfp4.integrations.transformers.experts import shape_of
+from jitfp4.integrations.transformers.glue import fuse_glue
 from jitfp4.integrations.transformers.quantizer import fuse_siblings
 from jitfp4.layouts import SfLayout
 from jitfp4.weight import CODE_BYTES, Fp4Weight
@@ -176,6 +177,8 @@ def build(config: Any, variant: str, device: str) -> Any:
         elif isinstance(module, ExpertsModule):
             fill_experts(module, device)
     fuse_siblings(model)
+    if fp4:
+        fuse_glue(model)
     return model.requires_grad_(False)
 
 

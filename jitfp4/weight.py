@@ -297,3 +297,42 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat
         part_scales = pad(part_scales, (0, (cols - k) // block_format.block, 0, below), value=_ONE)
         data[tile : tile + slab] = pack(part, part_scales)
     return Fp4Weight(data, row_scale, n, k, block_format)
+
+
+def with_gates(gate: Fp4Weight, up: Fp4Weight) -> Fp4Weight:
+    """The ``gated`` weight [2 n, k] of two prepared ones of one size, format and device, exactly."""
+    rows, cols = gate.data.shape[0] * TILE_ROWS, gate.data.shape[1] * TILE_COLS
+    slab = max(1, _SLAB // (TILE_ROWS * cols))
+    parts = []
+    for sides in zip(gate.data.split(slab), up.data.split(slab), strict=True):
+        codes, scales = (torch.cat(both) for both in zip(*(unpack(side, gate.format) for side in sides), strict=True))
+        order = gate_up_order(codes.shape[0] // 2, codes.device)
+        parts.append(pack(codes[order], scales[order]))
+    tiles = ceil_div(2 * gate.n, TILE_ROWS)
+    row_scale = None
+    if gate.row_scale is not None and up.row_scale is not None:
+        order = gate_up_order(rows, gate.data.device)[: tiles * TILE_ROWS]
+        row_scale = torch.cat((gate.row_scale, up.row_scale))[order]
+    return Fp4Weight(torch.cat(parts)[:tiles], row_scale, 2 * gate.n, gate.k, gate.format, gated=True)
+
+
+def without_gates(weight: Fp4Weight) -> tuple[Fp4Weight, Fp4Weight]:
+    """The inverse of with_gates(): the weights of the gates and of the ups, [n / 2, k] each."""
+    slab = max(2, _SLAB // (TILE_ROWS * TILE_COLS * weight.data.shape[1]) // 2 * 2)
+    sides: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for tiles in weight.data.split(slab):
+        codes, scales = unpack(tiles, weight.format)
+        missing = -codes.shape[0] % (2 * TILE_ROWS)
+        codes, scales = pad(codes, (0, 0, 0, missing)), pad(scales, (0, 0, 0, missing), value=_ONE)
+        codes, scales = (x.unflatten(0, (-1, 2, _HALF_BLOCK)) for x in (codes, scales))
+        for side, own in enumerate(sides):
+            own.append(pack(codes[:, side].flatten(0, 1), scales[:, side].flatten(0, 1)))
+    row_scales: tuple[torch.Tensor | None, ...] = None, None
+    if weight.row_scale is not None:
+        both = pad(weight.row_scale, (0, -len(weight.row_scale) % (2 * TILE_ROWS)), value=1.0)
+        row_scales = both.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(1).unbind()
+    n, k, form = weight.n // 2, weight.k, weight.format
+    gate, up = (
+        Fp4Weight(torch.cat(own), row_scale, n, k, form) for own, row_scale in zip(sides, row_scales, strict=True)
+    )
+    return gate, up

@@ -51,21 +51,39 @@ def load_products(weight: Fp4Weight, dtype: torch.dtype, max_tokens: int) -> Non
     """Load the kernels for products of 1 to ``max_tokens`` rows of activations; nothing on a CPU."""
     if weight.data.is_cuda:
         target = engine.target_of(weight.data)
-        _load_products(target, HALVES[dtype], weight.format, weight.n, weight.k, max_tokens)
+        _load_products(target, HALVES[dtype], weight.format, weight.n, weight.k, max_tokens, weight.gated)
 
 
 @engine.until_reset
 def _load_products(
-    target: engine.Target, dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int
+    target: engine.Target, dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool
 ) -> None:
-    _load(MM_BF16_FP4, products(dtype, block_format, n, k, max_tokens), target)
+    _load(MM_BF16_FP4, products(dtype, block_format, n, k, max_tokens, gated), target)
 
 
-def products(dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int) -> Iterator[ProductProblem]:
+def products(
+    dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool = False
+) -> Iterator[ProductProblem]:
     """Problems that select every kernel of products of up to ``max_tokens`` rows."""
     few, most = min(_EVERY_ROW, max_tokens), round_up(max_tokens, _ROWS)
     for m in (*range(1, few + 1), *range(_EVERY_ROW + _ROWS, most + 1, _ROWS)):
-        yield ProductProblem(dtype, dtype, block_format, m, n, k)
+        yield ProductProblem(dtype, dtype, block_format, m, n, k, gated)
+
+
+def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:
+    """Load the kernels for problems like ``base`` with 1 to ``most`` in ``field``; nothing on a CPU."""
+    if like.is_cuda:
+        _load_growing(engine.target_of(like), operation, base, field, most)
+
+
+@engine.until_reset
+def _load_growing(target: engine.Target, operation: Operation[Any, Any], base: Any, field: str, most: int) -> None:
+    _load(operation, growing(base, field, most), target)
+
+
+def growing(base: Any, field: str, most: int) -> Iterator[Any]:
+    """Problems like ``base`` that select every kernel for 1 to ``most`` in ``field``."""
+    return (base._replace(**{field: size}) for size in _tokens(most))
 
 
 def load_experts(experts: Fp4Experts, dtype: torch.dtype, slots: int, max_tokens: int) -> None:

@@ -8,12 +8,14 @@ they are powers of two: the difference goes into the block scales, whose exponen
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from jitfp4.dtypes import HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm import mm_bf16_fp4, prepare_fp4_weight
 from jitfp4.families.quantize import mxfp4_quantize, nvfp4_quantize
@@ -50,15 +52,18 @@ def quantized(weight: torch.Tensor, block_format: BlockFormat = NVFP4) -> Layer:
     )
 
 
-def prepared(layer: Layer) -> Fp4Weight:
-    """The prepared weight of a layer of any size: n is padded to a multiple of 8, k to one of 32."""
+def prepared(layer: Layer, order: str | None = None) -> Fp4Weight:
+    """The prepared weight of a layer of any size: n is padded to a multiple of 8, k to one of 32.
+
+    ``order`` is prepare_fp4_weight()'s, of gates and ups: n is then a multiple of 16.
+    """
     codes, scales = layer.codes, layer.scales.view(torch.uint8)
     below, right = -codes.shape[0] % ROWS, -2 * codes.shape[1] % COLS
     if below or right:
         codes = pad(codes, (0, right // 2, 0, below))
         scales = pad(scales, (0, right // layer.format.block, 0, below))
     return prepare_fp4_weight(
-        aligned(codes), aligned(scales), block_size=layer.format.block, sf_layout=SfLayout.layout_linear
+        aligned(codes), aligned(scales), layer.format.block, sf_layout=SfLayout.layout_linear, order=order
     )
 
 
@@ -159,9 +164,9 @@ class Fp4Linear(Expected):
             self.register_buffer(kind, None)
         self.load(layer)
 
-    def load(self, layer: Layer) -> None:
-        """Prepare a layer and take it; its bias, too, if it has one."""
-        weight = prepared(layer)
+    def load(self, layer: Layer, order: str | None = None) -> None:
+        """Prepare a layer and take it; its bias, too, if it has one. ``order``: as of prepared()."""
+        weight = prepared(layer, order)
         size, allowed = (weight.n, weight.k), (round_up(self.out_features, ROWS), round_up(self.in_features, COLS))
         if size != allowed:
             raise ArgumentError("layer", f"a weight of {size}", f"{allowed}")
@@ -202,11 +207,15 @@ class Fp4Linear(Expected):
         values = self.prepared.dequantize()[: self.out_features, : self.in_features]
         return values if self.alpha is None else values * self.alpha
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] of a float dtype to [..., out_features] of the same."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., in_features] of a float dtype to [..., out_features] of the same; ``residual`` is added to them."""
         if self._siblings is not None:
-            return self._siblings.output(self._place, x)
-        return product(x, self.prepared, self.alpha, self.bias, self.in_features)[..., : self.out_features]
+            out = self._siblings.output(self._place, x)
+        elif residual is not None and residual.dtype == x.dtype in HALVES and self.prepared.n == self.out_features:
+            return product(x, self.prepared, self.alpha, self.bias, self.in_features, regular(residual))
+        else:
+            out = product(x, self.prepared, self.alpha, self.bias, self.in_features)[..., : self.out_features]
+        return out if residual is None else residual + out
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp4Linear:
         """As torch's, but alpha and scales of rows keep their dtype, and what was fused no longer is."""
@@ -217,8 +226,7 @@ class Fp4Linear(Expected):
                 tensor = getattr(self, name) if tensor.is_meta else tensor
                 setattr(self, name, tensor.to(self.weight.device, torch.float32))
         if self._weight is not None:
-            was = self._weight
-            self._weight = Fp4Weight(self.weight, self.weight_row_scale, was.n, was.k, was.format)
+            self._weight = replace(self._weight, data=self.weight, row_scale=self.weight_row_scale)
         self._siblings = None
         return self
 
@@ -229,17 +237,26 @@ class Fp4Linear(Expected):
 
 
 def product(
-    x: torch.Tensor, weight: Fp4Weight, alpha: torch.Tensor | None, bias: torch.Tensor | None, in_features: int
+    x: torch.Tensor,
+    weight: Fp4Weight,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    in_features: int,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[..., in_features] by a weight whose n and k are padded; [..., weight.n] in x's dtype."""
-    dtype = x.dtype if x.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    """[..., in_features] by a weight whose n and k are padded; [..., weight.n] in x's dtype, which a residual has too.
+
+    By a weight of gates and ups, silu(gate) * up of their products; [..., weight.n / 2].
+    """
+    dtype = x.dtype if x.dtype in HALVES else torch.bfloat16
     rows = x.to(dtype)
     if weight.k != in_features:
         rows = pad(rows, (0, weight.k - in_features))
     rows = regular(rows)
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)
-    return mm_bf16_fp4(rows, weight, alpha, bias).to(x.dtype)
+    activation = "swiglu" if weight.gated else None
+    return mm_bf16_fp4(rows, weight, alpha, bias, activation=activation, residual=residual).to(x.dtype)
 
 
 def regular(rows: torch.Tensor) -> torch.Tensor:
@@ -301,27 +318,35 @@ def fuse(layers: Sequence[Fp4Linear]) -> bool:
     Their weights become parts of one tensor. The sums of a fused layer are those of the layer alone, in an order that
     may differ, as it does for other shapes.
     """
-    kinds = {(layer.in_features, layer.prepared.format, layer.weight.device) for layer in layers}
-    if len(kinds) != 1 or len(layers) < 2:
+    common = with_one_scale(layers)
+    if common is None:
         return False
-    alphas = [layer.alpha for layer in layers if layer.alpha is not None]
-    lowered = _common(alphas) if alphas else [0] * len(layers)
-    if lowered is None:
-        return False
-    first = layers[0].prepared
-    alpha = torch.stack(alphas).amax(0) if alphas else None
-    data = torch.cat([_lowered(layer.prepared, steps) for layer, steps in zip(layers, lowered, strict=True)])
-    scales = [layer.weight_row_scale for layer in layers if layer.weight_row_scale is not None]
+    weights, alpha = common
+    first, data = weights[0], torch.cat([weight.data for weight in weights])
+    scales = [weight.row_scale for weight in weights if weight.row_scale is not None]
     row_scale = torch.cat(scales) if scales else None
     whole = Fp4Weight(data, row_scale, data.shape[0] * TILE_ROWS, first.k, first.format)
     siblings, tiles = Siblings(layers, whole, alpha), 0
-    for place, layer in enumerate(layers):
-        own = layer.prepared
+    for place, (layer, own) in enumerate(zip(layers, weights, strict=True)):
         part = data[tiles : tiles + own.data.shape[0]]
-        layer.prepared = Fp4Weight(part, own.row_scale, own.n, own.k, own.format)
+        layer.prepared = replace(own, data=part)
         layer.alpha, layer._siblings, layer._place = alpha, siblings, place
         tiles += own.data.shape[0]
     return True
+
+
+def with_one_scale(layers: Sequence[Fp4Linear]) -> tuple[list[Fp4Weight], torch.Tensor | None] | None:
+    """The weights of layers of one input for one decode scale, and this; None where none gives the same numbers."""
+    kinds = {(layer.in_features, layer.prepared.format, layer.weight.device) for layer in layers}
+    if len(kinds) != 1 or len(layers) < 2:
+        return None
+    alphas = [layer.alpha for layer in layers if layer.alpha is not None]
+    lowered = _common(alphas) if alphas else [0] * len(layers)
+    if lowered is None:
+        return None
+    alpha = torch.stack(alphas).amax(0) if alphas else None
+    weights = (layer.prepared for layer in layers)
+    return [replace(own, data=_lowered(own, steps)) for own, steps in zip(weights, lowered, strict=True)], alpha
 
 
 def _common(alphas: list[torch.Tensor]) -> list[int] | None:

@@ -30,6 +30,7 @@ from jitfp4.integrations.layers import Fp4Linear, quantized, regular
 
 PAGE = 128
 _CACHES = ("nvfp4", "bf16")
+_GATE_UP = "concatenated gate,up"  # rows of a rank's part, too
 
 
 class Step:
@@ -144,15 +145,15 @@ class Attention(nn.Module):
 
 
 class _Linear(nn.Module):
-    """A linear layer of a rank; the parts of rows are added up over ranks."""
+    """A linear layer of a rank; the parts of rows are added up over ranks. ``order``: of gates and ups, for SwiGLU."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, order: str | None = None) -> None:
         super().__init__()
         rows, cols = own.weight.shape
         rows_are_parts = own.tp_dim == 1
         self.reduce = rows_are_parts and own.tp_size > 1
         self.layer = Fp4Linear(cols, rows, False, own.weight.dtype)
-        self.layer.load(quantized(own.weight.data))
+        self.layer.load(quantized(own.weight.data), order)
         self.layer.bias = own.bias if not rows_are_parts or own.tp_rank == 0 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,12 +183,18 @@ class Head(nn.Module):
         return out
 
 
-def quantize_linears(model: nn.Module, base: type[nn.Module]) -> int:
-    """Replace the linear layers, instances of nano-vllm's LinearBase, one after the other. Returns how many."""
+def quantize_linears(model: nn.Module, base: type[nn.Module], activation: type[nn.Module]) -> int:
+    """Replace the linear layers, instances of nano-vllm's LinearBase, one after the other. Returns how many.
+
+    Where an MLP's gates and ups go through its SiluAndMul, ``activation``, their product applies it instead.
+    """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, base)]
     for name, module in found:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _Linear(module))
+        owner, order = model.get_submodule(parent), None
+        if child == "gate_up_proj" and isinstance(getattr(owner, "act_fn", None), activation):
+            owner.act_fn, order = nn.Identity(), _GATE_UP
+        setattr(owner, child, _Linear(module, order))
     return len(found)
 
 
@@ -220,6 +227,7 @@ def install(
     module.__dict__.update(Attention=Attention, of_jitfp4=True)
     sys.modules[name] = module
     from nanovllm.engine import model_runner
+    from nanovllm.layers.activation import SiluAndMul
     from nanovllm.layers.linear import LinearBase
 
     load = getattr(model_runner.load_model, "of_nano_vllm", model_runner.load_model)
@@ -227,7 +235,7 @@ def install(
     def load_model(model: nn.Module, path: str) -> None:
         (load_weights or load)(model, path)
         if fp4_weights:
-            quantize_linears(model, LinearBase)
+            quantize_linears(model, LinearBase, SiluAndMul)
         if fp4_head:
             model.lm_head = Head(model.lm_head)
 

@@ -112,10 +112,10 @@ def test_kernels_are_loaded_again_after_a_reset(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "_load", lambda *call: loads.append(call))
     target = engine.Target(Arch.of("sm_90a"), 0)
     for _ in range(3):  # layers of one size
-        kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1)
+        kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1, False)
     assert len(loads) == 1
     engine.reset()
-    kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1)
+    kernels._load_products(target, DType.BF16, NVFP4, 64, 128, 1, False)
     assert len(loads) == 2
 
 

@@ -138,11 +138,48 @@ class LinearBase(nn.Module):
         self.tp_dim, self.tp_rank, self.tp_size = tp_dim, tp_rank, 1
 
 
+class SiluAndMul(nn.Module):
+    """As nano-vllm's, without torch.compile."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, y = x.chunk(2, -1)
+        return functional.silu(x) * y
+
+
+class Mlp(nn.Module):
+    """As nano-vllm's Qwen3MLP."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.act_fn = LinearBase(0, 0), LinearBase(1, 0), activation
+        self.gate_up_proj.weight = nn.Parameter(torch.randn(192, 96).bfloat16() / 4)
+        self.gate_up_proj.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        x = self.act_fn(gate_up)
+        return self.down_proj(x)
+
+
+def test_the_product_of_gates_and_ups_applies_the_activation() -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(SiluAndMul()), torch.randn(3, 96).bfloat16()
+    assert quantize_linears(mlp, LinearBase, SiluAndMul) == 2
+    layer = mlp.gate_up_proj.layer
+    gate, up = (x.float() @ layer.dequantize().T).chunk(2, -1)
+    got = mlp.act_fn(mlp.gate_up_proj(x))
+    torch.testing.assert_close(got.float(), functional.silu(gate) * up, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(mlp(x), mlp.down_proj(got))
+    other = Mlp(nn.Tanh())
+    assert quantize_linears(other, LinearBase, SiluAndMul) == 2
+    assert other.gate_up_proj(x).shape == (3, 192) and isinstance(other.act_fn, nn.Tanh)
+
+
 def test_linear_layers_are_replaced() -> None:
     for tp_dim, tp_rank, has_bias in ((0, 1, True), (1, 0, True), (1, 1, False)):
         model = nn.Sequential(LinearBase(tp_dim, tp_rank))
         weight = model[0].weight.detach().clone()
-        assert quantize_linears(model, LinearBase) == 1
+        assert quantize_linears(model, LinearBase, SiluAndMul) == 1
         x = torch.randn(3, 96).bfloat16()
         want = x @ weight.T + (1 if has_bias else 0)
         assert torch.linalg.norm(model(x) - want) < 0.2 * torch.linalg.norm(want)
@@ -164,12 +201,15 @@ def test_the_head_takes_the_last_token_of_each_request(context: Callable[[Contex
 
 def test_it_is_put_in_place_before_the_import_and_not_after(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, linear = ModuleType("nanovllm.engine.model_runner"), ModuleType("nanovllm.layers.linear")
+    activation = ModuleType("nanovllm.layers.activation")
     loaded = []
     runner.__dict__.update(load_model=lambda _, path: loaded.append(path), ModelRunner=type("ModelRunner", (), {}))
     linear.__dict__.update(LinearBase=LinearBase)
+    activation.__dict__.update(SiluAndMul=SiluAndMul)
     packages = {name: ModuleType(name) for name in ("nanovllm", "nanovllm.engine", "nanovllm.layers")}
     packages["nanovllm.engine"].__dict__["model_runner"] = runner
-    for name, module in {**packages, runner.__name__: runner, linear.__name__: linear}.items():
+    packages |= {module.__name__: module for module in (runner, linear, activation)}
+    for name, module in packages.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "nanovllm.layers.attention", ModuleType("nanovllm.layers.attention"))
     with pytest.raises(ArgumentError, match="nanovllm: got imported already"):

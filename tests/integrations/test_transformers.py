@@ -14,6 +14,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.integrations.experts import ExpertsModule
 from jitfp4.integrations.layers import Fp4Linear
+from jitfp4.integrations.swiglu import SwiGlu
 from jitfp4.integrations.transformers import Jitfp4Config, register
 from tests.support.tiny_models import CONFIGS, load, prompts, save, to_fp4
 
@@ -23,7 +24,11 @@ register()
 def dequantized(model: Any, floats: Any) -> Any:
     """The float model with what the FP4 layers of the other hold."""
     for name, module in model.named_modules():
-        if isinstance(module, Fp4Linear):
+        if isinstance(module, SwiGlu):
+            both = module.gate_up.dequantize().chunk(2)
+            for linear, weight in zip((name + ".gate_proj", name + ".up_proj"), both, strict=True):
+                floats.get_submodule(linear).weight.data.copy_(weight[: module.inter])
+        elif isinstance(module, Fp4Linear) and not name.endswith("gate_up"):
             linear = floats.get_submodule(name)
             assert linear.weight.shape == (module.out_features, module.in_features)
             linear.weight.data = module.dequantize().to(linear.weight.dtype)
@@ -82,9 +87,10 @@ def test_floats_are_quantized_while_they_are_loaded(kind: str, tmp_path: Path) -
 def test_checkpoints_of_others_are_loaded(source: str, block_format: BlockFormat, shards: int, tmp_path: Path) -> None:
     floats = save("qwen3", tmp_path / "floats")
     model = load(to_fp4(floats, tmp_path / "fp4", source, block_format, shards))
-    assert len(fp4_names(model)) == 14
+    assert len(fp4_names(model)) == 12  # four in attention, two in an MLP, of each layer
     quantized = load(floats, quantization_config=Jitfp4Config("nvfp4" if block_format is NVFP4 else "mxfp4"))
     scale = 1 if block_format is MXFP4 else 1.7
+    assert fp4_names(quantized) == fp4_names(model)
     for name in fp4_names(model):
         torch.testing.assert_close(
             model.get_submodule(name).dequantize() * scale, quantized.get_submodule(name).dequantize()
@@ -174,7 +180,7 @@ def test_modules_can_keep_their_floats(tmp_path: Path) -> None:
     folder = save("llama", tmp_path / "floats")
     model = load(folder, quantization_config=Jitfp4Config(modules_to_not_convert=["self_attn.o_proj", "layers.1.mlp"]))
     names = fp4_names(model)
-    assert "model.layers.0.mlp.up_proj" in names and "model.layers.1.self_attn.q_proj" in names
+    assert "model.layers.0.mlp.gate_up" in names and "model.layers.1.self_attn.q_proj" in names
     assert not [name for name in names if "o_proj" in name or "layers.1.mlp" in name]
 
 

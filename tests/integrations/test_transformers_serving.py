@@ -43,11 +43,12 @@ def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Any]]:
             name(operation, kernels.expert_products(matrix, *rest))
 
     stand_ins = {
-        "load_products": lambda w, d, m: name(MM_BF16_FP4, kernels.products(HALVES[d], w.format, w.n, w.k, m)),
+        "load_products": lambda w, d, m: name(MM_BF16_FP4, kernels.products(HALVES[d], w.format, w.n, w.k, m, w.gated)),
         "load_experts": experts,
         "load_attention": lambda call, traffic: name(
             ATTENTION, kernels.attentions(ATTENTION.problem(call), call.key_cache.shape[1], traffic)
         ),
+        "load_growing": lambda operation, *base, like: name(operation, kernels.growing(*base)),  # noqa: ARG005
         "load_appends": lambda d, heads, dim, m, _: name(quantize, kernels.appends(HALVES[d], heads, dim, m)),
     }
     for function, stand_in in stand_ins.items():

@@ -12,7 +12,7 @@ from transformers.masking_utils import sdpa_mask
 from jitfp4.families.attention import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from jitfp4.families.attention.problem import MAX_Q_LEN
 from jitfp4.integrations.layers import regular
-from jitfp4.integrations.transformers.cache import Appended, Capacity
+from jitfp4.integrations.transformers.cache import Appended, Capacity, Nvfp4Layer
 
 NAME = "jitfp4"
 
@@ -65,12 +65,18 @@ def _over_nvfp4(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    layer, requests = appended.layer, appended.layer.requests
-    batch, _, count, _ = query.shape
-    if requests.owner == layer.number:
-        requests.step(count, padding)
+    layer, count = appended.layer, query.shape[2]
+    layer.step(count, padding)
     key, value, rows = (_by_token(states) for states in (appended.key, appended.value, query))
     layer.append(key, value)
+    return over_pages(rows, layer, count, scaling, window, sinks)
+
+
+def over_pages(
+    rows: torch.Tensor, layer: Nvfp4Layer, count: int, scaling: float, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """[batch, tokens, heads, d] of the ``count`` newest tokens of each request, whose queries are ``rows``."""
+    requests = layer.requests
     bmm1, bmm2 = layer.products(scaling)
     if sinks is not None and layer.sinks is None:
         layer.sinks = sinks.detach().float()
@@ -87,9 +93,9 @@ def _over_nvfp4(
     else:
         ends = requests.ends
         out = trtllm_batch_context_with_kv_cache(
-            *first, count, requests.tokens, bmm1, bmm2, batch, ends, ends, **options
+            *first, count, requests.tokens, bmm1, bmm2, requests.batch, ends, ends, **options
         )
-    return (out if isinstance(out, torch.Tensor) else out[0]).view(batch, count, *rows.shape[1:])
+    return (out if isinstance(out, torch.Tensor) else out[0]).view(requests.batch, count, *rows.shape[1:])
 
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:

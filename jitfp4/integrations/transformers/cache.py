@@ -48,6 +48,7 @@ class Requests:
         self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
         self.ends = torch.zeros(batch + 1, dtype=torch.int32, device=device)
         self._bases = torch.arange(batch, device=device).unsqueeze(1) * self.tokens
+        self._rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def step(self, count: int, mask: torch.Tensor | None) -> None:
         """``count`` new tokens of each request, of which ``mask`` [batch, tokens so far] says what is left padding."""
@@ -67,6 +68,16 @@ class Requests:
         slots = self._bases + self.lengths.unsqueeze(1) + numbers - (count - counts)
         self.slots = torch.where(real, slots, -1).flatten()
         self.lengths.add_(counts.squeeze(1).to(torch.int32))
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``cos_sin_cache`` and ``positions`` of a step's rotations [batch or 1, tokens, d], or d / 2: once a step."""
+        if self._rotation is None or self._rotation[0] is not cos:
+            half = head_dim // 2
+            table = torch.cat((cos[..., :half], sin[..., :half]), -1).float()
+            table = table.expand(self.batch, -1, -1).flatten(0, 1).contiguous()
+            positions = torch.arange(table.shape[0], dtype=torch.int32, device=table.device)
+            self._rotation = cos, table, positions
+        return self._rotation[1:]
 
 
 class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
@@ -125,11 +136,20 @@ class Nvfp4Layer(StaticLayer):  # type: ignore[misc]
         """What the attention function is to append, twice. Raises ArgumentError when the cache is full."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[-2]
-        if self.seen > self.max_cache_len:
-            raise ArgumentError("max_cache_len", self.max_cache_len, f"at least {self.seen}, the tokens so far")
+        self.count(key_states.shape[-2])
         appended = Appended(self, key_states, value_states)
         return appended, appended
+
+    def count(self, tokens: int) -> None:
+        """Count new tokens. Raises ArgumentError when the cache is full."""
+        self.seen += tokens
+        if self.seen > self.max_cache_len:
+            raise ArgumentError("max_cache_len", self.max_cache_len, f"at least {self.seen}, the tokens so far")
+
+    def step(self, count: int, padding: torch.Tensor | None) -> None:
+        """Places for ``count`` new tokens of each request, which the first layer of a device finds for all."""
+        if self.requests.owner == self.number:
+            self.requests.step(count, padding)
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values [batch * tokens, kv_heads, d] to the slots of this step."""

@@ -23,7 +23,8 @@ class Jitfp4Config(QuantizationConfigMixin):  # type: ignore[misc]
             floats, as routers and the head do.
         lm_head: whether the head becomes FP4, too. One that is tied to the embedding is then no longer tied: the
             embedding keeps its floats.
-        fuse: whether layers of one input share one product where their scales allow it.
+        fuse: whether layers of one input share one product where their scales allow it, SwiGLU and residuals are part
+            of products, and norms, routers and rotations are jitfp4's, for the families that glue.py names.
     Raises:
         ArgumentError
     """

@@ -19,8 +19,10 @@ from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import Source, fp4_experts_of, fp4_layers
 from jitfp4.integrations.experts import ExpertsModule, Shape, stacked
 from jitfp4.integrations.layers import Expected, Fp4Linear, fuse, prepared, quantized
+from jitfp4.integrations.swiglu import SwiGlu, swiglu_of
 from jitfp4.integrations.transformers.config import METHOD, Jitfp4Config
 from jitfp4.integrations.transformers.experts import shape_of
+from jitfp4.integrations.transformers.glue import fuse_glue
 
 # Layers that are too small, or whose outputs decide too much: they choose experts, or are exponents of decays.
 _KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
@@ -151,13 +153,17 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         config.modules_to_not_convert = [name for name, _ in _linears(model)]
         if config.fuse:
             fuse_siblings(model)
+            fuse_glue(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The state of a model as it is saved: parts of what is fused are tensors of their own."""
         state = model.state_dict()
         for name, module in model.named_modules():
-            if isinstance(module, Fp4Linear) and module.fused:
+            if isinstance(module, SwiGlu):
+                state = {key: tensor for key, tensor in state.items() if not key.startswith(f"{name}.gate_up.")}
+                state |= {f"{name}.{key}": tensor for key, tensor in module.separate().items()}
+            elif isinstance(module, Fp4Linear) and module.fused:
                 for kind in ("weight", "alpha"):
                     if f"{name}.{kind}" in state:
                         state[f"{name}.{kind}"] = state[f"{name}.{kind}"].clone()
@@ -205,9 +211,16 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
 
 
 def fuse_siblings(model: Any) -> int:
-    """Fuse layers of one input, by their usual names, where scales allow it. Returns how many groups were."""
+    """Fuse layers of one input, by their usual names, where scales allow it. Returns how many groups were.
+
+    MLPs of gates and ups become SwiGlu.
+    """
     count = 0
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
+        if (mlp := swiglu_of(module)) is not None:
+            _replace(model, name, mlp)
+            count += 1
+            continue
         for names in _GROUPS:
             layers = [layer for name in names if isinstance(layer := getattr(module, name, None), Fp4Linear)]
             if len(layers) == len(names):

@@ -8,10 +8,11 @@ import torch
 
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.integrations.experts import ExpertsModule
-from jitfp4.integrations.kernels import Traffic, load_appends, load_attention, load_experts, load_products
+from jitfp4.integrations.kernels import Traffic, load_appends, load_attention, load_experts, load_growing, load_products
 from jitfp4.integrations.layers import Fp4Linear
 from jitfp4.integrations.transformers.attention import NAME
 from jitfp4.integrations.transformers.cache import PAGE, Nvfp4Cache, Nvfp4Layer
+from jitfp4.integrations.transformers.glue import needed
 
 
 def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: int) -> None:
@@ -24,13 +25,15 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
         max_tokens: the most new tokens of a step, of all rows together: those of the longest prompts.
     """
     dtype = model.dtype if model.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    slots = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    config = model.config.get_text_config(decoder=True)
+    slots = getattr(config, "num_experts_per_tok", 1)
     for module in model.modules():
         if isinstance(module, Fp4Linear):
             load_products(module.multiplied, dtype, max_tokens)
         elif isinstance(module, ExpertsModule):
             load_experts(module.experts, dtype, slots, max_tokens)
-    config = model.config.get_text_config(decoder=True)
+        elif (glue := needed(module, config, dtype, max_tokens)) is not None:
+            load_growing(*glue, like=next(module.parameters()))
     if config._attn_implementation != NAME:
         return
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
