@@ -1,8 +1,8 @@
 """Products of E4M3 activations and NVFP4 weights beside cuBLAS in bf16 and in FP8, on a Hopper GPU.
 
 Run on a GPU: ``python -m bench.bench_fp8 [--out DIR]`` writes ``fp8.csv``, a line for each layer and number of rows.
-``--part search`` measures every tactic of the kernel that can run a case, and writes ``fp8_search.csv``, from which the
-table of sm_90a follows.
+``--part search`` measures the tactics of the kernel for fewer numbers of rows, and writes ``fp8_search.csv``, from which
+the table of sm_90a follows.
 
 A case is a graph of calls on copies of the weight, more than an L2 holds, with warm activations; our calls follow each
 other by programmatic dependent launch, those of cuBLAS do not. cuBLAS multiplies the same values dequantized to bf16
@@ -30,7 +30,7 @@ from jitfp4 import Fp4Weight, fp8_row_scale, mm_bf16_fp4, mm_fp8_fp4
 from jitfp4.arch import Arch
 from jitfp4.engine import build, target_of
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
-from jitfp4.families.gemm.kernels.wide_fp8 import KERNEL
+from jitfp4.families.gemm.kernels.wide_fp8 import KERNEL, TILE_MS, Fp8Tactic
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import NVFP4, DType
 
@@ -99,9 +99,13 @@ def measure(rows: Sequence[int]) -> Iterator[dict[str, object]]:
 
 
 def search(rows: Sequence[int], arch: Arch, layers: Sequence[tuple[int, int]]) -> Iterator[dict[str, object]]:
-    """The tactics for every layer."""
+    """The tactics for every layer, but for those whose tiles are far smaller than they could be."""
+
+    def candidates(case: Fp8Problem) -> list[Fp8Tactic]:
+        return [tactic for tactic in KERNEL.candidates(case, arch) if 2 * tactic.tile_m >= min(case.m, max(TILE_MS))]
+
     cases = [Fp8Problem(DType.BF16, NVFP4, m, n, k) for n, k in layers for m in rows]
-    specs = {KERNEL.specialise(case, tactic) for case in cases for tactic in KERNEL.candidates(case, arch)}
+    specs = {KERNEL.specialise(case, tactic) for case in cases for tactic in candidates(case)}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: build(KERNEL, spec, arch), specs))
     for n, k in layers:
@@ -110,7 +114,7 @@ def search(rows: Sequence[int], arch: Arch, layers: Sequence[tuple[int, int]]) -
         for m in rows:
             _, eights, scale = activations(m, k)
             replays = {}
-            for tactic in KERNEL.candidates(Fp8Problem(DType.BF16, NVFP4, m, n, k), arch):
+            for tactic in candidates(Fp8Problem(DType.BF16, NVFP4, m, n, k)):
                 with MM_FP8_FP4.forced(tactic):
                     replays[tactic] = ours(eights, scale, weights, row_scale)
             times = {tactic: replay.us() for tactic, replay in replays.items()}

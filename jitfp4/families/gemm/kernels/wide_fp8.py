@@ -19,7 +19,7 @@ from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
-_TILE_MS = (64, 128, 256)
+TILE_MS = (64, 128, 256)
 _MOST_SLOTS = 12
 _BARRIERS = 16  # bytes of a slot
 _PART_ROWS = 32  # of x, whose results a warpgroup writes at a time
@@ -39,8 +39,8 @@ class Fp8Tactic:
 
 
 TACTICS: tuple[Fp8Tactic, ...] = (
-    *(Fp8Tactic(tile_m, split) for tile_m in _TILE_MS for split in _SPLITS),
-    *(Fp8Tactic(tile_m, divided=True) for tile_m in _TILE_MS),
+    *(Fp8Tactic(tile_m, split) for tile_m in TILE_MS for split in _SPLITS),
+    *(Fp8Tactic(tile_m, divided=True) for tile_m in TILE_MS),
     *(Fp8Tactic(256, cluster=2, divided=divided, band=8) for divided in (False, True)),
     Fp8Tactic(256, band=8),
 )
@@ -65,7 +65,7 @@ class Fp8Spec(KernelSpec):
     product_rows = ()  # of 16-bit products
 
     def __post_init__(self) -> None:
-        for name, allowed in (("tile_m", _TILE_MS), ("split", _SPLITS), ("cluster", (1, 2))):
+        for name, allowed in (("tile_m", TILE_MS), ("split", _SPLITS), ("cluster", (1, 2))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
         if self.split > 1 and (self.cluster > 1 or self.divided):
