@@ -15,7 +15,8 @@ its own cache and attention with ``plain`` glue, in bf16, and is not among the v
 With ``--prefill``, ``model_prefill.csv`` has a line for each number of tokens of one request's prompt, which is read at
 once into an empty cache; its kernels are launched one by one.
 
-``bound_ms`` is the time to read the step's bytes once (weights, keys and values) at the read bandwidth of the same run.
+``bound_ms`` is the time to read the step's bytes once (weights, keys and values, states of linear attention, which are
+written too) at the read bandwidth of the same run.
 Parts are microseconds of kernels by their names; ``gaps`` is what no kernel of the step accounts for.
 """
 
@@ -100,18 +101,30 @@ def cache_of(model: Any, variant: str, batch: int, context: int, device: str) ->
         for layer in cache.layers:
             layer.cumulative_length.fill_(context)
         return cache
-    cache = Nvfp4Cache(config, room, [(0.01, 0.01)] * config.num_hidden_layers)
+    count = sum(kind != "linear_attention" for kind in layer_types(config))
+    cache = Nvfp4Cache(config, room, [(0.01, 0.01)] * count)
     if "kv4" not in variant:
-        cache.layers = [Bf16Layer(room, layer.number, layer.shared, None) for layer in cache.layers]
+        cache.layers = [
+            Bf16Layer(room, layer.number, layer.shared, None) if isinstance(layer, Nvfp4Layer) else layer
+            for layer in cache.layers
+        ]
     empty = torch.zeros(batch, heads, 0, head_dim, dtype=torch.bfloat16, device=device)
-    for layer in cache.layers:
+    paged = [layer for layer in cache.layers if isinstance(layer, Nvfp4Layer)]
+    for layer in paged:
         layer.lazy_initialization(empty, empty)
         for pages in (layer.keys, layer.values):
             pages.random_(256) if pages.dtype == torch.uint8 else pages.normal_()
         for scales in layer.scales or ():
             scales.fill_(1.0)
-    cache.layers[0].requests.lengths.fill_(context)
+    if len(paged) < len(cache.layers):  # states of linear attention come from tokens
+        model(torch.zeros(batch, PAGE, dtype=torch.int64, device=device), past_key_values=cache, logits_to_keep=1)
+    paged[0].requests.lengths.fill_(context)
     return cache
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of attention of each layer."""
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
 
 
 class Step:
@@ -180,9 +193,12 @@ def bytes_read(model: Any, cache: Any, context: int, batch: int) -> float:
         own = tensor is embedding or tensor.nbytes < LEAST_BYTES
         share = 1 - (1 - 1 / tensor.shape[0]) ** chosen if ".experts." in name and tensor.dim() > 2 else 1.0
         total += 0 if own else share * tensor.nbytes
-    for number, layer in enumerate(cache.layers):
-        sliding = (getattr(config, "layer_types", None) or {number: ""})[number] == "sliding_attention"
-        tokens = min(context, config.sliding_window) if sliding else context
+    for kind, layer in zip(layer_types(config), cache.layers, strict=True):
+        if kind == "linear_attention":  # states are written, too
+            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            total += 2 * sum(state.nbytes for state in states)
+            continue
+        tokens = min(context, config.sliding_window) if kind == "sliding_attention" else context
         held = sum(part.nbytes for part in (layer.keys, layer.values, *(getattr(layer, "scales", None) or ())))
         total += held * tokens / layer.max_cache_len
     return total

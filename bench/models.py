@@ -18,9 +18,10 @@ from jitfp4.families.experts import Fp4Experts, prepare_fp4_experts
 from jitfp4.formats import NVFP4
 from jitfp4.integrations.experts import ExpertsModule
 from jitfp4.integrations.layers import Fp4Linear, prepared, quantized
+from jitfp4.integrations.transformers import use_gated_delta_rule
 from jitfp4.integrations.transformers.experts import shape_of
 from jitfp4.integrations.transformers.glue import fuse_glue
-from jitfp4.integrations.transformers.quantizer import fuse_siblings
+from jitfp4.integrations.transformers.quantizer import KEPT, fuse_siblings
 from jitfp4.layouts import SfLayout
 from jitfp4.weight import CODE_BYTES, Fp4Weight
 
@@ -99,6 +100,7 @@ MODELS = {
         ),
     ),
     "gpt-oss-120b": Model("gpt_oss", "GptOss", transformers.GptOssConfig),
+    "qwen3-next-80b-a3b": Model("qwen3_next", "Qwen3Next", transformers.Qwen3NextConfig),
     "tiny": Model(
         "qwen3",
         "Qwen3",
@@ -143,6 +145,27 @@ MODELS = {
             layer_types=["sliding_attention", "full_attention"],
         ),
     ),
+    "tiny-next": Model(
+        "qwen3_next",
+        "Qwen3Next",
+        lambda: transformers.Qwen3NextConfig(
+            vocab_size=128,
+            hidden_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            linear_num_key_heads=1,
+            linear_num_value_heads=2,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
 }
 
 
@@ -158,7 +181,7 @@ def build(config: Any, variant: str, device: str) -> Any:
             layer: nn.Module
             if shape is not None:
                 layer = ExpertsModule(shape)
-            elif type(module) is nn.Linear and (name != "lm_head" or variant.endswith("head4")):
+            elif is_fp4(name, module, variant):
                 layer = Fp4Linear(module.in_features, module.out_features, module.bias is not None, torch.bfloat16)
             else:
                 continue
@@ -177,9 +200,18 @@ def build(config: Any, variant: str, device: str) -> Any:
         elif isinstance(module, ExpertsModule):
             fill_experts(module, device)
     fuse_siblings(model)
+    if hasattr(model.config, "linear_num_value_heads"):
+        use_gated_delta_rule(model)
     if fp4:
         fuse_glue(model)
     return model.requires_grad_(False)
+
+
+def is_fp4(name: str, module: nn.Module, variant: str) -> bool:
+    """Whether a layer is in FP4 in a variant."""
+    if type(module) is not nn.Linear or name.rpartition(".")[2] in KEPT:
+        return False
+    return name != "lm_head" or variant.endswith("head4")
 
 
 def random_tiles(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -222,21 +254,41 @@ def glued(model: Model, plain: bool) -> Any:
     if plain:
         return nullcontext()
     modeling = model.module
-    turn, swiglu = (
-        torch.compile(function, dynamic=True, fullgraph=True) for function in (modeling.apply_rotary_pos_emb, swiglu_of)
+    torch._dynamo.config.recompile_limit = 64  # sizes and strides of one row, of several, and of heads
+    turn, swiglu, centered, gated = (
+        torch.compile(function, dynamic=True, fullgraph=True)
+        for function in (modeling.apply_rotary_pos_emb, swiglu_of, centered_of, gated_of)
     )
-    values = [
-        (modeling, "apply_rotary_pos_emb", turn),
-        (
-            getattr(modeling, f"{model.classes}RMSNorm"),
-            "forward",
-            lambda m, x: functional.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon),
-        ),
-    ]
+    norm = getattr(modeling, f"{model.classes}RMSNorm")
+    values: list[tuple[Any, str, Any]] = [(modeling, "apply_rotary_pos_emb", turn)]
+    if model.folder == "qwen3_next":
+        values += [
+            (norm, "forward", lambda m, x: centered(x, m.weight, m.eps)),
+            (
+                modeling.Qwen3NextRMSNormGated,
+                "forward",
+                lambda m, x, gate: gated(x, m.weight, gate, m.variance_epsilon),
+            ),
+        ]
+    else:
+        values.append(
+            (norm, "forward", lambda m, x: functional.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon))
+        )
     mlp = getattr(modeling, f"{model.classes}MLP", None)
     if model.folder != "gpt_oss":  # whose MLP is its experts
         values.append((mlp, "forward", lambda m, x: m.down_proj(swiglu(m.gate_proj(x), m.up_proj(x)))))
     return patched(*values)
+
+
+def centered_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm whose weights are what is added to 1."""
+    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+def gated_of(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm before a gate."""
+    normal = weight * functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+    return (normal * functional.silu(gate.float())).to(x.dtype)
 
 
 def swiglu_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,10 @@ from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.integrations.checkpoints import NAMES, Layer, Source
 from jitfp4.integrations.kernels import load_products
 from jitfp4.integrations.layers import prepared, product
+from jitfp4.weight import ROWS
 
 _SCALE_DTYPES = {16: torch.float8_e4m3fn, 32: torch.uint8}
+_GATE_UP = "concatenated gate,up"
 _STRATEGIES = {16: ("tensor_group", NVFP4), 32: ("group", MXFP4)}
 
 
@@ -53,7 +55,8 @@ class PartitionedFp4Linear:
     """A linear layer whose weight is NVFP4 or MXFP4, and whose activations are bf16 or fp16.
 
     Partitions that engines fuse (q, k, v; gate, up) are one product where they share a global scale, else one each: no
-    scale is rounded. Scales of activations are loaded and dropped.
+    scale is rounded. Scales of activations are loaded and dropped. Where a layer has an ``activation``, the engine's
+    module for SwiGLU, its outputs are those of the activation, which one product of gates and ups applies itself.
 
     Args:
         source: who wrote the checkpoint.
@@ -101,8 +104,9 @@ class PartitionedFp4Linear:
         alphas, ends = self._decode_scales(layer), list(accumulate(layer.logical_widths, initial=0))
         if alphas is None or len(set(alphas.tolist())) == 1:
             ends = [0, ends[-1]]
+        order = _GATE_UP if len(ends) == 2 and _is_gated(layer) else None
         layer.fp4_parts = tuple(
-            _part(codes, scales, None if alphas is None else alphas[i : i + 1].contiguous(), slice(first, last))
+            _part(codes, scales, None if alphas is None else alphas[i : i + 1].contiguous(), slice(first, last), order)
             for i, (first, last) in enumerate(pairwise(ends))
         )
         for name in (self.names.codes, self.names.scales, *self._scalars()):
@@ -113,14 +117,19 @@ class PartitionedFp4Linear:
             load_products(part.weight, layer.params_dtype, self.max_tokens)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., k]`` times the transpose of the layer's weight, plus ``bias``; [..., n] in x's dtype."""
+        """``x [..., k]`` times the transpose of the layer's weight, plus ``bias``; [..., n] in x's dtype.
+
+        [..., n / 2] where the layer has an activation.
+        """
         outputs = []
         for part in layer.fp4_parts:
             own = None if bias is None else bias[part.rows]
             out = product(x, part.weight, part.alpha, own, layer.fp4_columns)
             n = part.rows.stop - part.rows.start
             outputs.append(out if part.weight.n == n else out[..., :n].contiguous())
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        activation = None if layer.fp4_parts[0].weight.gated else getattr(layer, "activation", None)
+        return out if activation is None else activation(out)
 
     def _scalars(self) -> tuple[str, ...]:
         """The names of the scales of whole matrices."""
@@ -134,5 +143,14 @@ class PartitionedFp4Linear:
         return scales.reciprocal() if self.names.encode else scales
 
 
-def _part(codes: torch.Tensor, scales: torch.Tensor, alpha: torch.Tensor | None, rows: slice) -> Part:
-    return Part(prepared(Layer(codes=codes[rows], scales=scales[rows], decode_scale=alpha)), alpha, rows)
+def _part(
+    codes: torch.Tensor, scales: torch.Tensor, alpha: torch.Tensor | None, rows: slice, order: str | None
+) -> Part:
+    return Part(prepared(Layer(codes=codes[rows], scales=scales[rows], decode_scale=alpha), order), alpha, rows)
+
+
+def _is_gated(layer: Any) -> bool:
+    """Whether one product can apply the layer's activation."""
+    widths = layer.logical_widths
+    has_halves = len(widths) == 2 and widths[0] == widths[1] and widths[0] % ROWS == 0
+    return has_halves and getattr(layer, "activation", None) is not None and layer.bias is None

@@ -25,7 +25,7 @@ from jitfp4.integrations.transformers.experts import shape_of
 from jitfp4.integrations.transformers.glue import fuse_glue
 
 # Layers that are too small, or whose outputs decide too much: they choose experts, or are exponents of decays.
-_KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
+KEPT = ("gate", "router", "shared_expert_gate", "in_proj_ba", "in_proj_b", "in_proj_a")
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _ONE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj")
 _FP4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -86,7 +86,7 @@ class Jitfp4Quantizer(HfQuantizer):  # type: ignore[misc]
         kept = self._kept(model)
 
         def is_kept(name: str) -> bool:
-            return name.rpartition(".")[2] in _KEPT or any(f".{part}." in f".{name}." for part in kept)
+            return name.rpartition(".")[2] in KEPT or any(f".{part}." in f".{name}." for part in kept)
 
         for name, linear in _linears(model):
             if not is_kept(name):

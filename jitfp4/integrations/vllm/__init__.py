@@ -1,11 +1,12 @@
 """The plugin for vLLM: FP4 linear layers and experts, attention over an NVFP4 KV cache, and norms.
 
 vLLM calls register() in each of its processes, through the entry point ``jitfp4`` of the group
-``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries.
+``vllm.general_plugins``. Nothing of vLLM is patched: all that is used are its registries, and a hook of torch's.
 
 - NVFP4 and MXFP4 checkpoints of compressed-tensors and ModelOpt are claimed where the GPU has no FP4 tensor cores, and
   weights without quantized activations everywhere; gpt-oss likewise. ``--quantization compressed-tensors`` (or
   ``modelopt_fp4``, ``gpt_oss_mxfp4``) keeps vLLM's own kernels.
+- The product of an MLP's gates and ups applies SiluAndMul itself, where no LoRA adapters are enabled.
 - ``--attention-backend CUSTOM`` is jitfp4's, with ``--kv-cache-dtype nvfp4`` or ``auto``.
 - ``--ir-op-priority '{"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}'`` takes its norms.
 """
@@ -36,8 +37,10 @@ def register() -> None:
 
     from jitfp4.integrations.vllm.norms import register_norms
     from jitfp4.integrations.vllm.quantization import CONFIGS
+    from jitfp4.integrations.vllm.swiglu import register_swiglu
 
     register_norms()
+    register_swiglu()
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)
     custom = AttentionBackendEnum.CUSTOM
