@@ -1,8 +1,7 @@
 """Products of E4M3 activations and NVFP4 weights beside cuBLAS in bf16 and in FP8, on a Hopper GPU.
 
 Run on a GPU: ``python -m bench.bench_fp8 [--out DIR]`` writes ``fp8.csv``, a line for each layer and number of rows.
-``--part search`` measures the tactics of the kernel for fewer numbers of rows, and writes ``fp8_search.csv``, which the
-table of sm_90a is held against.
+``--part search`` measures the tactics of the kernel for fewer numbers of rows, and writes ``fp8_search.csv``.
 
 A case is a graph of calls on copies of the weight, more than an L2 holds, with warm activations; our calls follow each
 other by programmatic dependent launch, those of cuBLAS do not. cuBLAS multiplies the same values dequantized to bf16

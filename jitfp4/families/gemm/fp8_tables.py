@@ -20,6 +20,7 @@ def _rows(tile_m: int, **when: float) -> tuple[Row[Fp8Tactic], ...]:
     return tuple(Row(Fp8Tactic(tile_m, split), {**when, "waves": waves}) for split, waves in _SPLITS)
 
 
+# The rows count waves of tiles. What they give was timed (h200/fp8.csv), but not beside other tactics.
 TABLE = Table(
     (
         *_rows(64, m=64),
