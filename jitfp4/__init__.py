@@ -70,7 +70,15 @@ _HOMES = {
         "gated_delta_rule_decode_pretranspose",
         "gated_delta_rule_mtp",
     ),
-    "jitfp4.families.gemm": ("Fp4Weight", "grouped_gemm_nt_masked", "mm_bf16_fp4", "mm_fp4", "prepare_fp4_weight"),
+    "jitfp4.families.gemm": (
+        "Fp4Weight",
+        "fp8_row_scale",
+        "grouped_gemm_nt_masked",
+        "mm_bf16_fp4",
+        "mm_fp4",
+        "mm_fp8_fp4",
+        "prepare_fp4_weight",
+    ),
     "jitfp4.families.kv": (
         "nvfp4_kv_dequantize",
         "nvfp4_kv_dequantize_paged",

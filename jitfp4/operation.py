@@ -20,7 +20,7 @@ from jitfp4 import engine, replay, sim, tactics
 from jitfp4.addresses import ALIGNMENT, Places, extent, meet
 from jitfp4.arch import ARCHS, Arch
 from jitfp4.dispatch import is_plain, is_watched
-from jitfp4.errors import ArgumentError
+from jitfp4.errors import ArgumentError, UnsupportedArchError
 from jitfp4.kernel import AnyKernel, Kernel, Plan, Which, register
 from jitfp4.remembered import Pair, Step
 from jitfp4.selection import Row, Table, table_for
@@ -200,6 +200,9 @@ class Operation(Generic[ArgumentsT, ProblemT]):
             tactic = row.of(problem, arch)
             if tactic is not None and self._kernel_of[type(tactic)].rejects(problem, tactic, arch) is None:
                 return table, row, tactic
+        if not self.problems(arch):
+            others = " and ".join(other.name for other in ARCHS.values() if self.problems(other))
+            raise UnsupportedArchError(f"{self.name} has no kernel for {arch.name}, but for {others}")
         raise ArgumentError("problem", problem, f"one that a row of {self.name}'s table fits on {arch.name}")
 
     @contextmanager

@@ -132,7 +132,7 @@ class Fp4Weight:
     def dequantize(self) -> torch.Tensor:
         """The weight in float32, [n, k], exact; of one that is ``gated``, first the gates and then the ups."""
         codes, scales = unpack(self.data, self.format)
-        values = decode_e2m1(codes) * _decode_scales(scales).repeat_interleave(self.format.block, -1)
+        values = decode_e2m1(codes) * decode_scales(scales).repeat_interleave(self.format.block, -1)
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
         values = values[: self.n, : self.k]
@@ -199,7 +199,7 @@ def _encode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     return blocks.flatten(-2), encoded, torch.exp2(top.squeeze(-1).double() - 127 - (_TOP - _BIAS)).float()
 
 
-def _decode_scales(scales: torch.Tensor) -> torch.Tensor:
+def decode_scales(scales: torch.Tensor) -> torch.Tensor:
     """Scale bytes to float32."""
     value = torch.ldexp(1 + (scales & 7).float() / 8, (scales >> 3).to(torch.int32) - _BIAS)
     return torch.where(scales == _NAN, torch.nan, value)

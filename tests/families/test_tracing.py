@@ -42,6 +42,7 @@ COLUMNS = jitfp4.nvfp4_quantize(torch.cat((A, A[:2])), SCALE)
 MATRICES = jitfp4.nvfp4_batched_quantize(BATCH, SCALE)
 ROWS_OF_8 = jitfp4.nvfp4_batched_quantize(torch.cat((BATCH, BATCH[:, :2]), 1), SCALE)
 PREPARED = jitfp4.prepare_fp4_weight(*COLUMNS, sf_layout=SfLayout.layout_128x4)
+ROW_SCALE = jitfp4.fp8_row_scale(PREPARED)
 MASK = torch.tensor([6, 6], dtype=torch.int32)
 DELTA_RULE = case(2, 2)
 BY_REQUEST = ("q", "k", "v", "a", "b", "initial_state_indices")
@@ -92,6 +93,10 @@ CALLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
     ),
     "grouped_gemm_nt_masked": (masked_products, (*MATRICES, *(tensor.clone() for tensor in ROWS_OF_8))),
     "mm_bf16_fp4": (lambda a: jitfp4.mm_bf16_fp4(a, PREPARED), (A,)),
+    "mm_fp8_fp4": (
+        lambda a, scale: jitfp4.mm_fp8_fp4(a.to(torch.float8_e4m3fn), scale, PREPARED, ROW_SCALE),
+        (A, torch.ones(6)),
+    ),
     "gated_delta_rule_mtp": (delta_rule, tuple(DELTA_RULE[name] for name in BY_REQUEST)),
 }
 

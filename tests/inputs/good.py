@@ -202,6 +202,16 @@ def _gemm_calls() -> Calls:
             "out": _half(3, 8),
             "residual": _half(3, 8),
         },
+        "mm_fp8_fp4": lambda: {
+            "a": _half(3, 32).to(torch.float8_e4m3fn),
+            "a_scale": torch.ones(3),
+            "weight": weight(),
+            "row_scale": torch.ones(64),
+            "alpha": torch.ones(1),
+            "bias": _half(8),
+            "out": _half(3, 8),
+        },
+        "fp8_row_scale": lambda: {"weight": weight()},
         "Fp4Weight": lambda: {
             "data": _codes(1, 1, 4352),
             "row_scale": torch.ones(64),

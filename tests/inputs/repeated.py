@@ -15,6 +15,7 @@ from tests.inputs.good import Arguments, Calls, good_calls
 NO_LAUNCH = (
     *("block_scale_interleave", "nvfp4_block_scale_interleave", "make_nvfp4_global_scale"),
     *("silu_and_mul", "shuffle_matrix_a", "shuffle_matrix_sf_a", "prepare_fp4_weight", "Fp4Weight"),
+    "fp8_row_scale",
     "Fp4Weight.from_tensors",
     *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     "NVFP44Over6Config",
@@ -33,6 +34,11 @@ CHECKED = {
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
 }
 """Calls that launch a kernel and take the checked way each time, and why."""
+
+
+def archs_of(name: str) -> tuple[str, ...]:
+    """The architectures that a call of repeated_calls() runs on, but for older ones."""
+    return ("sm_90a",) if name.startswith("mm_fp8_fp4") else ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 
 
 def repeated_calls() -> Calls:
@@ -55,6 +61,10 @@ def _more() -> Calls:
         codes, scales = _bytes(n, k // 2), _bytes(n, k // 16)
         linear = jitfp4.SfLayout.layout_linear
         return {"a": _half(m, k), "weight": jitfp4.prepare_fp4_weight(codes, scales, sf_layout=linear, order=order)}
+
+    def eights(m: int, n: int, k: int) -> Arguments:
+        given = {"a": _bytes(m, k).view(torch.float8_e4m3fn), "a_scale": torch.ones(m)}
+        return {**product(m, n, k), **given, "row_scale": torch.ones(n)}
 
     def fp4(m: int, n: int, k: int) -> Arguments:
         rows = -(-m // 128) * 128, -(-n // 128) * 128
@@ -103,6 +113,7 @@ def _more() -> Calls:
         "chunk_gated_delta_rule heads": _many_heads,
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
+        "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
         "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
         "mm_bf16_fp4 swiglu": lambda: {
             **product(64, 128, 128, "interleaved"),

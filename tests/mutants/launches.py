@@ -16,7 +16,7 @@ import jitfp4
 from jitfp4 import engine, sim
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.decode_masked import MaskedDecodeTactic
-from jitfp4.families.attention.kernels.prefill import PrefillTactic as RowsTactic
+from jitfp4.families.attention.kernels.prefill import PrefillTactic as PortablePrefillTactic
 from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
@@ -215,7 +215,11 @@ def _attention(tactic: DecodeTactic, **options: Any) -> None:
 
 
 def _prefill(
-    tactic: RowsTactic | WgmmaTactic | DecodeTactic, *, masked: bool = False, arch: str | None = None, **options: Any
+    tactic: PortablePrefillTactic | WgmmaTactic | DecodeTactic,
+    *,
+    masked: bool = False,
+    arch: str | None = None,
+    **options: Any,
 ) -> None:
     """A request with more rows than an item, and a short one."""
     device = sim.active_device()
@@ -384,8 +388,8 @@ KERNELS: dict[str, Callable[[], None]] = {
     "mm_fp4, masked rows": lambda: _masked(MaskedTactic(16, 1, 2, swap_ab=True), 16, [16, 0, 2, 16]),
     "mm_fp4, portable": lambda: _portable(PortableTactic(16, 128, 16, 32, 2, 3)),
     "attention, masked": lambda: _prefill(MaskedDecodeTactic(2, 2, 1), masked=True, q_lens=(5, 8)),
-    "prefill, rows": lambda: _prefill(RowsTactic(4, 16, 32, 1)),
-    "prefill, rows of bf16": lambda: _prefill(RowsTactic(4, 16, 32, 1), cache=torch.bfloat16),
+    "prefill, rows": lambda: _prefill(PortablePrefillTactic(4, 16, 32, 1)),
+    "prefill, rows of bf16": lambda: _prefill(PortablePrefillTactic(4, 16, 32, 1), cache=torch.bfloat16),
     "prefill, rows masked": lambda: _prefill(MaskedPrefillTactic(4, 16, 32, 1), masked=True),
     "prefill, wgmma": lambda: _prefill(WgmmaTactic(2, 1, 64, 2), arch="sm_90a"),
     "prefill, wgmma masked": lambda: _prefill(MaskedWgmmaTactic(2, 1, 64, 2), masked=True, arch="sm_90a"),

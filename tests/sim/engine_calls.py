@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from jitfp4 import SfLayout
+from jitfp4 import SfLayout, fp8_row_scale
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
@@ -25,6 +26,7 @@ from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
@@ -139,6 +141,28 @@ def wide_cases() -> Iterator[Case]:
         (WideTactic(256, 2), 200, 136, 160, MXFP4, torch.float16),
     ):
         yield partial(_linear_call, tactic, m, n, k, block_format, dtype)
+
+
+def wide_fp8_cases() -> Iterator[Case]:
+    for tactic, m, n, k, block_format in (
+        (Fp8Tactic(64, 3), 40, 200, 416, MXFP4),
+        (Fp8Tactic(128), 130, 136, 160, NVFP4),
+        (Fp8Tactic(128, cluster=2, divided=True, band=8), 130, 520, 416, NVFP4),
+        (Fp8Tactic(256), 200, 136, 160, MXFP4),
+    ):
+        yield partial(_fp8_call, tactic, m, n, k, block_format)
+
+
+def _fp8_call(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:
+    generator = torch.Generator().manual_seed(m + n + k)
+    weight = make_weight(n, k, block_format)
+    given = {
+        "a": torch.randn(m, k, generator=generator).to(torch.float8_e4m3fn),
+        "a_scale": torch.rand(m, generator=generator),
+        "weight": weight,
+        "row_scale": fp8_row_scale(weight),
+    }
+    return Call("mm_fp8_fp4", given, (MM_FP8_FP4, tactic))
 
 
 def _linear_call(

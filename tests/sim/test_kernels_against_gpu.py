@@ -84,6 +84,7 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "gemm/portable_masked": partial(engine_calls.masked_cases, PortableMaskedTactic(64, 128, 64, 32, 1, 4)),
     "gemm/wide": engine_calls.wide_cases,
     "gemm/wide_fp4": engine_calls.fp4_wide_cases,
+    "gemm/wide_fp8": engine_calls.wide_fp8_cases,
     "kv/dequantize": engine_calls.kv_dequantize_cases,
     "kv/quantize": engine_calls.kv_quantize_cases,
     "kv/rope_append": partial(good_cases, "rope_append_paged_kv_cache"),

@@ -34,6 +34,8 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_conv --part search": ({}, {"conv_search"}),
     "bench_experts": ({}, {"experts"}),
     "bench_experts --part search": ({"SEARCHED_TOKENS": (8, 64)}, {"experts_search"}),
+    "bench_fp8": ({"PAUSE_S": 0}, {"fp8"}),
+    "bench_fp8 --part search": ({"LAYERS": ((8192, 8192),)}, {"fp8_search"}),
     "bench_gdn": ({}, {"gdn"}),
     "bench_gdn_prefill": ({"CELLS": ((1, 128),), "ERROR_TOKENS": 64}, {"gdn_prefill", "gdn_prefill_errors"}),
     "bench_gemm": ({}, {"gemm"}),
@@ -102,7 +104,10 @@ def test_it_runs_to_its_end_on_tensors_without_data(
 
 
 @pytest.mark.usefixtures("clean_stamp")
-@pytest.mark.parametrize(("name", "file"), [("accuracy_kv", "kv_accuracy"), ("model_mm_fp4", "mm_fp4_model")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("accuracy_fp8", "fp8_accuracy"), ("accuracy_kv", "kv_accuracy"), ("model_mm_fp4", "mm_fp4_model")],
+)
 def test_committed_results_of_no_gpu_are_what_it_computes(name: str, file: str, tmp_path: Path) -> None:
     run_main(load(name), "--out", tmp_path)
     computed, committed = read(tmp_path / f"{file}.csv"), read(RESULTS / f"cpu/{file}.csv")

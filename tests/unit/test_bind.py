@@ -13,7 +13,7 @@ from jitfp4 import replay
 from jitfp4.kernel import AnyKernel, kernels
 from jitfp4.remembered import Notes
 from tests.inputs.calls import function_of
-from tests.inputs.repeated import repeated_calls
+from tests.inputs.repeated import archs_of, repeated_calls
 from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
 
 LENT = (
@@ -66,7 +66,7 @@ def bound() -> Iterator[set[str]]:
 @pytest.mark.usefixtures("plain")
 def test_bind_does_nothing_else(bound: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, make in repeated_calls().items():
-        for arch in ("sm_90a", "sm_100a", "sm_103a", "sm_120a"):
+        for arch in archs_of(name):
             replay.forget()
             Launches(monkeypatch, arch)
             function_of(name)(**make())

@@ -28,7 +28,9 @@ TAKES = {
 
 SPECS = {
     "attention/products.cuh.j2": "attention/prefill_wgmma",
+    "gemm/fp8_products.cuh.j2": "gemm/wide_fp8",
     "gemm/products.cuh.j2": "gemm/wide",
+    "gemm/wide_fp8_mainloop.cuh.j2": "gemm/wide_fp8",
     "gemm/wide_mainloop.cuh.j2": "gemm/wide",
     "experts/wide.cuh.j2": "experts/wide_up",
     "experts/wide_config.cuh.j2": "experts/wide_up",
@@ -110,6 +112,16 @@ struct Shared {
 };
 template struct Consumer<Shared, Weight, 32, 32, 1, 1, false>;
 template struct Consumer<Shared, Weight, 32, 32, 1, 1, true>;
+"""
+WIDE_FP8 = """
+struct Shared {
+  uint8   x[4][64 * 128], weight[3][2][4608];
+  Barrier full[4], empty[4], weight_full[3], weight_empty[3];
+};
+__global__ void run(Shared& shared, float (&sums)[32], const float* scales) {
+  Fp8Consumer<Shared, Format::kNvfp4, 64, 2>{shared, 0, 0, 0}.accumulate(sums, 3);
+  RowScales<64>(scales, 1, 0, 100, 0).multiply(sums, 0);
+}
 """
 USES: dict[str, tuple[str, str]] = {
     "attention/codes.cuh.j2": (
@@ -213,6 +225,7 @@ USES: dict[str, tuple[str, str]] = {
         "template struct PreparedWeight<bf16, bf16, Format::kNvfp4>;\n"
         "__global__ void run(Weight& w, uint8 (&to)[2][Weight::kTileBytes], Barrier* b) { w.load(to, 0, 0, 1, b); }\n",
     ),
+    "gemm/wide_fp8_mainloop.cuh.j2": ("sm_90a", WIDE_FP8),
     "gemm/wide_mainloop.cuh.j2": ("sm_90a", WIDE),
     "gemm/wide_results.cuh.j2": (
         "sm_90a",

@@ -7,10 +7,9 @@ import pytest
 from jitfp4 import replay
 from jitfp4.kernel import kernels
 from tests.inputs.calls import callables, function_of
-from tests.inputs.repeated import CHECKED, NO_LAUNCH, repeated_calls, without_outputs
+from tests.inputs.repeated import CHECKED, NO_LAUNCH, archs_of, repeated_calls, without_outputs
 from tests.support.launches import Launches, plain  # noqa: F401 - a fixture
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 CALLS = repeated_calls()
 
 
@@ -26,8 +25,7 @@ def launched(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, *, outputs: 
 
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("outputs", [True, False], ids=["given", "allocated"])
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in CALLS for arch in archs_of(name)])
 def test_a_second_call_repeats_the_launches_of_the_first(
     name: str, arch: str, outputs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +43,7 @@ def test_a_second_call_repeats_the_launches_of_the_first(
 def test_every_kernel_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[str] = set()
     for name in CALLS.keys() - CHECKED.keys():
-        for arch in ARCHS:
+        for arch in archs_of(name):
             seen.update(launched(name, arch, monkeypatch, outputs=True).repeated)
     assert seen == {kernel.name for kernel in kernels()}, "tests/inputs/repeated.py needs a call that reaches it"
 

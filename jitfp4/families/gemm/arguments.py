@@ -28,6 +28,23 @@ class Arguments(NamedTuple):
     names: str
 
 
+class Fp8Arguments(NamedTuple):
+    """a [m, k], E4M3 as bytes, a prepared weight of n rows, and out [m, n].
+
+    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight.
+    """
+
+    a: torch.Tensor
+    a_scale: torch.Tensor
+    data: torch.Tensor
+    row_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    out: Written
+    enable_pdl: bool | None
+    names: str
+
+
 def weight_rows(arguments: Arguments) -> int:
     """The rows of the weight."""
     return arguments.out.shape[1] * (2 if arguments.gated else 1)

@@ -42,6 +42,20 @@ class Problem(NamedTuple):
         return 1 - self.waves(arch) / math.ceil(self.waves(arch))
 
 
+class Fp8Problem(NamedTuple):
+    """x [m, k] in E4M3 times the transpose of a weight [n, k]."""
+
+    out_dtype: DType
+    format: BlockFormat
+    m: int
+    n: int
+    k: int
+
+    def waves(self, arch: Arch) -> float:
+        """Waves of tiles of 128 rows of the weight by 256 rows of x, with one tile on each SM."""
+        return ceil_div(self.n, 128) * ceil_div(self.m, 256) / arch.num_sms
+
+
 class Fp4Problem(NamedTuple):
     """a [m, k] times the transpose of b [n, k], both FP4 with block scales; the scales of b are in 128x4."""
 

@@ -1,0 +1,53 @@
+"""The operation behind mm_fp8_fp4."""
+
+from __future__ import annotations
+
+import torch
+
+from jitfp4.families.gemm import fp8_weight
+from jitfp4.families.gemm.arguments import Fp8Arguments
+from jitfp4.families.gemm.fp8_tables import TABLE, problems
+from jitfp4.families.gemm.kernels import wide_fp8
+from jitfp4.families.gemm.problem import DTYPES, Fp8Problem
+from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.operation import Operation
+from jitfp4.reference import gemm as reference
+from jitfp4.weight import Fp4Weight, tile_bytes
+
+
+def _format(arguments: Fp8Arguments) -> BlockFormat:
+    return NVFP4 if arguments.data.shape[-1] == tile_bytes(NVFP4) else MXFP4
+
+
+def _problem(arguments: Fp8Arguments) -> Fp8Problem:
+    m, k = arguments.a.shape
+    return Fp8Problem(
+        out_dtype=DTYPES[arguments.out.dtype],
+        format=_format(arguments),
+        m=m,
+        n=arguments.out.shape[1],
+        k=k,
+    )
+
+
+def _reference(arguments: Fp8Arguments) -> None:
+    n, k, form = arguments.out.shape[1], arguments.a.shape[1], _format(arguments)
+    own = None if form is NVFP4 else arguments.row_scale
+    values = fp8_weight.rounded(Fp4Weight(arguments.data, own, n, k, form), arguments.row_scale)
+    a = arguments.a.view(torch.float8_e4m3fn).double() * arguments.a_scale.double().reshape(-1, 1)
+    arguments.out.copy_(reference.matmul(a, values, arguments.alpha, arguments.bias))
+
+
+MM_FP8_FP4 = Operation(
+    Fp8Arguments,
+    name="mm_fp8_fp4",
+    kernels=(wide_fp8.KERNEL,),
+    problem=_problem,
+    problems=problems,
+    tables=(TABLE,),
+    reference=_reference,
+    output="out",
+    aligned=("a", "data", "bias", "out"),
+    exclusive=("out",),
+    growing=("m",),
+)
