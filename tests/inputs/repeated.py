@@ -19,6 +19,7 @@ NO_LAUNCH = (
     "Fp4Weight.from_tensors",
     *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     "NVFP44Over6Config",
+    "nvfp4_quantize 4over6",
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
         for kind in ("Decode", "Prefill")
@@ -28,7 +29,6 @@ NO_LAUNCH = (
 """Functions of torch operations alone, and methods that only prepare."""
 
 CHECKED = {
-    "nvfp4_quantize 4over6": "the better of two scales is chosen by torch operations behind the launch",
     "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
     "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",

@@ -284,15 +284,15 @@ def prefill_wgmma_cases() -> Iterator[Case]:
 
 def decode_masked_cases() -> Iterator[Case]:
     for cache in _CACHES:
-        yield partial(_masked_call, cache, {"lengths": (70, 33), "kv_heads": 1, "q_lens": (3, 7), "window_left": 20})
+        yield partial(_tree_call, cache, {"lengths": (70, 33), "kv_heads": 1, "q_lens": (3, 7), "window_left": 20})
 
 
 def prefill_masked_cases(tactic: Any) -> Iterator[Case]:
     for cache in _CACHES[:3]:
-        yield partial(_masked_call, cache, {"lengths": (90, 20), "kv_heads": 1, "group": 4, "q_lens": (40, 20)}, tactic)
+        yield partial(_tree_call, cache, {"lengths": (90, 20), "kv_heads": 1, "group": 4, "q_lens": (40, 20)}, tactic)
 
 
-def _masked_call(cache: Arguments, fields: Arguments, tactic: Any = None) -> Call:
+def _tree_call(cache: Arguments, fields: Arguments, tactic: Any = None) -> Call:
     """Random new tokens are seen."""
     call = _attention_call("decode", cache, fields)
     words = 2 * -(-max(fields["q_lens"]) // 32)

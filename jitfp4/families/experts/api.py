@@ -116,8 +116,8 @@ def fp4_experts(
 
 
 def _item_rows(ids: torch.Tensor, experts: Fp4Experts) -> int:
-    """Rows of an item of the list; 0 for no list."""
-    if not isinstance(ids, torch.Tensor):
+    """Rows of an item of the list; 0 for no list, and for arguments that the checks refuse."""
+    if not isinstance(ids, torch.Tensor) or not experts.experts:
         return 0
     is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
     arch = target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
