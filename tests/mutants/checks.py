@@ -96,7 +96,10 @@ CHECKS: dict[str, Subject] = {
     ),
     "quantize, table": Subject(
         "quantize_e4m3",
-        (on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),),
+        (
+            on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),
+            on(fp4.test_a_warp_takes_several_tasks_of_float8_input),
+        ),
         ("sm_90a",),
     ),
     "quantize, per token": Subject(

@@ -32,6 +32,8 @@ _SPILLED = {
     ("add=true,gate=false", "units=8,warps=16"): 241,
     ("gate=true", "warps=16"): 2,
     ("cache=", "lanes=", "threads=64"): 2,
+    # Rows that are added, normalised and quantized by a CTA each: up to seven registers.
+    ("norm/rows_fp4quant sm_1", "add=true"): 14,
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,

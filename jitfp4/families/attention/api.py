@@ -8,7 +8,7 @@ import torch
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.call import Call, Mask, attend
 from jitfp4.families.attention.masks import draft_mask
 from jitfp4.public import public
 
@@ -144,7 +144,7 @@ def trtllm_batch_decode_with_kv_cache(
     q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
     checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len)
     checks.check_o_scale(o_scale, out, out_dtype or query.dtype)
-    drafted = draft_mask(mask, q_len, cum_seq_lens_q, query)
+    drafted = Mask() if mask is None else draft_mask(mask, q_len, cum_seq_lens_q, query)
     if v_scale_layout is None:
         v_scale_layout = "linear" if backend == "xqa" else "interleaved4"
     key, value = checks.pair("kv_cache", kv_cache)

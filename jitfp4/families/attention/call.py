@@ -18,6 +18,14 @@ from jitfp4.tensors import output
 V_SCALE_LAYOUTS = ("interleaved4", "linear")
 
 
+class Mask(NamedTuple):
+    """``mask``, ``mask_ends`` and ``mask_row_bytes`` of Arguments; without ``data`` there is no mask."""
+
+    data: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    row_bytes: int = 0
+
+
 class Call(NamedTuple):
     """The arguments of a call, with K and V as two tensors.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from jitfp4 import replay
 from jitfp4.dispatch import differ
 from jitfp4.errors import ArgumentError
+from jitfp4.families.attention.call import Mask
 from jitfp4.families.attention.checks import check_ints, check_query
 from jitfp4.layouts import ceil_div
 from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
@@ -16,21 +15,11 @@ from jitfp4.tensors import check_contiguous, check_dtype, check_same_device
 _WORD = 32  # bits of a draft mask's row are padded to
 
 
-class Mask(NamedTuple):
-    """``mask``, ``mask_ends`` and ``mask_row_bytes`` of Arguments; without ``data`` there is no mask."""
-
-    data: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
-    row_bytes: int = 0
-
-
-def draft_mask(mask: torch.Tensor | None, q_len: int, q_ends: torch.Tensor | None, query: torch.Tensor) -> Mask:
+def draft_mask(mask: torch.Tensor, q_len: int, q_ends: torch.Tensor | None, query: torch.Tensor) -> Mask:
     """XQA's mask: for each query token, in words of 32 bits, whether it sees token j of its request's new ones.
 
     Such tokens are ``q_len`` for each request, or between ``q_ends``. Raises ArgumentError.
     """
-    if mask is None:
-        return Mask()
     check_query(query)
     if q_ends is not None:
         check_ints("cum_seq_lens_q", q_ends, (None,), query)

@@ -6,7 +6,7 @@ import torch
 
 from jitfp4.errors import ArgumentError, renamed
 from jitfp4.families.attention import checks
-from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.call import Call, Mask, attend
 from jitfp4.families.attention.masks import draft_mask
 from jitfp4.public import public
 
@@ -57,7 +57,7 @@ def xqa_batch_decode_with_kv_cache(
     key, value = checks.pair("kv_cache", kv_cache)
     scales = (None, None) if kv_cache_sf is None else checks.pair("kv_cache_sf", kv_cache_sf)
     try:
-        drafted = draft_mask(mask, q_len, ends, query)
+        drafted = Mask() if mask is None else draft_mask(mask, q_len, ends, query)
         return attend(
             Call(
                 query=query,

@@ -7,9 +7,8 @@ from functools import partial
 
 import torch
 
-from jitfp4 import replay, sim
+from jitfp4 import engine, replay, sim
 from jitfp4.dispatch import is_watched
-from jitfp4.engine import target_of
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.experts.arguments import DownArguments, RouteArguments, UpArguments
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
@@ -120,7 +119,7 @@ def _item_rows(ids: torch.Tensor, experts: Fp4Experts) -> int:
     if not isinstance(ids, torch.Tensor) or not experts.experts:
         return 0
     is_known = not torch.compiler.is_dynamo_compiling() and not is_watched()
-    arch = target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
+    arch = engine.target_of(ids).arch if is_known and (ids.is_cuda or sim.active_device() is not None) else None
     return item_rows_of(ids.numel(), experts.experts, arch)
 
 

@@ -1,9 +1,9 @@
 // norm_rows_fp4quant, generated from templates/norm/rows_fp4quant.cu.j2
 // spec: {"add":false,"block":16,"in_dtype":"bf16","scale":"e4m3","units":1}
 //
-// Normalises rows and quantizes them. Up to kWarps warps of a CTA share a row. A thread keeps its kUnits units and their
-// weights in registers. CTAs take one row each, so that the GPU balances them, and the next kernel's start as soon as
-// there is room. Weights do not come from an earlier kernel, and are loaded before it has ended.
+// Normalises rows and quantizes them. Up to kWarps warps of a CTA share a row. A thread keeps its kUnits units and
+// their weights in registers. CTAs take one row each, so that the GPU balances them, and the next kernel's start as
+// soon as there is room. Weights do not come from an earlier kernel, and are loaded before it has ended.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
