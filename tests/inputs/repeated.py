@@ -90,6 +90,13 @@ def _more() -> Calls:
             "topk_weights": None,
         }
 
+    def streamed() -> Arguments:
+        """16 experts with about a row each."""
+        raw = good["prepare_fp4_experts"]()
+        more = {n: v.repeat(8, *[1] * (v.dim() - 1)) if isinstance(v, torch.Tensor) else v for n, v in raw.items()}
+        ids = torch.arange(18).view(9, 2) % 16
+        return layer(9) | {"experts": jitfp4.prepare_fp4_experts(**more), "topk_ids": ids}
+
     def drafted(tokens: int) -> Arguments:
         """Two requests of so many new tokens, under masks."""
         words = torch.ones(2, tokens, 2 * -(-tokens // 32), dtype=torch.int16)
@@ -135,6 +142,7 @@ def _more() -> Calls:
         "xqa_batch_decode_with_kv_cache wide tree": lambda: drafted(80),
         "fp4_experts listed": lambda: layer(9),
         "fp4_experts wide": lambda: layer(40),
+        "fp4_experts streamed": streamed,
         f"{append} sides": lambda: sides(append),
         f"{dequantize} sides": lambda: sides(dequantize),
     }
