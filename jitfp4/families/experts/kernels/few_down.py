@@ -9,6 +9,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import DownArguments
+from jitfp4.families.experts.parameters import IDS, MATRIX, ROUTING, WEIGHT, bind_down, bind_routing
 from jitfp4.families.experts.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
@@ -107,25 +108,13 @@ def geometry(problem: Problem, tactic: FewTactic, _arch: Arch) -> Geometry:
 
 
 def _bind(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
-    problem: Problem = plan.problem
-    return {
+    own = {
         "x": arguments.h,
-        "weight": arguments.w2,
-        "scale": arguments.scale2,
-        "bias": arguments.bias2,
         "weights": arguments.weights,
-        "ids": arguments.ids,
-        "expert_map": arguments.expert_map,
         "out": arguments.out,
-        "id_bytes": arguments.ids.element_size(),
-        "ids_end": problem.experts if arguments.expert_map is None else arguments.expert_map.shape[0],
-        "experts": problem.experts,
-        "tokens": problem.tokens,
-        "slots": problem.slots,
-        "n": problem.n,
-        "k": problem.k,
         "out_stride": arguments.out.stride(0),
     }
+    return own | bind_down(arguments) | bind_routing(arguments, plan)
 
 
 _CUTS = (  # blocks of a warp, warps, stages, CTAs of an SM
@@ -154,20 +143,12 @@ FEW_DOWN = Kernel(
     spec=FewSpec,
     params=(
         Ptr("x", "const In", "h [tokens * slots, k]"),
-        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
-        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
-        Ptr("bias", "const float", "as scale; null: none"),
+        *WEIGHT,
         Ptr("weights", "const float", "[tokens, slots], factors of results; null: 1"),
-        Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
-        Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
+        *IDS,
         Ptr("out", "In", "[tokens, n]"),
-        I64("id_bytes", "4 or 8"),
-        I64("ids_end", "ids are below it, or skipped"),
-        I64("experts"),
-        I64("tokens"),
-        I64("slots"),
-        I64("n", "rows of the weight"),
-        I64("k", "columns, a multiple of 32"),
+        *ROUTING,
+        *MATRIX,
         I64("out_stride", "elements"),
     ),
     tactics=FEW_TACTICS,

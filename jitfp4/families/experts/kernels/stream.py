@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.experts.arguments import DownArguments, UpArguments
+from jitfp4.families.experts.parameters import IDS, MATRIX, ROUTING, SWIGLU, WEIGHT, bind_rows_down, bind_rows_up
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.formats import BlockFormat, DType
-from jitfp4.kernel import Kernel, Plan
+from jitfp4.kernel import Kernel
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 STREAMED = 512  # assignments
@@ -122,70 +121,6 @@ def geometry(problem: Problem, tactic: StreamTactic, arch: Arch) -> Geometry:
     )
 
 
-def _shared(arguments: UpArguments | DownArguments, plan: Plan, experts: int) -> dict[str, Any]:
-    """What both kernels are told of the routing."""
-    problem: Problem = plan.problem
-    return {
-        "ids": arguments.ids,
-        "expert_map": arguments.expert_map,
-        "id_bytes": arguments.ids.element_size(),
-        "ids_end": experts if arguments.expert_map is None else arguments.expert_map.shape[0],
-        "experts": experts,
-        "tokens": problem.tokens,
-        "slots": problem.slots,
-        "n": problem.n,
-        "k": problem.k,
-    }
-
-
-def _bind_up(arguments: UpArguments, plan: Plan) -> dict[str, Any]:
-    return {
-        "x": arguments.x,
-        "weight": arguments.w13,
-        "scale": arguments.scale13,
-        "bias": arguments.bias13,
-        "input_weights": arguments.input_weights,
-        "h": arguments.h,
-        "done": arguments.done,
-        "x_stride": arguments.x.stride(0),
-        "counters": arguments.done.shape[0],
-        "swiglu_alpha": arguments.swiglu_alpha,
-        "swiglu_beta": arguments.swiglu_beta,
-        "swiglu_limit": arguments.swiglu_limit,
-        **_shared(arguments, plan, arguments.w13.shape[0]),
-    }
-
-
-def _bind_down(arguments: DownArguments, plan: Plan) -> dict[str, Any]:
-    return {
-        "x": arguments.h,
-        "weight": arguments.w2,
-        "scale": arguments.scale2,
-        "bias": arguments.bias2,
-        "weights": arguments.weights,
-        "y": arguments.y,
-        "done": arguments.done,
-        "out": arguments.out,
-        "x_stride": arguments.h.stride(0),
-        "out_stride": arguments.out.stride(0),
-        **_shared(arguments, plan, arguments.w2.shape[0]),
-    }
-
-
-_ROUTING = (
-    Ptr("ids", "const uint8", "[tokens, slots] of id_bytes bytes"),
-    Ptr("expert_map", "const int32", "[ids_end]; null: the identity"),
-)
-_SIZES = (
-    I64("id_bytes", "4 or 8"),
-    I64("ids_end", "ids are below it, or skipped"),
-    I64("experts"),
-    I64("tokens"),
-    I64("slots"),
-    I64("n", "rows of the weight"),
-    I64("k", "columns, a multiple of 32"),
-)
-
 STREAM_TACTICS = tuple(
     StreamTactic(*cut)
     for cut in (
@@ -212,25 +147,21 @@ STREAM_UP = Kernel(
     spec=UpSpec,
     params=(
         Ptr("x", "const In", "[tokens, k]"),
-        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
-        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
-        Ptr("bias", "const float", "as scale; null: none"),
+        *WEIGHT,
         Ptr("input_weights", "const float", "[tokens, slots], factors of x; null: none"),
-        *_ROUTING,
+        *IDS,
         Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
         Ptr("done", "int32", "[counters]"),
-        *_SIZES,
+        *ROUTING,
+        *MATRIX,
         I64("x_stride", "elements, as all strides"),
-        I64("counters"),
-        F32("swiglu_alpha"),
-        F32("swiglu_beta"),
-        F32("swiglu_limit"),
+        *SWIGLU,
     ),
     tactics=STREAM_TACTICS,
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind_up,
+    bind=bind_rows_up,
 )
 
 STREAM_DOWN = Kernel(
@@ -238,15 +169,14 @@ STREAM_DOWN = Kernel(
     spec=DownSpec,
     params=(
         Ptr("x", "const In", "h [tokens * slots, k]"),
-        Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
-        Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
-        Ptr("bias", "const float", "as scale; null: none"),
+        *WEIGHT,
         Ptr("weights", "const float", "[tokens, slots], factors of y; null: 1"),
-        *_ROUTING,
+        *IDS,
         Ptr("y", "In", "[tokens * slots, n]"),
         Ptr("done", "int32", "[tokens, tiles of kRows rows], zero"),
         Ptr("out", "In", "[tokens, n]"),
-        *_SIZES,
+        *ROUTING,
+        *MATRIX,
         I64("x_stride", "elements, as all strides"),
         I64("out_stride"),
     ),
@@ -254,5 +184,5 @@ STREAM_DOWN = Kernel(
     rejects=rejects,
     specialise=specialise,
     geometry=geometry,
-    bind=_bind_down,
+    bind=bind_rows_down,
 )

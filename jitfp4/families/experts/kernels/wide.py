@@ -11,11 +11,12 @@ from jitfp4.arch import Arch, names_with, shared_bytes_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, UpArguments
 from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
+from jitfp4.families.experts.parameters import MATRIX, SWIGLU, WEIGHT, bind_down, bind_up
 from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Before, Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
@@ -184,51 +185,22 @@ def _gather(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> GatherArg
     )
 
 
+def _bind_items(arguments: UpArguments | ResultArguments, plan: Plan) -> dict[str, Any]:
+    problem: Problem = plan.problem
+    return {"items": arguments.items, "items_end": problem.items, "n": problem.n, "k": problem.k}
+
+
 def _bind_up(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> dict[str, Any]:
-    return {
-        "x": _map(rows, plan.spec),
-        "weight": arguments.w13,
-        "scale": arguments.scale13,
-        "bias": arguments.bias13,
-        "items": arguments.items,
-        "h": arguments.h,
-        "done": arguments.done,
-        "items_end": plan.problem.items,
-        "n": plan.problem.n,
-        "k": plan.problem.k,
-        "counters": arguments.done.shape[0],
-        "swiglu_alpha": arguments.swiglu_alpha,
-        "swiglu_beta": arguments.swiglu_beta,
-        "swiglu_limit": arguments.swiglu_limit,
-    }
+    return {"x": _map(rows, plan.spec)} | bind_up(arguments) | _bind_items(arguments, plan)
 
 
 def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
-    return {
-        "x": _map(arguments.h, plan.spec),
-        "weight": arguments.w2,
-        "scale": arguments.scale2,
-        "bias": arguments.bias2,
-        "items": arguments.items,
-        "order": arguments.order,
-        "y": arguments.y,
-        "items_end": plan.problem.items,
-        "n": plan.problem.n,
-        "k": plan.problem.k,
-    }
+    own = {"x": _map(arguments.h, plan.spec), "order": arguments.order, "y": arguments.y}
+    return own | bind_down(arguments) | _bind_items(arguments, plan)
 
 
-_WEIGHT = (
-    Ptr("weight", "const uint8", "[experts, ceil(n / 64), ceil(k / 128), kTileBytes]"),
-    Ptr("scale", "const float", "[experts, round_up(n, 64)]"),
-    Ptr("bias", "const float", "as scale; null: none"),
-)
 _ITEMS = Ptr("items", "const int4", "[items_end]")
-_SIZES = (
-    I64("items_end"),
-    I64("n", "rows of the weight"),
-    I64("k", "columns, a multiple of 32"),
-)
+_SIZES = (I64("items_end"), *MATRIX)
 
 _CUTS = ((16, 8, (4, 5, 6)), (32, 8, (4, 5)), (48, 8, (4,)), (80, 8, (4,)), (96, 8, (4,)), (160, 16, (3,)))
 WIDE_TACTICS = (
@@ -247,15 +219,12 @@ WIDE_UP = Kernel(
     spec=UpSpec,
     params=(
         TensorMapParam("x", "[tokens * slots, k], boxes [kBoxM, kHalf]"),
-        *_WEIGHT,
+        *WEIGHT,
         _ITEMS,
         Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
         Ptr("done", "int32", "[counters]"),
         *_SIZES,
-        I64("counters"),
-        F32("swiglu_alpha"),
-        F32("swiglu_beta"),
-        F32("swiglu_limit"),
+        *SWIGLU,
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,
@@ -271,7 +240,7 @@ WIDE_DOWN = Kernel(
     spec=DownSpec,
     params=(
         TensorMapParam("x", "h [tokens * slots, k], boxes [kBoxM, kHalf]"),
-        *_WEIGHT,
+        *WEIGHT,
         _ITEMS,
         Ptr("order", "const int32", "[tokens * slots]"),
         Ptr("y", "In", "[tokens * slots, n], by assignment"),
