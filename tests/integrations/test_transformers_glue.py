@@ -56,7 +56,7 @@ def make(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
     fused = copy.deepcopy(model)
-    assert fuse_glue(fused) > 4
+    assert fuse_glue(fused) > 4 and fuse_glue(fused) == 0
     return fused, model
 
 

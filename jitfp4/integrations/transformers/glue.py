@@ -40,7 +40,8 @@ def fuse_glue(model: nn.Module) -> int:
     """Let jitfp4 compute norms, routers of FP4 experts, rotations and sums of a model. Returns of how many modules.
 
     Numbers are rounded less often than by transformers: a norm once instead of twice, a rotation once instead of three
-    times. Modules whose inputs hooks move between devices stay as they are, and so do other families of models.
+    times. Modules whose inputs hooks move between devices stay as they are, and so do other families of models. A
+    second call changes nothing.
     """
     blocks = (module for module in model.modules() if isinstance(getattr(module, "experts", None), ExpertsModule))
     routers = {child for block in blocks for child in block.children()}
@@ -48,14 +49,15 @@ def fuse_glue(model: nn.Module) -> int:
     module: Any
     for module in model.modules():
         kind = _KINDS.get(type(module).__name__)
-        if kind is None or not kind.fits(module) or hasattr(module, "_hf_hook"):
+        if kind is None or isinstance(module, kind) or hasattr(module, "_hf_hook") or not kind.fits(module):
+            continue
+        if kind is _Router and module not in routers:
             continue
         if kind is _Norm:  # read from a file, it may begin anywhere
             module.weight = nn.Parameter(aligned(module.weight.data), requires_grad=False)
-        if kind is not _Router or module in routers:
-            own: Any = type(module)
-            module.__class__ = _derived(kind, own)
-            count += 1
+        own: Any = type(module)
+        module.__class__ = _derived(kind, own)
+        count += 1
     return count
 
 
