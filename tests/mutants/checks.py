@@ -20,6 +20,7 @@ from tests.families import test_attention_wgmma as attention_wgmma
 from tests.families import test_dequantize as dequantize
 from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_fp4_quantize as fp4
+from tests.families import test_fp4_quantize_table as table
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
 from tests.families import test_grouped as grouped
@@ -97,8 +98,8 @@ CHECKS: dict[str, Subject] = {
     "quantize, table": Subject(
         "quantize_e4m3",
         (
-            on(fp4.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),
-            on(fp4.test_a_warp_takes_several_tasks_of_float8_input),
+            on(table.test_float8_input_through_the_table_is_the_reference, TILED, TABLE_TACTICS[0]),
+            on(table.test_a_warp_takes_several_tasks_of_float8_input),
         ),
         ("sm_90a",),
     ),
