@@ -100,7 +100,6 @@ class Variant(NamedTuple):
     plugin: bool = False
     backend: str | None = None
     cache: str = "auto"
-    norms: bool = False
     rounds: bool = False
 
 
@@ -111,12 +110,10 @@ VARIANTS = {
     "plugin": Variant(plugin=True),
     "plugin-attention": Variant(plugin=True, backend="CUSTOM"),
     "plugin-kv": Variant(plugin=True, backend="CUSTOM", cache="nvfp4"),
-    "plugin-norms": Variant(plugin=True, norms=True),
-    "plugin-kv-norms": Variant(plugin=True, backend="CUSTOM", cache="nvfp4", norms=True),
 }
 """``own``: FP4 weights in vLLM's kernels. ``own-rounded``: its cache holds what an NVFP4 cache would. ``plugin``: the
-weights in jitfp4's kernels; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4 cache;
-``-norms``: and its norms."""
+weights in jitfp4's kernels, and its norms; ``-attention``: and its attention, over a bf16 cache; ``-kv``: over an NVFP4
+cache."""
 
 
 def config_of(model: str, variant: Variant, layers: int | None = None) -> dict[str, Any]:
@@ -209,8 +206,6 @@ def engine_of(model: str, name: str, layers: int | None, context: int, **changes
     }
     if variant.backend is not None:
         arguments["attention_config"] = {"backend": variant.backend}
-    if variant.norms:
-        arguments["ir_op_priority"] = {"rms_norm": ["jitfp4"], "fused_add_rms_norm": ["jitfp4"]}
     begun = time.perf_counter()
     llm = LLM(**arguments | changes)
     return llm, time.perf_counter() - begun
