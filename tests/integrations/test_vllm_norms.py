@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,11 +19,16 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 import jitfp4.integrations.vllm as plugin
 from jitfp4 import fused_add_rmsnorm, rmsnorm
+from jitfp4.families.norm.kernels.rmsnorm import Problem
+from jitfp4.families.norm.plain import RMSNORM
+from jitfp4.formats import DType
+from jitfp4.integrations.vllm import norms
 from jitfp4.integrations.vllm.norms import Fp4ModelRMSNorm, register_norms
 from jitfp4.integrations.vllm.quantization import Jitfp4ModelOptConfig
 
 plugin.register()
 H = 192
+HEADS = 4
 EPS = 1e-5
 FP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": []}
 
@@ -32,6 +38,7 @@ def config() -> Iterator[VllmConfig]:
     """Of a model whose FP4 layers jitfp4 runs."""
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.quant_config = Jitfp4ModelOptConfig.from_config(FP4)
+    config.model_config = SimpleNamespace(get_num_attention_heads=lambda _: HEADS)
     with set_current_vllm_config(config):
         yield config
 
@@ -64,6 +71,15 @@ def test_a_layer_gives_the_bytes_of_jitfp4(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected) and torch.equal(left, total)
     exact = total.double() * (total.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * layer.weight.double()
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+def test_a_layer_loads_the_kernels_of_all_rows_that_a_step_can_have(config: VllmConfig) -> None:
+    with patch.object(norms, "load_growing") as load:
+        layer = layer_of()
+    rows = HEADS * config.scheduler_config.max_num_batched_tokens
+    expected = [(RMSNORM, Problem(DType.BF16, add, False, 1, H), "m", rows) for add in (False, True)]
+    assert [call.args[:-1] for call in load.call_args_list] == expected
+    assert all(call.args[-1] is layer.weight for call in load.call_args_list)
 
 
 def test_the_norm_of_a_sum_is_in_place() -> None:

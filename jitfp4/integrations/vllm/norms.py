@@ -17,7 +17,10 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from jitfp4.dtypes import HALVES
 from jitfp4.families.norm import fused_add_rmsnorm, rmsnorm
+from jitfp4.families.norm.kernels.rmsnorm import Problem
+from jitfp4.families.norm.plain import RMSNORM
 from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN
+from jitfp4.integrations.kernels import load_growing
 from jitfp4.integrations.vllm.quantization import CONFIGS
 
 _MULTIPLE = 16  # of the elements of a row
@@ -31,33 +34,38 @@ class Fp4ModelRMSNorm(RMSNorm):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        has_fp4 = isinstance(get_current_vllm_config().quant_config, tuple(CONFIGS.values()))
-        self.by_jitfp4 = has_fp4 and not envs.VLLM_BATCH_INVARIANT
+        config = get_current_vllm_config()
+        has_fp4 = isinstance(config.quant_config, tuple(CONFIGS.values()))
+        h = self.weight.shape[0]
+        served = MIN_HIDDEN <= h <= MAX_HIDDEN and h % _MULTIPLE == 0 and self.weight.dtype in HALVES
+        plain = self.has_weight and self.variance_size_override is None and not envs.VLLM_BATCH_INVARIANT
+        self.by_jitfp4 = has_fp4 and served and plain
+        if self.by_jitfp4:
+            heads = config.model_config.get_num_attention_heads(config.parallel_config)
+            rows = heads * config.scheduler_config.max_num_batched_tokens
+            for add in (False, True):
+                problem = Problem(HALVES[self.weight.dtype], add, False, 1, h)
+                load_growing(RMSNORM, problem, "m", rows, self.weight)
 
     def forward_cuda(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``x / sqrt(mean(x * x) + epsilon) * weight``, rounded once, of ``x``, or of ``x`` plus ``residual``."""
-        if not (self.by_jitfp4 and self._serves(x) and (residual is None or _serves_sum(x, residual))):
+        if not (self.by_jitfp4 and self._serves(x, residual)):
             return super().forward_cuda(x, residual)
         if residual is None:
             return rmsnorm(x, self.weight.data, self.variance_epsilon)
         fused_add_rmsnorm(x, residual, self.weight.data, self.variance_epsilon)
         return x, residual
 
-    def _serves(self, x: torch.Tensor) -> bool:
-        """Whether the kernel takes such rows: of 16-bit floats that begin at multiples of 16 bytes, and whole."""
-        h = x.shape[-1]
+    def _serves(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether the kernel takes such rows: whole, and at multiples of 16 bytes; contiguous if they are added."""
+        added = (x,) if residual is None else (x, residual)
+        by_rows = x.dim() == 2 and x.stride(1) == 1 and x.stride(0) % _ALIGNED == 0 and residual is None
         return (
-            self.has_weight
-            and self.variance_size_override is None
-            and x.dtype in HALVES
-            and self.weight.dtype == x.dtype
-            and MIN_HIDDEN <= h <= MAX_HIDDEN
-            and h % _MULTIPLE == 0
-            and x.stride(-1) == 1
-            and x.storage_offset() % _ALIGNED == 0
-            and (x.is_contiguous() or (x.dim() == 2 and x.stride(0) % _ALIGNED == 0))
+            x.shape[-1] == self.weight.shape[0]
+            and all(each.dtype == self.weight.dtype and each.storage_offset() % _ALIGNED == 0 for each in added)
+            and (by_rows or all(each.is_contiguous() for each in added))
         )
 
 
@@ -66,9 +74,3 @@ def register_norms() -> None:
     registered = op_registry_oot.setdefault(RMSNorm.__name__, Fp4ModelRMSNorm)
     if registered is not Fp4ModelRMSNorm:
         _log.warning("RMSNorm is %s already; jitfp4's is not registered", registered.__qualname__)
-
-
-def _serves_sum(x: torch.Tensor, residual: torch.Tensor) -> bool:
-    """Whether the kernel takes such sums: contiguous, in one dtype."""
-    aligned = residual.storage_offset() % _ALIGNED == 0 and residual.dtype == x.dtype
-    return aligned and x.is_contiguous() and residual.is_contiguous()
