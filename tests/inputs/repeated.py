@@ -19,7 +19,6 @@ NO_LAUNCH = (
     "Fp4Weight.from_tensors",
     *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
     "NVFP44Over6Config",
-    "nvfp4_quantize 4over6",
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
         for kind in ("Decode", "Prefill")
