@@ -27,10 +27,7 @@ _MXFP4: Rows = rows(
     (VectorTactic(2, 128), {}),
     block_format=MXFP4,
 )
-_FOUR_OVER_SIX: Rows = rows(
-    (VectorTactic(1, 128), {}),
-    four_over_six=True,
-)
+_FOUR_OVER_SIX: Rows = (Row(VectorTactic(1, 128), {"four_over_six": True}),)
 _SILU: Rows = rows(
     (VectorTactic(1, 64), {"work": (1 << 24) - 1}),
     (VectorTactic(2, 128), {}),
@@ -47,7 +44,11 @@ _TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
-    Table((*_MXFP4, *_FOUR_OVER_SIX, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED, elsewhere={TableTactic: "h200/quantize_others.csv"}),
+    Table(
+        (*_MXFP4, *_FOUR_OVER_SIX, *_SILU, _SMALL, *_E4M3, *_NVFP4),
+        _MEASURED,
+        elsewhere={TableTactic: "h200/quantize_others.csv"},
+    ),
     Table((*_MXFP4, *_FOUR_OVER_SIX, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
@@ -67,7 +68,7 @@ DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.
 
 
 def matrix_problems(_arch: Arch) -> Iterator[Problem]:
-    """Each kind of input in each layout, in several sizes, and those of 16 bits to NVFP4 with the better scales, too."""
+    """Each kind of input in each layout, in several sizes; those of 16 bits to NVFP4 with the better scales, too."""
     kinds = [(NVFP4, in_dtype, False) for in_dtype in ACTIVATIONS.values()]
     kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES.values()]
     kinds += [(MXFP4, in_dtype, False) for in_dtype in HALVES.values()]
