@@ -40,9 +40,11 @@ class FP4Tensor:
 
     def __post_init__(self) -> None:
         _check(self, "")
-        shape = self.original_shape
-        if shape is not None and tuple(shape) != (*self.data.shape[:-1], 2 * self.data.shape[-1]):
-            raise ArgumentError("original_shape", shape, f"{(*self.data.shape[:-1], 2 * self.data.shape[-1])}")
+        shape, codes = self.original_shape, self.data.shape
+        if shape is not None and not isinstance(shape, tuple):
+            raise ArgumentTypeError("original_shape", type(shape).__name__, "a tuple or None")
+        if shape is not None and differ(shape, (*codes[:-1], 2 * codes[-1])):
+            raise ArgumentError("original_shape", f"{shape}", f"{(*codes[:-1], 2 * codes[-1])}")
 
     @property
     def dtype(self) -> str:
@@ -56,12 +58,16 @@ def _check(tensor: Any, prefix: str) -> None:
     check_dtype(f"{prefix}data", data, (torch.uint8,))
     check_dtype(f"{prefix}scale", scale, (torch.float8_e4m3fn,))
     check_same_device(f"{prefix}scale", scale, data)
+    check_contiguous(f"{prefix}data", data)
+    check_contiguous(f"{prefix}scale", scale)
     if data.dim() < 2:
         raise ArgumentError(f"{prefix}data", f"shape {tuple(data.shape)}", "[..., k/2], two dimensions or more")
     if scale.dim() != 2 or scale.shape[0] % _ROWS:
         raise ArgumentError(f"{prefix}scale", f"shape {tuple(scale.shape)}", "[rows, columns], rows a multiple of 128")
     if type(start) is not int:
         raise ArgumentTypeError(f"{prefix}scale_start_index", type(start).__name__, "an int")
+    if data.shape[0] > scale.shape[0]:
+        raise ArgumentError(f"{prefix}scale", f"{scale.shape[0]} rows", f"at least {data.shape[0]}, as data has")
     if not 0 <= start <= scale.shape[0] - data.shape[0]:
         allowed = f"0 to {scale.shape[0] - data.shape[0]}: {data.shape[0]} rows in {scale.shape[0]}"
         raise ArgumentError(f"{prefix}scale_start_index", start, allowed)
@@ -103,7 +109,6 @@ def _given(out: Any, shape: tuple[int, ...], columns: int, query: torch.Tensor) 
     if differ(scale.shape[1:], (columns,)):
         raise ArgumentError("out.scale", f"shape {tuple(scale.shape)}", f"[rows, {columns}]")
     for name, tensor in (("out.data", data), ("out.scale", scale)):
-        check_contiguous(name, tensor)
         if not torch.compiler.is_dynamo_compiling() and tensor.data_ptr() % ALIGNMENT:
             raise ArgumentError(name, "an unaligned address", f"a multiple of {ALIGNMENT} bytes")
     if not torch.compiler.is_dynamo_compiling() and data.numel() and meet(extent(data), extent(scale)):
