@@ -58,8 +58,8 @@ def vector_cases() -> Iterator[Case]:
     kinds = (*product(functions, HALVES), ("fp4_quantize", E4M3))
     for layout, size, (function, dtype) in product(SfLayout, (SMALL, MEDIUM, LARGE), kinds):
         yield partial(_vector_call, function, layout, *size, dtype)
-    for layout, function, dtype in product(SfLayout, ("nvfp4_quantize", "silu_and_mul_nvfp4_quantize"), HALVES):
-        yield partial(_better, partial(_vector_call, function, layout, *SMALL, dtype))
+    for layout, size, function, dtype in product(SfLayout, (SMALL, MEDIUM), (functions[0], functions[2]), HALVES):
+        yield partial(_better, partial(_vector_call, function, layout, *size, dtype))
 
 
 def _better(case: Case) -> Call:

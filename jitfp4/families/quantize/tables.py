@@ -27,7 +27,14 @@ _MXFP4: Rows = rows(
     (VectorTactic(2, 128), {}),
     block_format=MXFP4,
 )
-_FOUR_OVER_SIX: Rows = (Row(VectorTactic(1, 128), {"four_over_six": True}),)
+_FOUR_OVER_SIX: Rows = tuple(
+    Row(tactic, {"four_over_six": True} | when, "h200/quantize_better.csv")
+    for tactic, when in (
+        (VectorTactic(1, 128), {"silu": True}),
+        (VectorTactic(1, 128), {"work": (1 << 21) - 1}),
+        (VectorTactic(2, 128), {}),
+    )
+)
 _SILU: Rows = rows(
     (VectorTactic(1, 64), {"work": (1 << 24) - 1}),
     (VectorTactic(2, 128), {}),
@@ -75,8 +82,8 @@ def matrix_problems(_arch: Arch) -> Iterator[Problem]:
     sizes = (1 << 10, 1 << 13, 1 << 14, 1 << 16)
     for (block_format, in_dtype, silu), layout, by_row, m in product(kinds, SfLayout, (False, True), sizes):
         yield Problem(block_format, in_dtype, layout, silu, by_row, m, 2048)
-    for in_dtype, silu, layout in product(HALVES.values(), (False, True), SfLayout):
-        yield Problem(NVFP4, in_dtype, layout, silu, False, 1 << 10, 2048, four_over_six=True)
+    for in_dtype, silu, layout, m in product(HALVES.values(), (False, True), SfLayout, (1 << 9, 1 << 10)):
+        yield Problem(NVFP4, in_dtype, layout, silu, False, m, 2048, four_over_six=True)
 
 
 def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
