@@ -369,10 +369,18 @@ struct Nvfp4Codes {
 // The bits of a recipe.
 constexpr int64 kSquares = 2, kFastMath = 4, kSmallScales = 8;  // the last: e4m3_max is 256, otherwise 448
 
+// v / divisor, which is 1, 1536 or 2688, correctly rounded. With kInside, where no step is near overflow or underflow, it
+// is an approximation that its remainder corrects.
+template <bool kInside> __device__ __forceinline__ float quotient(float v, float divisor) {
+  if constexpr (!kInside) return v / divisor;
+  const float inverse = 1.0f / divisor, near = v * inverse;
+  return fmaf(fmaf(-divisor, near, v), inverse, near);
+}
+
 template <bool kByRow> struct FourOverSix {
   Nvfp4Multiplier multiplier_of;
   float g, of_values, divisor, of_inputs;  // an error is (e2m1(code) * dec8(b)) * of_values / divisor - x * of_inputs
-  bool  squares;
+  bool  squares, inside;
 
   __device__ __forceinline__ FourOverSix(int64 recipe, float g, float row_amax = 0.0f) : multiplier_of(g), g(g) {
     const bool fast = recipe & kFastMath;
@@ -380,6 +388,7 @@ template <bool kByRow> struct FourOverSix {
     of_values = fast ? 1.0f : kByRow ? row_amax : multiplier_of.decode;
     divisor   = fast ? 1.0f : recipe & kSmallScales ? 6.0f * 256.0f : 6.0f * 448.0f;
     of_inputs = fast ? g : 1.0f;
+    inside    = of_values > 0x1p-80f && of_values < 0x1p80f;  // e2m1(code) * dec8(b) is 0, or from 2^-10 to 2688
   }
 
   // x: 16 elements in 8 pairs.
@@ -387,7 +396,9 @@ template <bool kByRow> struct FourOverSix {
     const float s = amax / 6.0f * g;
     const Nvfp4Codes six = encode<In>(x, s), four = encode<In>(x, s * 1.5f);
     if (amax == 0.0f) return {};
-    return error<In>(x, four) < error<In>(x, six) ? four : six;
+    const bool better = !kByRow || inside ? error<In, true>(x, four) < error<In, true>(x, six)
+                                          : error<In, false>(x, four) < error<In, false>(x, six);
+    return better ? four : six;
   }
 
  private:
@@ -395,12 +406,13 @@ template <bool kByRow> struct FourOverSix {
     const uint8 b = encode_e4m3(s);
     return {encode_block<In>(x, multiplier_of(b)), b};
   }
-  template <typename In> __device__ __forceinline__ float error(const uint32 (&x)[8], const Nvfp4Codes& block) const {
+  template <typename In, bool kInside>
+  __device__ __forceinline__ float error(const uint32 (&x)[8], const Nvfp4Codes& block) const {
     const float unit = decode_e4m3(block.scale) * 0x1p14f;  // what e2m1_pair_of gives is a value times 2^-14
     float differences[kNvfp4Block];
     const auto compare = [&](int i, float value) {
       float y = value * unit * of_values;
-      if constexpr (kByRow) y = y / divisor;
+      if constexpr (kByRow) y = quotient<kInside>(y, divisor);
       differences[i] = y - (i % 2 == 0 ? low<In>(x[i / 2]) : high<In>(x[i / 2])) * of_inputs;
     };
 #pragma unroll
