@@ -40,7 +40,7 @@ from jitfp4.arch import Arch
 from jitfp4.driver import LoadedKernel
 from jitfp4.engine import build, target_of
 from jitfp4.families.experts.kernels.combine import CombineTactic
-from jitfp4.families.experts.kernels.narrow import TILE_MS, NarrowTactic
+from jitfp4.families.experts.kernels.narrow import NarrowTactic
 from jitfp4.families.experts.kernels.stream import STREAMED, StreamTactic
 from jitfp4.families.experts.kernels.wide import WIDE_TACTICS, WideTactic
 from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
@@ -49,6 +49,7 @@ from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import forced_item_rows, item_rows_of
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
 from jitfp4.layouts import ceil_div
+from jitfp4.narrow import TILE_MS
 from jitfp4.spec import I64, Geometry, Ptr
 from jitfp4.weight import CODE_BYTES, TILE_COLS, TILE_ROWS, tile_bytes
 

@@ -1,13 +1,14 @@
 """The quantize and dequantize kernels against a copy of the same bytes, against each other, and against peers.
 
-Run on a GPU: ``python -m bench.bench_quantize [--part grid|others|variants|peers] [--out DIR]``. Every figure is
-CUDA-graph time with cold L2 (see harness.py); ``ratio`` is the time of a copy of the same bytes divided by the
+Run on a GPU: ``python -m bench.bench_quantize [--part grid|others|variants|better|peers] [--out DIR]``. Every figure
+is CUDA-graph time with cold L2 (see harness.py); ``ratio`` is the time of a copy of the same bytes divided by the
 kernel's.
 
 grid      nvfp4_quantize, bf16, 128x4 scales, over the 99 points of FlashInfer #2838, with programmatic dependent
           launch (the default) and without: in a graph, a kernel with it overlaps the end of the previous one.
 others    layouts, dtypes, formats, SwiGLU, batches, dequantization, on a diagonal of the grid
 variants  every tactic that can run a problem, on the same diagonal; the table follows from it
+better    4over6, the better of two scales for each block: every tactic on the diagonal, then each recipe and function
 peers     torch.compile of the reference, a Triton kernel, and FlashInfer when it is installed
 """
 
@@ -26,9 +27,10 @@ import torch
 import jitfp4
 from bench.harness import Call, copy_us, geomean, time_us, write_results
 from bench.stamp import stamp
-from jitfp4 import SfLayout, nvfp4_quantize
+from jitfp4 import NVFP44Over6Config, SfLayout, nvfp4_quantize
 from jitfp4.engine import target_of
 from jitfp4.families.quantize.kernels.tma import TmaTactic
+from jitfp4.families.quantize.kernels.vector import TACTICS as VECTOR_TACTICS
 from jitfp4.families.quantize.operation import QUANTIZE
 from jitfp4.families.quantize.problem import Problem
 from jitfp4.formats import NVFP4, DType
@@ -123,6 +125,26 @@ def variants() -> Iterator[dict[str, Any]]:
                 yield measure(name, m, k, of_function(nvfp4_quantize, m, k, torch.bfloat16), **cut)
 
 
+def better() -> Iterator[dict[str, Any]]:
+    recipes = [
+        NVFP44Over6Config(err_mode=mode, err_use_fast_math=fast) for fast in (False, True) for mode in ("MAE", "MSE")
+    ]
+    for m, k in DIAGONAL:
+        for tactic in VECTOR_TACTICS:
+            with QUANTIZE.forced(tactic):
+                call = of_function(nvfp4_quantize, m, k, torch.bfloat16, nvfp4_4over6=recipes[0])
+                yield measure("vector", m, k, call, **asdict(tactic))
+    chosen = {"blocks_per_thread": 0, "threads": 0}  # the table's
+    for (m, k), recipe in product(DIAGONAL[3:6], recipes):
+        name = f"{recipe.err_mode.name}{' fast' if recipe.err_use_fast_math else ''}"
+        given = {"nvfp4_4over6": recipe}
+        yield measure(name, m, k, of_function(nvfp4_quantize, m, k, torch.bfloat16, **given), **chosen)
+        token = of_function(nvfp4_quantize, m, k, torch.bfloat16, per_token_activation=True, **given)
+        yield measure(f"{name} per token", m, k, token, **chosen)
+        silu = of_function(jitfp4.silu_and_mul_nvfp4_quantize, m, 2 * k, torch.bfloat16, **given)
+        yield measure(f"{name} of SwiGLU", m, k, silu, **chosen)
+
+
 def peers() -> Iterator[dict[str, Any]]:
     from bench.triton_quantize import quantize
 
@@ -171,7 +193,7 @@ def summarise(name: str, rows: Sequence[dict[str, Any]]) -> None:
               f"{min(r['no_pdl_ratio'] for r in large):.3f}")  # fmt: skip
 
 
-PARTS = {"grid": grid, "others": others, "variants": variants, "peers": peers}
+PARTS = {"grid": grid, "others": others, "variants": variants, "better": better, "peers": peers}
 
 
 def main() -> None:

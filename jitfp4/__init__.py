@@ -50,6 +50,7 @@ _HOMES = {
     "jitfp4.families.attention": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
+        "FP4Tensor",
         "single_decode_with_kv_cache",
         "single_prefill_with_kv_cache",
         "trtllm_batch_context_with_kv_cache",

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from jitfp4.dispatch import guard, is_plain, is_watched
+from jitfp4.formats import NVFP44Over6Config
 from jitfp4.layouts import SfLayout
 from jitfp4.remembered import REFUSED, Call, Companion, Notes, Step, Temporary, take, understand
 
@@ -178,7 +179,7 @@ class _Sort(NamedTuple):
     with_groups: dict[tuple[Any, ...], _Sort | None]
 
 
-_FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout)
+_FLAG_TYPES = (type(None), bool, int, float, str, torch.dtype, SfLayout, NVFP44Over6Config)
 _sign = functools.partial(math.copysign, 1.0)
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 

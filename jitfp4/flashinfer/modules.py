@@ -10,7 +10,7 @@ from typing import Any
 
 import jitfp4
 
-TYPES = ("NVFP44Over6Config", "NVFP44Over6ErrMode", "SfLayout")
+TYPES = ("FP4Tensor", "NVFP44Over6Config", "NVFP44Over6ErrMode", "SfLayout")
 """FlashInfer's own are left to it: jitfp4's functions take them."""
 
 _FP4 = (
@@ -74,7 +74,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quantization": (*_FP4, *_SCALES),
     "quantization.fp4_quantization": _FP4,
     "quantization.nvfp4_quantization_utils": _SCALES,
-    "utils": (),
+    "utils": ("FP4Tensor",),
 }
 """FlashInfer's modules, and of their functions those that jitfp4 has under these names."""
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -124,13 +124,14 @@ class Attention(nn.Module):
             self._products = self.pages.products(self.scale)
         first = (q, (self.pages.key, self.pages.value), self.step.workspace, tables, lengths)
         options: dict[str, Any] = {"kv_layout": "NHD", "kv_cache_sf": self.pages.scales, "v_scale_layout": "linear"}
+        out: Any
         if context.is_prefill:
             ends = context.cu_seqlens_q, context.cu_seqlens_k
             sizes = context.max_seqlen_q, context.max_seqlen_k
             out = trtllm_batch_context_with_kv_cache(*first, *sizes, *self._products, len(lengths), *ends, **options)
         else:
             out = trtllm_batch_decode_with_kv_cache(*first, tables.shape[1] * PAGE, *self._products, **options)
-        return out if isinstance(out, torch.Tensor) else out[0]
+        return cast("torch.Tensor", out if isinstance(out, torch.Tensor) else out[0])
 
     def _without_pages(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any) -> torch.Tensor:
         ends = context.cu_seqlens_q.tolist()

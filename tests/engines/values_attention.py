@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import jitfp4
+from jitfp4.reference.formats import unswizzle
 from tests.engines.collect import Call
 from tests.engines.trial import Arguments, Trial
 from tests.support.attention import Case, relative_error
@@ -67,12 +68,31 @@ def _with_factor(case: Case, stated: str | None) -> Case:
     return case
 
 
+def _to_fp4(case: Case, values: Arguments) -> Trial:
+    """The same with NVFP4 output, whose scales are rows of those of a whole batch, as vLLM gives it."""
+    tokens, heads, d = case.query.shape
+    data, rows = torch.empty(tokens, heads, d // 2, dtype=torch.uint8), torch.zeros(128, heads * d // 16)
+    out, encode = jitfp4.FP4Tensor(data, rows.to(torch.float8_e4m3fn), 7, case.query.shape), 300.0
+
+    def check(result: Any, _given: Arguments) -> None:
+        result = result[0] if isinstance(result, tuple) else result
+        assert result is out
+        scales = unswizzle(out.scale.view(torch.uint8), jitfp4.SfLayout.layout_128x4, *out.scale.shape)
+        of_case = scales[7 : 7 + tokens].contiguous()
+        got = jitfp4.nvfp4_dequantize(data.flatten(1), of_case, 1 / encode, jitfp4.SfLayout.layout_linear)
+        assert relative_error(got.view(case.query.shape), case.expected()[0]) < 0.13
+
+    return Trial("nvfp4 output", values | {"out": out, "out_dtype": None, "o_sf_scale": encode}, check)
+
+
 def decode(call: Call) -> Iterator[Trial]:
     drafts = "max_q_len" in call["keywords"]
     for name, case in _caches(call):
         values = _function_values(case, call) | {"q_len_per_req": 1, "max_q_len": None, "cum_seq_lens_q": None}
         if call["keywords"].get("q_len_per_req") != "None":
             yield Trial(name, values | {"backend": "trtllm-gen", "**": {}}, _checked(case))
+            if "o_sf_scale" in call["keywords"]:
+                yield _to_fp4(case, values | {"backend": "trtllm-gen"})
     if drafts:
         for name, case in _caches(call, q_lens=(3, 1)):
             ragged = {"q_len_per_req": None, "max_q_len": 3, "cum_seq_lens_q": case.cum_seq_lens_q}
@@ -91,6 +111,8 @@ def context(call: Call) -> Iterator[Trial]:
         values = _function_values(case, call) | case.context_arguments() | lists
         values |= {"out": torch.empty_like(case.query), "return_lse": False, "out_dtype": torch.bfloat16}
         yield Trial(name, values, _checked(case))
+        if "o_sf_scale" in call["keywords"]:
+            yield _to_fp4(case, values)
 
 
 def xqa(call: Call) -> Iterator[Trial]:

@@ -20,8 +20,6 @@ from tests.support.attention import Case, relative_error
 def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
     case = Case()
     for name, value in {
-        "o_sf_scale": 1.0,
-        "o_sf_vec_size": 16,
         "o_scale": 2.0,
         "backend": "cudnn",
         "mask": torch.ones(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import product
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -12,8 +13,14 @@ import torch
 
 import jitfp4
 from jitfp4 import ArgumentError, ArgumentTypeError, NVFP44Over6Config, SfLayout
+from jitfp4.families.quantize.kernels.per_token import TACTICS as TOKEN_TACTICS
+from jitfp4.families.quantize.kernels.per_token import TokenTactic
+from jitfp4.families.quantize.operation import QUANTIZE_PER_TOKEN
 from jitfp4.formats import E2M1_VALUES
-from tests.support.compare import assert_same_bytes
+from jitfp4.reference import quantize as reference
+from jitfp4.reference.formats import block_amax, swizzle, unswizzle
+from tests.support.compare import assert_same_bytes, poisoned
+from tests.support.inputs import hard_blocks, random_matrix
 
 LINEAR = SfLayout.layout_linear
 RECIPES = [
@@ -101,9 +108,10 @@ def test_through_every_function() -> None:
     codes, sf = jitfp4.scaled_fp4_grouped_quantize(a, mask, scales, recipe)
     assert_same_bytes("filled", codes[..., 0], wants[0][0])
     assert_same_bytes("filled", codes[:7, :, 1], wants[1][0][:7])
-    assert not codes[7:, :, 1].any()
-    linear = jitfp4.nvfp4_quantize(a[1, :7], g, nvfp4_4over6=recipe)[1]
-    assert_same_bytes("scales", sf[..., 1].permute(2, 4, 0, 1, 3).reshape(128, -1).view(torch.uint8), linear)
+    tiles = sf.permute(5, 2, 4, 0, 1, 3).reshape(2, 128, -1).view(torch.uint8)
+    assert_same_bytes("scales", tiles[0], wants[0][1])
+    filled, scales_of_7 = (unswizzle(x, SfLayout.layout_128x4, 7, 6) for x in (tiles[1], wants[1][1]))
+    assert_same_bytes("scales", filled, scales_of_7)
     gated = torch.cat((a, a.flip(-1)), -1)
     q, sf = jitfp4.silu_and_mul_nvfp4_quantize(gated[0], g, nvfp4_4over6=recipe)
     want = jitfp4.nvfp4_quantize(jitfp4.silu_and_mul(gated[0]), g, nvfp4_4over6=recipe)
@@ -160,14 +168,74 @@ def test_while_tracing() -> None:
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
-@pytest.mark.gpu
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def check_matrix(a: torch.Tensor, g: float, recipe: NVFP44Over6Config, layout: SfLayout, device: str) -> None:
+    """The kernel on ``device`` writes exactly the reference's bytes into poisoned outputs."""
+    out = poisoned((len(a), a.shape[1] // 2), torch.uint8, device)
+    out_sf = poisoned(layout.shape(len(a), a.shape[1] // 16), torch.uint8, device)
+    given = {"nvfp4_4over6": recipe, "out": out, "out_sf": out_sf}
+    jitfp4.nvfp4_quantize(a.to(device), torch.tensor([g]).to(device), layout, **given)
+    codes, scales = reference.quantize_4over6(a, recipe, torch.tensor(g))
+    assert_same_bytes("codes", out, codes)
+    assert_same_bytes("scales", out_sf, swizzle(scales, layout))
+
+
+def check_tokens(a: torch.Tensor, recipe: NVFP44Over6Config, layout: SfLayout, device: str) -> None:
+    base = torch.tensor([1 / (6 * recipe.e4m3_max)])
+    q, sf, rows = jitfp4.nvfp4_quantize(
+        a.to(device), base.to(device), layout, per_token_activation=True, nvfp4_4over6=recipe
+    )
+    encode, decode = reference.row_scales(a, base)
+    amax = block_amax(a.float()).unsqueeze(1)
+    codes, scales = reference.quantize_4over6(a, recipe, encode.unsqueeze(1), amax)
+    assert_same_bytes("codes", q, codes)
+    assert_same_bytes("scales", sf, swizzle(scales, layout))
+    assert_same_bytes("row scales", rows, decode)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_on_gpu(recipe: NVFP44Over6Config) -> None:
-    """The same bytes as on the CPU: every operation is correctly rounded there, too."""
-    a = halves(96, 160) * torch.logspace(-20, 20, 96, base=2).view(-1, 1)
-    for options in ({}, {"per_token_activation": True}):
-        base = torch.tensor([1 / (6 * recipe.e4m3_max) if options else 0.37])
-        want = jitfp4.nvfp4_quantize(a.bfloat16(), base, nvfp4_4over6=recipe, **options)
-        got = jitfp4.nvfp4_quantize(a.bfloat16().cuda(), base.cuda(), nvfp4_4over6=recipe, **options)
-        for name, left, right in zip(("codes", "scales", "rows"), got, want, strict=False):
-            assert_same_bytes(name, left, right)
+def test_kernels_are_the_reference(recipe: NVFP44Over6Config, device: str) -> None:
+    for dtype, layout in product((torch.bfloat16, torch.float16), SfLayout):
+        for a in (hard_blocks(dtype).view(-1, 80), random_matrix(9, 80, dtype)):
+            check_matrix(a, 3.0, recipe, layout, device)
+            check_tokens(a, recipe, layout, device)
+
+
+@pytest.mark.parametrize("g", [0.0, 1e-38, 1e-30, 1e30, 1e38, torch.inf, torch.nan])
+def test_no_global_scale_tells_kernels_and_reference_apart(g: float, device: str) -> None:
+    for recipe in RECIPES[:4]:
+        check_matrix(hard_blocks(torch.bfloat16), g, recipe, LINEAR, device)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("tactic", TOKEN_TACTICS, ids=str)
+def test_every_kind_of_per_token_kernel_simulated(tactic: TokenTactic) -> None:
+    k = tactic.turn * tactic.warps * (2 if tactic.stream else 1) - 16
+    with jitfp4.sim.device("sm_90a", races=True), QUANTIZE_PER_TOKEN.forced(tactic):
+        check_tokens(random_matrix(3, k, torch.bfloat16), RECIPES[0], SfLayout.layout_128x4, "cpu")
+
+
+def test_activations_and_batches(device: str) -> None:
+    """Of SwiGLU, whose exp may differ, gates at which it does not matter; masked rows, and a scale for each row."""
+    recipe, up = RECIPES[6], random_matrix(80, 96, torch.bfloat16).view(2, 40, 96)
+    gate = torch.where(torch.arange(96) % 3 == 0, -1000.0, 1000.0).bfloat16().expand_as(up)
+    gated, values = torch.cat((gate, up), -1), reference.silu_and_mul(torch.cat((gate, up), -1))
+    scales, mask = torch.tensor([0.01, 3.0]), torch.tensor([40, 7], dtype=torch.int32)
+    wants = [reference.quantize_4over6(v, recipe, g) for v, g in zip(values, scales, strict=True)]
+    q, sf = jitfp4.silu_and_mul_nvfp4_quantize(gated[0].to(device), scales[:1].to(device), nvfp4_4over6=recipe)
+    assert_same_bytes("codes", q, wants[0][0])
+    assert_same_bytes("scales", sf, swizzle(wants[0][1], SfLayout.layout_128x4))
+    given = (x.to(device) for x in (gated, mask, scales))
+    q, sf = jitfp4.silu_and_mul_scaled_nvfp4_experts_quantize(*given, recipe)
+    tiles = sf.permute(5, 2, 4, 0, 1, 3).reshape(2, 128, -1).view(torch.uint8)
+    for b, (rows, (codes, linear)) in enumerate(zip(mask.tolist(), wants, strict=True)):
+        assert_same_bytes("codes", q[:rows, :, b], codes[:rows])
+        assert_same_bytes("scales", unswizzle(tiles[b], SfLayout.layout_128x4, rows, 6), linear[:rows])
+    by_row = torch.linspace(0.1, 3, 40)
+    q, sf = jitfp4.nvfp4_batched_quantize(up.to(device), by_row.to(device), nvfp4_4over6=recipe)
+    codes, linear = reference.quantize_4over6(up, recipe, by_row.unsqueeze(1))
+    assert_same_bytes("codes", q, codes)
+    assert_same_bytes("scales", sf, swizzle(linear, SfLayout.layout_128x4).flatten(1))

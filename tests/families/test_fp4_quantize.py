@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -271,15 +272,23 @@ def test_selection_returns_exactly_the_listed_specs(arch: Arch) -> None:
         for m in range(0, 20, 3)
         for k in range(5, 16, 2)
     }
+    for dtype, layout, silu, m in product((DType.BF16, DType.F16), SfLayout, (False, True), (1, 64)):
+        found.add(selected(arch, Problem(NVFP4, dtype, layout, silu, False, m, 1 << 20, four_over_six=True)))
     assert found == {spec for kernel in (VECTOR, TABLE, TMA) for spec in kernel.specs(arch)}
 
 
 def test_impossible_specs_are_refused() -> None:
     good = VectorSpec(
-        block_format=NVFP4, in_dtype=DType.BF16, sf_layout=SfLayout.layout_8x4, silu=False, blocks_per_thread=1
+        block_format=NVFP4,
+        in_dtype=DType.BF16,
+        sf_layout=SfLayout.layout_8x4,
+        silu=False,
+        four_over_six=False,
+        blocks_per_thread=1,
     )
     for change in ({"block_format": MXFP4, "silu": True}, {"block_format": MXFP4, "in_dtype": DType.E4M3},
-                   {"in_dtype": DType.E4M3, "silu": True}):  # fmt: skip
+                   {"in_dtype": DType.E4M3, "silu": True}, {"block_format": MXFP4, "four_over_six": True},
+                   {"in_dtype": DType.E4M3, "four_over_six": True}):  # fmt: skip
         with pytest.raises(ArgumentError, match="spec"):
             replace(good, **change)
 

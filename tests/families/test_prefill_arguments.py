@@ -19,8 +19,6 @@ SMALL: dict[str, Any] = {"lengths": (40, 20), "q_lens": (12, 20), "kv_heads": 1,
 def test_what_is_tied_to_closed_kernels_is_an_error() -> None:
     case = Case(**SMALL)
     for name, value in {
-        "o_sf_scale": 1.0,
-        "o_sf_vec_size": 16,
         "skip_softmax_threshold_scale_factor": 1.0,
         "use_fp16_softmax": True,
         "uses_spcompress": True,

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitfp4
 from jitfp4 import ArgumentError, SfLayout
+from jitfp4.families.attention.arguments import OutputArguments
+from jitfp4.families.attention.output_operation import ATTENTION_QUANTIZE
 from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, RouteArguments
 from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_ROUTE
@@ -297,7 +299,10 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
         use_qk_l2norm=True,
         enable_pdl=None,
     )
+    codes, scales = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(128, 8, dtype=torch.uint8)
+    output = OutputArguments(prompt[:6].view(3, 128), codes, scales, first_row=2, encode_scale=3.0, enable_pdl=None)
     return [
+        (ATTENTION_QUANTIZE.operator, output),
         (PREFILL_PRODUCTS_OPERATION.operator, products),
         (EXPAND.operator, expand),
         (EXPERTS_ROUTE.operator, route),

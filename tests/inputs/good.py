@@ -47,6 +47,7 @@ def good_calls() -> Calls:
             "nvfp4_4over6": jitfp4.NVFP44Over6Config(),
         },
         "NVFP44Over6Config": lambda: {"e4m3_max": 256, "err_mode": "MSE", "err_use_fast_math": True},
+        "FP4Tensor": lambda: {"data": codes(4, 2, 32), "scale": codes(128, 8).view(torch.float8_e4m3fn)},
         "mxfp4_quantize": lambda: {"a": half(4, 64), "out": codes(4, 32), "out_sf": codes(128, 4)},
         "fp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},
         "silu_and_mul_nvfp4_quantize": lambda: {"input": half(4, 64), "global_scale": one()},

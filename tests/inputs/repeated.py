@@ -18,8 +18,7 @@ NO_LAUNCH = (
     "fp8_row_scale",
     "Fp4Weight.from_tensors",
     *("prepare_fp4_experts", "Fp4Experts", "Fp4Experts.from_tensors", "Fp4Experts.dequantize"),
-    "NVFP44Over6Config",
-    "nvfp4_quantize 4over6",
+    *("NVFP44Over6Config", "FP4Tensor"),
     *(
         f"Batch{kind}WithPagedKVCacheWrapper{method}"
         for kind in ("Decode", "Prefill")
@@ -30,6 +29,7 @@ NO_LAUNCH = (
 
 CHECKED = {
     "nvfp4_quantize shuffled": "rows are permuted by torch operations behind the launch",
+    "nvfp4_quantize 4over6": "scales are multiplied by a torch operation behind the launch",
     "nvfp4_quantize_paged_kv_cache": "the host reads the scales",
     "mm_fp4 trtllm": "columns are permuted by a torch operation behind the launch",
 }
@@ -111,6 +111,7 @@ def _more() -> Calls:
             "a": _bytes(2048, 4096).view(torch.float8_e4m3fn),
             "a_global_sf": torch.ones(1),
         },
+        "fp4_quantize 4over6": lambda: {**good["fp4_quantize"](), "nvfp4_4over6": jitfp4.NVFP44Over6Config()},
         "nvfp4_quantize number": lambda: {"a": _half(4, 64), "a_global_sf": 2.0},
         "nvfp4_quantize token": lambda: {"a": _half(4, 64), "a_global_sf": 0.5, "per_token_activation": True},
         "nvfp4_quantize shuffled": lambda: {"a": _half(128, 64), "a_global_sf": 2.0, "do_shuffle": True},
@@ -140,6 +141,12 @@ def _more() -> Calls:
         },
         "xqa_batch_decode_with_kv_cache tree": lambda: drafted(10),
         "xqa_batch_decode_with_kv_cache wide tree": lambda: drafted(80),
+        "trtllm_batch_decode_with_kv_cache fp4": lambda: {
+            **good["trtllm_batch_decode_with_kv_cache"](),
+            "out": None,
+            "out_dtype": "nvfp4",
+            "o_sf_scale": 2.0,
+        },
         "fp4_experts listed": lambda: layer(9),
         "fp4_experts wide": lambda: layer(40),
         "fp4_experts streamed": streamed,

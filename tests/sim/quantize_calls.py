@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from jitfp4 import SfLayout
+from jitfp4 import NVFP44Over6Config, SfLayout
 from jitfp4.dtypes import FLOATS
 from jitfp4.families.gdn.kernels.delta_rule import KERNEL as DELTA_RULE
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
@@ -58,6 +58,14 @@ def vector_cases() -> Iterator[Case]:
     kinds = (*product(functions, HALVES), ("fp4_quantize", E4M3))
     for layout, size, (function, dtype) in product(SfLayout, (SMALL, MEDIUM, LARGE), kinds):
         yield partial(_vector_call, function, layout, *size, dtype)
+    for layout, size, function, dtype in product(SfLayout, (SMALL, MEDIUM), (functions[0], functions[2]), HALVES):
+        yield partial(_better, partial(_vector_call, function, layout, *size, dtype))
+
+
+def _better(case: Case) -> Call:
+    """The same with the better of two scales for each block."""
+    call = case()
+    return call._replace(arguments=call.arguments | {"nvfp4_4over6": NVFP44Over6Config(err_mode="MSE")})
 
 
 def _vector_call(function: str, layout: SfLayout, m: int, k: int, dtype: torch.dtype) -> Call:
@@ -92,6 +100,7 @@ def _tma_call(dtype: torch.dtype, layout: SfLayout, tactic: TmaTactic) -> Call:
 def per_token_cases() -> Iterator[Case]:
     for dtype, layout, k in product(HALVES, SfLayout, (496, 1008, 4080, 32752, 65520)):
         yield partial(_per_token_call, dtype, layout, k)
+        yield partial(_better, partial(_per_token_call, dtype, layout, k))
 
 
 def _per_token_call(dtype: torch.dtype, layout: SfLayout, k: int) -> Call:
@@ -104,6 +113,7 @@ def grouped_cases() -> Iterator[Case]:
     functions = ("nvfp4_batched_quantize", "scaled_fp4_grouped_quantize", "silu_and_mul_scaled_nvfp4_experts_quantize")
     for function, dtype in product(functions, HALVES):
         yield partial(_grouped_call, function, dtype)
+        yield partial(_better, partial(_grouped_call, function, dtype))
 
 
 def _grouped_call(function: str, dtype: torch.dtype) -> Call:

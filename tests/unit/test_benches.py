@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_norm": ({"BATCHES": (1000, 32768)}, {"norm", "norm_small"}),
     "bench_prefill": ({}, {"prefill"}),
     "bench_routing": ({"HOST_CALLS": 1}, {"routing"}),
-    "bench_quantize": ({}, {"quantize_grid", "quantize_others", "quantize_variants", "quantize_peers"}),
+    "bench_quantize": ({}, {f"quantize_{part}" for part in ("grid", "others", "variants", "better", "peers")}),
     "bench_step --model 8b --step separate fused": (
         {"READ_BYTES": 1 << 24, "CELLS": ((1, 64), (64, 64))},
         {"step", "step_launches"},

@@ -300,6 +300,11 @@ USES: dict[str, tuple[str, str]] = {
         "sm_80",
         "template struct Recipe<Format::kMxfp4>;\ntemplate struct Recipe<Format::kNvfp4>;\n",
     ),
+    "partials/four_over_six.cuh.j2": (
+        "sm_90a",
+        "__global__ void run(uint32 (&x)[8], uint2* to) {\n"
+        "  *to = FourOverSix<true>(1, 2.0f, 3.0f).operator()<bf16>(x, 1.0f).codes;\n}\n",
+    ),
     "partials/inputs.cuh.j2": (
         "sm_100a",
         "__global__ void run(RawUnit<f16>& raw, const f16* p) { load_unit<f16>(raw, p, is_wide(p, 32)); }\n",
@@ -311,8 +316,8 @@ USES: dict[str, tuple[str, str]] = {
     "partials/quantize_task.cuh.j2": (
         "sm_100a",
         "__global__ void run(Matrix<f16>& a, Matrix<e4m3>& b) {\n"
-        "  quantize_task<Format::kNvfp4, SfLayout::k128x4, true, 2>(a, 0, 0);\n"
-        "  quantize_task<Format::kNvfp4, SfLayout::kLinear, false, 1>(b, 0, 0);\n}\n",
+        "  quantize_task<Format::kNvfp4, SfLayout::k128x4, true, true, 2>(a, 1, 0, 0);\n"
+        "  quantize_task<Format::kNvfp4, SfLayout::kLinear, false, false, 1>(b, 0, 0, 0);\n}\n",
     ),
     "partials/reduce.cuh.j2": ("sm_80", "__global__ void run(float (&x)[2]) { group_sum<4>(x); }\n"),
     "partials/row_sum.cuh.j2": ("sm_90a", "template struct RowSum<4, true>;\n"),

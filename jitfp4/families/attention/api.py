@@ -9,6 +9,7 @@ import torch
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.call import Call, Mask, attend
+from jitfp4.families.attention.fp4_tensor import FP4Tensor, attend_to_fp4
 from jitfp4.families.attention.masks import draft_mask
 from jitfp4.public import public
 
@@ -26,8 +27,8 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float | torch.Tensor = 1.0,
     window_left: int = -1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
     sinks: torch.Tensor | Sequence[torch.Tensor] | None = None,
@@ -56,7 +57,7 @@ def trtllm_batch_decode_with_kv_cache(
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | FP4Tensor | tuple[torch.Tensor | FP4Tensor, torch.Tensor]:
     """Attention of a few query tokens of each request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
     Args:
@@ -78,9 +79,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale: v_scale / o_scale; a number or one float32 on query's device.
         window_left: how many tokens before its own a query sees; -1: all.
         out: [tokens, heads, d] to fill in place, 16-byte aligned; allocated when None, of out_dtype or query's dtype.
-        out_dtype: bf16, fp16 or float8_e4m3fn.
-        o_sf_scale, o_sf_vec_size: None. Other values of these and of all parameters below that must be None or False
-            belong to kernels that FlashInfer ships as binaries, and are errors.
+            Or an FP4Tensor, also FlashInfer's: data uint8 [tokens, heads, d/2], scale float8_e4m3fn [rows, heads *
+            d/16 rounded up to a multiple of 4]; rows of scale from scale_start_index on are filled, one for each token.
+        out_dtype: bf16, fp16, float8_e4m3fn, or "nvfp4" for an FP4Tensor.
+        o_sf_scale, o_sf_vec_size: of NVFP4 output, the *encode* scale, as a_global_sf of nvfp4_quantize(); None or 16.
+            Otherwise None. Other values of all parameters below that must be None or False belong to kernels that
+            FlashInfer ships as binaries, and are errors.
         sinks: float32 [heads], logits that take part in each softmax but have no value; or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
@@ -115,12 +119,12 @@ def trtllm_batch_decode_with_kv_cache(
         are exact; q keeps all bits of elements down to 2**-28 of its row's largest; weights are float16, or bf16 over a
         bf16 cache, sums float32. The order of the sums depends on the GPU and on the lengths, because the division of
         the work does.
+        NVFP4 output is the output rounded to query's dtype, to bf16 where that is E4M3, and then quantized as
+        nvfp4_quantize() does it, by a second launch.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     for name, value, default in (
-        ("o_sf_scale", o_sf_scale, None),
-        ("o_sf_vec_size", o_sf_vec_size, None),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor, None),
         ("bmm1_scale_log2", bmm1_scale_log2, None),
         ("enable_block_sparse_attention", enable_block_sparse_attention, False),
@@ -143,41 +147,41 @@ def trtllm_batch_decode_with_kv_cache(
         raise ArgumentError("q_len_per_req", q_len_per_req, "None or 1 together with max_q_len")
     q_len = (1 if q_len_per_req is None else q_len_per_req) if max_q_len is None else max_q_len
     checks.check_q_len("q_len_per_req" if max_q_len is None else "max_q_len", q_len)
-    checks.check_o_scale(o_scale, out, out_dtype or query.dtype)
+    output = checks.output_of(out, out_dtype, o_sf_scale, o_sf_vec_size, query)
+    checks.check_o_scale(o_scale, output.out, output.dtype or query.dtype)
     drafted = Mask() if mask is None else draft_mask(mask, q_len, cum_seq_lens_q, query)
     if v_scale_layout is None:
         v_scale_layout = "linear" if backend == "xqa" else "interleaved4"
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
-    result = attend(
-        Call(
-            query=query,
-            key=key,
-            value=value,
-            key_scales=scales[0],
-            value_scales=scales[1],
-            workspace_buffer=workspace_buffer,
-            block_tables=block_tables,
-            seq_lens=checks.signed(seq_lens),
-            cum_seq_lens_q=cum_seq_lens_q,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            sinks=checks.one_tensor("sinks", sinks),
-            out=out,
-            lse=lse,
-            max_seq_len=max_seq_len,
-            window_left=window_left,
-            out_dtype=out_dtype,
-            kv_layout=kv_layout,
-            v_scale_layout=v_scale_layout,
-            q_len=q_len,
-            shared_pages=uses_shared_paged_kv_idx,
-            with_lse=return_lse or lse is not None,
-            enable_pdl=enable_pdl,
-            mask=drafted.data,
-            mask_row_bytes=drafted.row_bytes,
-        )
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=checks.signed(seq_lens),
+        cum_seq_lens_q=cum_seq_lens_q,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=checks.one_tensor("sinks", sinks),
+        out=output.out,
+        lse=lse,
+        max_seq_len=max_seq_len,
+        window_left=window_left,
+        out_dtype=output.dtype,
+        kv_layout=kv_layout,
+        v_scale_layout=v_scale_layout,
+        q_len=q_len,
+        shared_pages=uses_shared_paged_kv_idx,
+        with_lse=return_lse or lse is not None,
+        enable_pdl=enable_pdl,
+        mask=drafted.data,
+        mask_row_bytes=drafted.row_bytes,
     )
+    result = attend_to_fp4(call, out, o_sf_scale, o_sf_vec_size) if output.to_fp4 else attend(call)
     return (result[0], result[1]) if return_lse else result[0]
 
 

@@ -62,6 +62,20 @@ class Arguments(NamedTuple):
     )
 
 
+class OutputArguments(NamedTuple):
+    """Outputs [rows, k] of 16 bits, and their NVFP4 codes. Their scales are rows ``first_row`` and more of
+    ``out_scales``, a matrix in the 128x4 layout, whose other rows are not touched.
+    """
+
+    x: torch.Tensor
+    out: Written
+    out_scales: Written
+    first_row: int
+    encode_scale: float
+    enable_pdl: bool | None
+    names: str = "out=out.data,out_scales=out.scale"
+
+
 def by_token(tensor: torch.Tensor, hnd: bool) -> torch.Tensor:
     """K or V of a cache as [pages, page, heads, ...]."""
     return tensor.transpose(1, 2) if hnd else tensor

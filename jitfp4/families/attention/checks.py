@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from jitfp4 import replay
 from jitfp4.dispatch import differ, reaches
-from jitfp4.dtypes import CODE_DTYPES
+from jitfp4.dtypes import CODE_DTYPES, HALVES
 from jitfp4.errors import ArgumentError, ArgumentTypeError
 from jitfp4.families.attention.arguments import by_token
 from jitfp4.families.attention.problem import (
@@ -272,6 +273,35 @@ def check_backend(backend: str, allowed: Sequence[str]) -> None:
     """Check a name of a FlashInfer backend. All names select the same kernels."""
     if backend not in allowed:
         raise ArgumentError("backend", repr(backend), " or ".join(map(repr, allowed)))
+
+
+class Output(NamedTuple):
+    """What attention itself writes: a tensor or None for a new one, its dtype or None for query's, and whether that is
+    quantized to NVFP4 then.
+    """
+
+    out: torch.Tensor | None
+    dtype: torch.dtype | None
+    to_fp4: bool
+
+
+def output_of(
+    out: object,
+    out_dtype: torch.dtype | str | None,
+    sf_scale: float | None,
+    sf_vec_size: int | None,
+    like: torch.Tensor,
+) -> Output:
+    """Which output a call asks for. Raises ArgumentError, ArgumentTypeError."""
+    if out_dtype == "nvfp4" or (out_dtype is None and type(out).__name__ == "FP4Tensor"):
+        return Output(None, like.dtype if like.dtype in HALVES else torch.bfloat16, True)
+    unused("o_sf_scale", sf_scale, None, "it is for NVFP4 output")
+    unused("o_sf_vec_size", sf_vec_size, None, "it is for NVFP4 output")
+    if isinstance(out_dtype, str):
+        raise ArgumentError("out_dtype", repr(out_dtype), "a torch.dtype or 'nvfp4'")
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise ArgumentTypeError("out", type(out).__name__, "a torch.Tensor, None, or an FP4Tensor for NVFP4 output")
+    return Output(out, out_dtype, False)
 
 
 def unused(

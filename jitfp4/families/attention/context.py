@@ -11,6 +11,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.attention import checks
 from jitfp4.families.attention.api import check_plain
 from jitfp4.families.attention.call import Call, attend
+from jitfp4.families.attention.fp4_tensor import FP4Tensor, attend_to_fp4
 from jitfp4.families.attention.masks import check_whole_mask, whole_mask
 from jitfp4.families.attention.single import single
 from jitfp4.layouts import ceil_div
@@ -35,8 +36,8 @@ def trtllm_batch_context_with_kv_cache(
     cum_seq_lens_q: torch.Tensor,
     cum_seq_lens_kv: torch.Tensor,
     window_left: int = -1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
     kv_layout: str = "HND",
@@ -55,7 +56,7 @@ def trtllm_batch_context_with_kv_cache(
     *,
     kv_block_scales: checks.Pair | None = None,
     v_scale_layout: str = "interleaved4",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | FP4Tensor | tuple[torch.Tensor | FP4Tensor, torch.Tensor]:
     """Attention of any number of query tokens of each request over a paged cache that holds their keys and values.
 
     Args:
@@ -74,9 +75,8 @@ def trtllm_batch_context_with_kv_cache(
         cum_seq_lens_q: int32 [batch + 1], where the queries of each request begin and end. Read on the device only.
         cum_seq_lens_kv: int32 [batch + 1]; not read, because seq_lens says the same.
         window_left: how many tokens before its own a query sees; -1: all.
-        out, out_dtype: as for trtllm_batch_decode_with_kv_cache().
-        o_sf_scale, o_sf_vec_size: None. Other values of these and of all parameters below that must be None belong to
-            kernels that FlashInfer ships as binaries, and are errors.
+        out, out_dtype, o_sf_scale, o_sf_vec_size: as for trtllm_batch_decode_with_kv_cache(). Other values of all
+            parameters below that must be None belong to kernels that FlashInfer ships as binaries, and are errors.
         kv_layout, enable_pdl, sinks, kv_cache_sf: as for trtllm_batch_decode_with_kv_cache().
         skip_softmax_threshold_scale_factor: None.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
@@ -99,8 +99,6 @@ def trtllm_batch_context_with_kv_cache(
         ArgumentError, ArgumentTypeError: before anything is written.
     """
     for name, setting in (
-        ("o_sf_scale", o_sf_scale),
-        ("o_sf_vec_size", o_sf_vec_size),
         ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
         ("use_fp16_softmax", use_fp16_softmax or None),
         ("uses_spcompress", uses_spcompress or None),
@@ -118,34 +116,34 @@ def trtllm_batch_context_with_kv_cache(
         raise ArgumentError("max_kv_len", max_kv_len, "0 or more")
     key, value = checks.pair("kv_cache", kv_cache)
     scales = checks.one_name(kv_cache_sf, kv_block_scales)
-    result = attend(
-        Call(
-            query=query,
-            key=key,
-            value=value,
-            key_scales=scales[0],
-            value_scales=scales[1],
-            workspace_buffer=workspace_buffer,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            cum_seq_lens_q=cum_seq_lens_q,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            sinks=checks.one_tensor("sinks", sinks),
-            out=out,
-            lse=lse,
-            max_seq_len=max_kv_len,
-            window_left=window_left,
-            out_dtype=out_dtype,
-            kv_layout=kv_layout,
-            v_scale_layout=v_scale_layout,
-            q_len=max_q_len,
-            causal=causal,
-            shared_pages=uses_shared_paged_kv_idx,
-            with_lse=return_lse or lse is not None,
-            enable_pdl=enable_pdl,
-        )
+    output = checks.output_of(out, out_dtype, o_sf_scale, o_sf_vec_size, query)
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        workspace_buffer=workspace_buffer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        cum_seq_lens_q=cum_seq_lens_q,
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
+        sinks=checks.one_tensor("sinks", sinks),
+        out=output.out,
+        lse=lse,
+        max_seq_len=max_kv_len,
+        window_left=window_left,
+        out_dtype=output.dtype,
+        kv_layout=kv_layout,
+        v_scale_layout=v_scale_layout,
+        q_len=max_q_len,
+        causal=causal,
+        shared_pages=uses_shared_paged_kv_idx,
+        with_lse=return_lse or lse is not None,
+        enable_pdl=enable_pdl,
     )
+    result = attend_to_fp4(call, out, o_sf_scale, o_sf_vec_size) if output.to_fp4 else attend(call)
     return (result[0], result[1]) if return_lse else result[0]
 
 

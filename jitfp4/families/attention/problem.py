@@ -125,6 +125,14 @@ class Problem(NamedTuple):
         return self.head_dim * self.rows > 128 * 8
 
 
+class OutputProblem(NamedTuple):
+    """Rows of ``cols`` blocks to NVFP4."""
+
+    dtype: DType
+    rows: int
+    cols: int
+
+
 def problem_of(a: Arguments) -> Problem:
     heads, page = heads_and_page(a)
     d = a.query.shape[2]

@@ -7,10 +7,11 @@ from itertools import product
 from typing import Any
 
 from jitfp4.arch import Arch
-from jitfp4.families.gemm.kernels.narrow import TILE_MS, NarrowTactic
+from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
 from jitfp4.families.gemm.problem import DTYPES, Problem
 from jitfp4.formats import BlockFormat
+from jitfp4.narrow import TILE_MS
 from jitfp4.selection import Row, Table, rows
 from jitfp4.weight import TILE_ROWS
 

@@ -1,4 +1,4 @@
-"""What the operators take."""
+"""What the operators take. ``four_over_six`` is the code of a recipe; 0 for none."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Arguments(NamedTuple):
     format: str
     layout: int
     silu: bool
+    four_over_six: int
     enable_pdl: bool | None
     names: str
 
@@ -37,6 +38,7 @@ class BatchArguments(NamedTuple):
     out: Written
     out_sf: Written
     silu: bool
+    four_over_six: int
     enable_pdl: bool | None
 
 
@@ -49,6 +51,7 @@ class TokenArguments(NamedTuple):
     out_sf: Written
     decode: Written
     layout: int
+    four_over_six: int
     enable_pdl: bool | None
 
 

@@ -1,14 +1,14 @@
-"""NVFP4 with the better of two scales for each block ("4 over 6"), by torch operations: no kernel of this package."""
+"""The recipe by which a block takes the better of two scales ("4 over 6"), as an argument and as operators take it."""
 
 from __future__ import annotations
 
 import torch
 
 from jitfp4.errors import ArgumentError, ArgumentTypeError
-from jitfp4.formats import NVFP44Over6Config
-from jitfp4.reference.quantize import quantize_4over6
+from jitfp4.formats import NVFP44Over6Config, NVFP44Over6ErrMode
 
 _NAME = NVFP44Over6Config.__name__
+_SEARCH, _SQUARES, _FAST_MATH, _SMALL_SCALES = 1, 2, 4, 8  # as in partials/four_over_six
 
 
 def check_recipe(name: str, recipe: object, dtype: torch.dtype | None = None) -> NVFP44Over6Config | None:
@@ -25,9 +25,18 @@ def check_recipe(name: str, recipe: object, dtype: torch.dtype | None = None) ->
     return NVFP44Over6Config(*fields)
 
 
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, recipe: NVFP44Over6Config, row_amax: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., m, k/2] and linear scales [..., m, k/16] of x [..., m, k]; ``scale``: [], [1] or [..., m]."""
-    by_block = scale.reshape(()) if scale.numel() == 1 else scale.unsqueeze(-1)
-    return quantize_4over6(x, recipe, by_block, None if row_amax is None else row_amax.unsqueeze(-1))
+def code_of(recipe: NVFP44Over6Config | None) -> int:
+    """A recipe as one integer, which operators and kernels take; 0 for none."""
+    if recipe is None:
+        return 0
+    squares = _SQUARES if recipe.err_mode == NVFP44Over6ErrMode.MSE else 0
+    fast, small = _FAST_MATH * recipe.err_use_fast_math, _SMALL_SCALES * (recipe.e4m3_max == 256)
+    return _SEARCH | squares | fast | small
+
+
+def recipe_of(code: int) -> NVFP44Over6Config | None:
+    """The inverse of code_of()."""
+    if not code:
+        return None
+    mode = NVFP44Over6ErrMode.MSE if code & _SQUARES else NVFP44Over6ErrMode.MAE
+    return NVFP44Over6Config(256 if code & _SMALL_SCALES else 448, mode, bool(code & _FAST_MATH))

@@ -10,13 +10,12 @@ from jitfp4.dispatch import differ
 from jitfp4.dtypes import ACTIVATIONS, HALVES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.quantize.arguments import BatchArguments
-from jitfp4.families.quantize.four_over_six import check_recipe, quantize
+from jitfp4.families.quantize.four_over_six import check_recipe, code_of
 from jitfp4.families.quantize.operation import QUANTIZE_BATCH
 from jitfp4.formats import NVFP4, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, ceil_div, padded_numel
 from jitfp4.public import public
-from jitfp4.reference.formats import swizzle
-from jitfp4.reference.quantize import silu_and_mul, widen_e4m3
+from jitfp4.reference.quantize import widen_e4m3
 from jitfp4.tensors import as_rows, check_contiguous, check_device, check_dtype, check_same_device, scales_f32
 
 _LAYOUT = SfLayout.layout_128x4
@@ -53,12 +52,7 @@ def nvfp4_batched_quantize(
         a = widen_e4m3(a, scale.view(-1, 1))
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     sf = torch.empty(batch, padded_numel(_LAYOUT, m, k // NVFP4.block), dtype=torch.uint8, device=a.device)
-    if recipe is None:
-        _run(a, None, scale, q, sf, by_row=scale.numel() > 1)
-    else:
-        codes, linear = quantize(a, scale, recipe)
-        q.copy_(codes)
-        sf.copy_(swizzle(linear, _LAYOUT).flatten(1))
+    _run(a, None, scale, q, sf, recipe, by_row=scale.numel() > 1)
     return q, sf
 
 
@@ -76,7 +70,7 @@ def scaled_fp4_grouped_quantize(
         mask: int32 [b], the number of filled rows of each matrix; values outside 0 to m are clamped. Read on the
             device.
         a_global_sf: the *encode* scale of each matrix, float32 [b] on a's device.
-        nvfp4_4over6: as in nvfp4_quantize(); the codes and scales of rows from mask[b] on are then zero.
+        nvfp4_4over6: as in nvfp4_quantize().
     Returns:
         codes, uint8 [m, k/2, b], a view of [b, m, k/2]; and E4M3 scales, float8_e4m3fn [32, 4, rm, 4, rk, b], a view of
         [b, rm, rk, 32, 4, 4] with rm = ceil(m/128) and rk = ceil(k/64): the 128x4 layout of each matrix. Rows from
@@ -127,14 +121,7 @@ def _grouped(
     q = torch.empty(batch, m, k // 2, dtype=torch.uint8, device=a.device)
     tiles = ceil_div(m, 128), ceil_div(k, 64)
     sf = torch.empty(batch, *tiles, 32, 4, 4, dtype=torch.uint8, device=a.device)
-    flat = sf.view(batch, tiles[0] * tiles[1] * _TILE)
-    if recipe is None:
-        _run(a, mask, scale, q, flat, silu=silu)
-    else:
-        codes, linear = quantize(silu_and_mul(a) if silu else a, scale.view(batch, 1), recipe)
-        empty = torch.arange(m, device=a.device).view(1, m, 1) >= mask.view(batch, 1, 1)
-        q.copy_(codes.masked_fill(empty, 0))
-        flat.copy_(swizzle(linear.masked_fill(empty, 0), _LAYOUT).flatten(1))
+    _run(a, mask, scale, q, sf.view(batch, tiles[0] * tiles[1] * _TILE), recipe, silu=silu)
     return q.permute(1, 2, 0), sf.view(torch.float8_e4m3fn).permute(3, 4, 1, 5, 2, 0)
 
 
@@ -144,12 +131,23 @@ def _run(
     scale: torch.Tensor,
     q: torch.Tensor,
     sf: torch.Tensor,
+    recipe: NVFP44Over6Config | None,
     *,
     by_row: bool = False,
     silu: bool = False,
 ) -> None:
     QUANTIZE_BATCH(
-        BatchArguments(a=a, mask=mask, scale=scale, by_row=by_row, out=q, out_sf=sf, silu=silu, enable_pdl=None)
+        BatchArguments(
+            a=a,
+            mask=mask,
+            scale=scale,
+            by_row=by_row,
+            out=q,
+            out_sf=sf,
+            silu=silu,
+            four_over_six=code_of(recipe),
+            enable_pdl=None,
+        )
     )
 
 

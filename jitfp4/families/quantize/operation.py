@@ -7,13 +7,14 @@ import torch
 from jitfp4.dtypes import ACTIVATIONS, FLOATS
 from jitfp4.families.quantize import tables
 from jitfp4.families.quantize.arguments import Arguments, BatchArguments, DequantizeArguments, TokenArguments
+from jitfp4.families.quantize.four_over_six import recipe_of
 from jitfp4.families.quantize.kernels import dequantize, e4m3, grouped, per_token, tma, vector
 from jitfp4.families.quantize.problem import BatchProblem, DequantizeProblem, Problem, TokenProblem
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.layouts import SfLayout
 from jitfp4.operation import Operation
 from jitfp4.reference import quantize as reference
-from jitfp4.reference.formats import swizzle, unswizzle
+from jitfp4.reference.formats import block_amax, swizzle, unswizzle
 
 _MAX_ROW = 1 << 36  # elements: kernels count the blocks of a row in 32 bits
 
@@ -26,7 +27,8 @@ def _matrix_problem(arguments: Arguments) -> Problem:
     if plain and m * k < _MAX_ROW:
         m, k = 1, m * k  # as one long row, which has the same bytes: a short row would leave lanes of a warp idle
     dtype = ACTIVATIONS[arguments.a.dtype]
-    return Problem(BlockFormat(arguments.format), dtype, layout, arguments.silu, by_row, m, k)
+    better = arguments.four_over_six != 0
+    return Problem(BlockFormat(arguments.format), dtype, layout, arguments.silu, by_row, m, k, better)
 
 
 def _matrix_reference(arguments: Arguments) -> None:
@@ -36,9 +38,23 @@ def _matrix_reference(arguments: Arguments) -> None:
         scale = scale.reshape(-1, 1)
         if x.dtype == torch.float8_e4m3fn:
             x = reference.widen_e4m3(x, scale)
-    codes, scales = reference.quantize_blocks(x, BlockFormat(arguments.format), scale)
+    codes, scales = _quantize(x, scale, arguments.four_over_six, BlockFormat(arguments.format))
     arguments.out.copy_(codes)
     arguments.out_sf.copy_(swizzle(scales, SfLayout(arguments.layout)))
+
+
+def _quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    code: int,
+    form: BlockFormat = NVFP4,
+    row_amax: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and linear scales, by the recipe that a code stands for, if any."""
+    recipe = recipe_of(code)
+    if recipe is None or scale is None:
+        return reference.quantize_blocks(x, form, scale)
+    return reference.quantize_4over6(x, recipe, scale, row_amax)
 
 
 QUANTIZE = Operation(
@@ -59,11 +75,12 @@ QUANTIZE = Operation(
 def _batch_problem(arguments: BatchArguments) -> BatchProblem:
     batch, m, half = arguments.out.shape
     dtype = ACTIVATIONS[arguments.a.dtype]
-    return BatchProblem(dtype, arguments.mask is not None, arguments.silu, batch, m, 2 * half)
+    better = arguments.four_over_six != 0
+    return BatchProblem(dtype, arguments.mask is not None, arguments.silu, batch, m, 2 * half, better)
 
 
 def _batch_reference(arguments: BatchArguments) -> None:
-    a, mask, scale, by_row, q, sf, silu, _ = arguments
+    a, mask, scale, by_row, q, sf, silu, code, _ = arguments
     batch, m = a.shape[:2]
     layout, cols = SfLayout.layout_128x4, 2 * q.shape[2] // NVFP4.block
     padded = layout.shape(m, cols)
@@ -71,7 +88,7 @@ def _batch_reference(arguments: BatchArguments) -> None:
     for b in range(batch):
         filled = m if mask is None else min(max(int(mask[b]), 0), m)
         x = reference.silu_and_mul(a[b, :filled]) if silu else a[b, :filled]
-        codes, bytes_ = reference.quantize_blocks(x, NVFP4, scales[b, :filled] if by_row else scales[b])
+        codes, bytes_ = _quantize(x, scales[b, :filled] if by_row else scales[b], code)
         q[b, :filled] = codes
         linear = unswizzle(sf[b].view(padded), layout, *padded).clone()  # rows from filled to m are not changed
         linear[:filled], linear[m:] = 0, 0
@@ -95,12 +112,14 @@ QUANTIZE_BATCH = Operation(
 
 
 def _token_problem(arguments: TokenArguments) -> TokenProblem:
-    return TokenProblem(ACTIVATIONS[arguments.a.dtype], SfLayout(arguments.layout), *arguments.a.shape)
+    dtype, (m, k) = ACTIVATIONS[arguments.a.dtype], arguments.a.shape
+    return TokenProblem(dtype, SfLayout(arguments.layout), m, k, arguments.four_over_six != 0)
 
 
 def _token_reference(arguments: TokenArguments) -> None:
     encode, decode = reference.row_scales(arguments.a, arguments.inverse_base)
-    codes, scales = reference.quantize_blocks(arguments.a, NVFP4, encode.unsqueeze(1))
+    amax = block_amax(arguments.a.float()).unsqueeze(1)
+    codes, scales = _quantize(arguments.a, encode.unsqueeze(1), arguments.four_over_six, row_amax=amax)
     arguments.out.copy_(codes)
     arguments.out_sf.copy_(swizzle(scales, SfLayout(arguments.layout)))
     arguments.decode.copy_(decode)

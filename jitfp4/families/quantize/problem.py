@@ -12,7 +12,9 @@ _TMA_LOG2_WORK, _TMA_MIN_ROWS, _TMA_K_MULTIPLE = 25, 1024, 512
 
 
 class Problem(NamedTuple):
-    """A matrix [m, k] to quantize; ``by_row``: every row has its own global scale."""
+    """A matrix [m, k] to quantize; ``by_row``: every row has its own global scale; ``four_over_six``: each block takes
+    the better of two scales.
+    """
 
     block_format: BlockFormat
     in_dtype: DType
@@ -21,6 +23,7 @@ class Problem(NamedTuple):
     by_row: bool
     m: int
     k: int
+    four_over_six: bool = False
 
     @property
     def work(self) -> int:
@@ -46,6 +49,7 @@ class BatchProblem(NamedTuple):
     batch: int
     m: int
     k: int
+    four_over_six: bool = False
 
 
 class TokenProblem(NamedTuple):
@@ -55,6 +59,7 @@ class TokenProblem(NamedTuple):
     sf_layout: SfLayout
     m: int
     k: int
+    four_over_six: bool = False
 
 
 class DequantizeProblem(NamedTuple):

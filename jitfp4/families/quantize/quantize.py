@@ -10,14 +10,14 @@ from jitfp4 import replay
 from jitfp4.addresses import extent, meet
 from jitfp4.dtypes import ACTIVATIONS, CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
-from jitfp4.families.quantize import four_over_six
 from jitfp4.families.quantize.arguments import Arguments, TokenArguments
+from jitfp4.families.quantize.four_over_six import check_recipe, code_of
 from jitfp4.families.quantize.operation import QUANTIZE, QUANTIZE_PER_TOKEN
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, NVFP44Over6Config
 from jitfp4.layouts import SfLayout, padded_shape
 from jitfp4.public import public
 from jitfp4.reference import quantize as reference
-from jitfp4.reference.formats import block_amax, divide, swizzle
+from jitfp4.reference.formats import divide, swizzle
 from jitfp4.reference.shuffle import shuffle_rows
 from jitfp4.tensors import (
     as_rows,
@@ -73,8 +73,7 @@ def nvfp4_quantize(
             are multiplied; nothing else changes.
         nvfp4_4over6: None, or the recipe by which each block takes the better of two scales, as
             ``jitfp4.reference.quantize.quantize_4over6`` defines it: an NVFP44Over6Config, also FlashInfer's. Not for
-            float8 input. It runs as torch operations, without a kernel of this package. FlashInfer's default reads
-            environment variables; here nothing does.
+            float8 input. FlashInfer's default reads environment variables; here nothing does.
         out, out_sf: contiguous tensors on a's device to fill in place, of the shapes below: uint8, or float4_e2m1fn_x2
             and float8_e4m3fn; allocated when None.
     Returns:
@@ -105,7 +104,7 @@ def nvfp4_quantize(
     rows = as_rows("a", a, NVFP4.block)
     m = rows.shape[0]
     scale = scalar_f32("a_global_sf", a_global_sf, like=a)
-    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6, a.dtype)
+    recipe = check_recipe("nvfp4_4over6", nvfp4_4over6, a.dtype)
     factor = None if out_scale is None else scalar_f32("out_scale", out_scale, like=a)
     if factor is not None and not per_token_activation:
         raise ArgumentError("out_scale", "a tensor", "None without per_token_activation")
@@ -114,14 +113,11 @@ def nvfp4_quantize(
     q, sf = _outputs(a, NVFP4, m, a.shape[-1], layout, out, out_sf)
     q_bytes, sf_bytes = q.view(torch.uint8), sf.view(torch.uint8)
     decode = None
-    if not per_token_activation:
-        run = partial(_run, rows, scale, NVFP4, recipe=recipe)
-    elif recipe is None:
+    if per_token_activation:
         decode = torch.empty(m, dtype=torch.float32, device=a.device)
-        run = partial(_run_per_token, rows, scale, decode)
+        run = partial(_run_per_token, rows, scale, decode, recipe=recipe)
     else:
-        encode, decode = reference.row_scales(rows, scale)
-        run = partial(_run, rows, encode, NVFP4, recipe=recipe, row_amax=block_amax(rows.float()))
+        run = partial(_run, rows, scale, NVFP4, recipe=recipe)
     if do_shuffle:
         linear = torch.empty(m, a.shape[-1] // NVFP4.block, dtype=torch.uint8, device=a.device)
         codes = torch.empty(m, a.shape[-1] // 2, dtype=torch.uint8, device=a.device)
@@ -208,7 +204,7 @@ def fp4_quantize(
         raise ArgumentError("sf_vec_size, sf_use_ue8m0", (sf_vec_size, sf_use_ue8m0), "(16, False) or (32, True)")
     form = MXFP4 if sf_use_ue8m0 else NVFP4
     check_dtype("input", input, ACTIVATIONS)
-    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6, input.dtype)
+    recipe = check_recipe("nvfp4_4over6", nvfp4_4over6, input.dtype)
     if recipe is not None and form is MXFP4:
         raise ArgumentError("nvfp4_4over6", "a recipe", "None with MXFP4")
     check_device("input", input)
@@ -256,7 +252,7 @@ def silu_and_mul_nvfp4_quantize(
     check_device("input", input)
     rows = as_rows("input", input, 2 * NVFP4.block)
     scale = scalar_f32("global_scale", global_scale, like=input)
-    recipe = four_over_six.check_recipe("nvfp4_4over6", nvfp4_4over6)
+    recipe = check_recipe("nvfp4_4over6", nvfp4_4over6)
     m, k = rows.shape[0], rows.shape[1] // 2
     q = torch.empty(m, k // 2, dtype=torch.uint8, device=input.device)
     sf = torch.empty(padded_shape(layout, m, k // NVFP4.block), dtype=torch.uint8, device=input.device)
@@ -337,14 +333,7 @@ def _run(
     silu: bool = False,
     names: str = "",
     recipe: NVFP44Over6Config | None = None,
-    row_amax: torch.Tensor | None = None,
 ) -> None:
-    if recipe is not None and scale is not None:
-        values = reference.silu_and_mul(rows) if silu else rows
-        codes, linear = four_over_six.quantize(values, scale, recipe, row_amax)
-        q.view(codes.shape).copy_(codes)
-        sf.copy_(swizzle(linear, layout))
-        return
     QUANTIZE(
         Arguments(
             a=rows,
@@ -354,6 +343,7 @@ def _run(
             format=form.value,
             layout=int(layout),
             silu=silu,
+            four_over_six=code_of(recipe),
             enable_pdl=enable_pdl,
             names=names,
         )
@@ -368,6 +358,8 @@ def _run_per_token(
     sf: torch.Tensor,
     layout: SfLayout,
     enable_pdl: bool | None,
+    *,
+    recipe: NVFP44Over6Config | None,
 ) -> None:
     QUANTIZE_PER_TOKEN(
         TokenArguments(
@@ -377,6 +369,7 @@ def _run_per_token(
             out_sf=sf,
             decode=decode,
             layout=int(layout),
+            four_over_six=code_of(recipe),
             enable_pdl=enable_pdl,
         )
     )

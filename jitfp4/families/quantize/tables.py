@@ -27,6 +27,14 @@ _MXFP4: Rows = rows(
     (VectorTactic(2, 128), {}),
     block_format=MXFP4,
 )
+_FOUR_OVER_SIX: Rows = tuple(
+    Row(tactic, {"four_over_six": True} | when, "h200/quantize_better.csv")
+    for tactic, when in (
+        (VectorTactic(1, 128), {"silu": True}),
+        (VectorTactic(1, 128), {"work": (1 << 21) - 1}),
+        (VectorTactic(2, 128), {}),
+    )
+)
 _SILU: Rows = rows(
     (VectorTactic(1, 64), {"work": (1 << 24) - 1}),
     (VectorTactic(2, 128), {}),
@@ -43,8 +51,12 @@ _TMA: Row[Tactic] = Row(tma.TACTICS[0], {"suits_tma": True})
 # On an H200 the vector kernel is the fastest at every size. On sm_100a and sm_103a, copies by TMA are selected where
 # FlashInfer #2838 measured them to be faster on a B200; we have not measured that.
 MATRIX_TABLES = (
-    Table((*_MXFP4, *_SILU, _SMALL, *_E4M3, *_NVFP4), _MEASURED, elsewhere={TableTactic: "h200/quantize_others.csv"}),
-    Table((*_MXFP4, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
+    Table(
+        (*_MXFP4, *_FOUR_OVER_SIX, *_SILU, _SMALL, *_E4M3, *_NVFP4),
+        _MEASURED,
+        elsewhere={TableTactic: "h200/quantize_others.csv"},
+    ),
+    Table((*_MXFP4, *_FOUR_OVER_SIX, *_SILU, _SMALL, _TMA, *_NVFP4), _MEASURED, needs="has_tcgen05"),
 )
 BATCH_TABLES = (Table((Row(grouped.TACTICS[0]),), _MEASURED),)
 TOKEN_TABLES = (
@@ -63,26 +75,29 @@ DEQUANTIZE_TABLES = (Table((Row(dequantize.TACTICS[0]),), "h200/quantize_others.
 
 
 def matrix_problems(_arch: Arch) -> Iterator[Problem]:
-    """Each kind of input in each layout, in several sizes."""
+    """Each kind of input in each layout, in several sizes; those of 16 bits to NVFP4 with the better scales, too."""
     kinds = [(NVFP4, in_dtype, False) for in_dtype in ACTIVATIONS.values()]
     kinds += [(NVFP4, in_dtype, True) for in_dtype in HALVES.values()]
     kinds += [(MXFP4, in_dtype, False) for in_dtype in HALVES.values()]
     sizes = (1 << 10, 1 << 13, 1 << 14, 1 << 16)
     for (block_format, in_dtype, silu), layout, by_row, m in product(kinds, SfLayout, (False, True), sizes):
         yield Problem(block_format, in_dtype, layout, silu, by_row, m, 2048)
+    for in_dtype, silu, layout, m in product(HALVES.values(), (False, True), SfLayout, (1 << 9, 1 << 10)):
+        yield Problem(NVFP4, in_dtype, layout, silu, False, m, 2048, four_over_six=True)
 
 
 def batch_problems(_arch: Arch) -> Iterator[BatchProblem]:
     """Masked batches with and without silu, and plain batches without silu."""
-    for in_dtype, (masked, silu) in product(HALVES.values(), ((False, False), (True, False), (True, True))):
-        yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048)
+    kinds = ((False, False), (True, False), (True, True))
+    for in_dtype, (masked, silu), better in product(HALVES.values(), kinds, (False, True)):
+        yield BatchProblem(in_dtype, masked, silu, batch=8, m=128, k=2048, four_over_six=better)
 
 
 def token_problems(_arch: Arch) -> Iterator[TokenProblem]:
     """The longest row of each row of the table."""
     lengths = (512, 1024, 4096, 32768, 65536)
-    for in_dtype, layout, k in product(HALVES.values(), SfLayout, lengths):
-        yield TokenProblem(in_dtype, layout, 128, k)
+    for in_dtype, layout, k, better in product(HALVES.values(), SfLayout, lengths, (False, True)):
+        yield TokenProblem(in_dtype, layout, 128, k, four_over_six=better)
 
 
 def dequantize_problems(_arch: Arch) -> Iterator[DequantizeProblem]:

@@ -87,7 +87,7 @@ def over_pages(
         "kv_cache_sf": layer.scales,
         "v_scale_layout": layer.order,
     }
-    out: torch.Tensor | tuple[torch.Tensor, ...]
+    out: Any
     if count <= MAX_Q_LEN:
         out = trtllm_batch_decode_with_kv_cache(*first, requests.tokens, bmm1, bmm2, q_len_per_req=count, **options)
     else:

@@ -14,13 +14,10 @@ from jitfp4.families.experts.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
+from jitfp4.narrow import BLOCK_ROWS, ROW_BYTES, indivisible, launch, overfills, piece_bytes
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 ASSIGNMENTS = 8
-_BLOCK_ROWS = 16
-_MAX_CLUSTER = 8
-_ROW_BYTES = TILE_COLS * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,13 @@ class FewSpec(KernelSpec):
     @property
     def rows(self) -> int:
         """Rows of the weight that a CTA takes."""
-        return _BLOCK_ROWS * self.warp_blocks
+        return BLOCK_ROWS * self.warp_blocks
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: the ring of stages, later overwritten by the sums; scales, biases and results."""
         stages = self.groups * self.stages
-        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        ring = round_up(weights, 128) + (2 * self.groups + 1) * _ROW_BYTES + 8 * stages
+        ring = piece_bytes(stages * self.rows, self.format) + (2 * self.groups + 1) * ROW_BYTES + 8 * stages
         sums = 4 * self.groups * ASSIGNMENTS * (self.rows + 4)
         return round_up(max(ring, sums), 128) + round_up(4 * ASSIGNMENTS * (3 * self.rows + 2), 128)
 
@@ -87,24 +83,13 @@ def rejects(problem: Problem, tactic: FewTactic, arch: Arch) -> str | None:
         return "it takes no list"
     if problem.assignments > ASSIGNMENTS:
         return f"it has {ASSIGNMENTS} columns of sums"
-    if spec.shared_bytes > arch.shared_of(tactic.ctas):
-        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
-    if tactic.split > 1 and not arch.has_tma:
-        return "it needs clusters"
-    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
-        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
-    return None
+    return overfills(spec.shared_bytes, tactic.ctas, arch) or indivisible(problem.k, tactic.split, arch)
 
 
 def geometry(problem: Problem, tactic: FewTactic, _arch: Arch) -> Geometry:
-    """Grid: x over the CTAs of a cluster, which split the chunks; y over rows of the weight."""
+    """Grid: y over rows of the weight."""
     spec = specialise(problem, tactic)
-    return Geometry(
-        grid=(tactic.split, ceil_div(problem.n, spec.rows), 1),
-        block=(spec.threads, 1, 1),
-        cluster=(tactic.split, 1, 1),
-        shared_bytes=spec.shared_bytes,
-    )
+    return launch(tactic.split, ceil_div(problem.n, spec.rows), 1, spec.threads, spec.shared_bytes)
 
 
 def _bind(arguments: DownArguments, plan: Plan) -> dict[str, Any]:

@@ -14,16 +14,10 @@ from jitfp4.families.experts.problem import COUNTER_ROWS, Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
+from jitfp4.narrow import TILE_MS, Groups, indivisible, launch, overfills
+from jitfp4.spec import I64, MAX_GRID_YZ, Geometry, KernelSpec, Ptr
 
-TILE_MS = (8, 16, 32, 64)
 FOUND = 128  # assignments among which a CTA finds its rows by itself
-_BLOCK_ROWS = 16
-_MAX_CLUSTER = 8
-_MAX_THREADS = 1024
-_MAX_GRID = 65535
-_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +34,11 @@ class NarrowTactic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowSpec(KernelSpec):
+class NarrowSpec(Groups, KernelSpec):
     """A CTA takes ``tile_m`` rows of an expert, and 16 * ``warp_blocks`` * ``row_warps`` rows of its weight.
 
-    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows. ``ctas`` CTAs fit on an SM. ``listed``: rows are those of an item of
-    experts/route's list; otherwise a CTA finds them among all ids.
+    ``ctas`` CTAs fit on an SM. ``listed``: rows are those of an item of experts/route's list; otherwise a CTA finds
+    them among all ids.
     """
 
     dtype: DType
@@ -59,38 +52,14 @@ class NarrowSpec(KernelSpec):
     ctas: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("tile_m", TILE_MS),
-            ("warp_blocks", (1, 2, 3, 4, 5)),
-            ("row_warps", (1, 2, 4)),
-            ("stages", (2, 3, 4, 5, 6)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
-        if not 0 < self.threads <= _MAX_THREADS or self.threads < self.tile_m:
-            raise ArgumentError("groups", self.groups, f"from tile_m to {_MAX_THREADS} threads")
-        if self.row_warps > 1 and self.groups > 15:
-            raise ArgumentError("groups", self.groups, "at most 15 that need a barrier each")
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.groups * self.row_warps
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight that a CTA takes."""
-        return _BLOCK_ROWS * self.warp_blocks * self.row_warps
+        self.check_groups()
+        if self.threads < self.tile_m:
+            raise ArgumentError("groups", self.groups, f"as many threads as rows, {self.tile_m}, or more")
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums, and its rows."""
-        stages = self.groups * self.stages
-        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        barriers = 8 * stages * self.row_warps
-        chunks = 2 * self.groups * self.tile_m * _ROW_BYTES
-        ring = round_up(weights, 128) + chunks + barriers
-        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(max(ring, sums), 128) + round_up(16 * self.tile_m + 8 * self.rows, 128)
+        return self.ring_bytes(2 * self.tile_m) + round_up(16 * self.tile_m + 8 * self.rows, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,20 +87,16 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> UpSpec | DownSpec:
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
-    if spec.shared_bytes > arch.shared_of(tactic.ctas):
-        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
-    if tactic.split > 1 and not arch.has_tma:
-        return "it needs clusters"
-    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
-        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
+    if why := overfills(spec.shared_bytes, tactic.ctas, arch) or indivisible(problem.k, tactic.split, arch):
+        return why
     if spec.rows < COUNTER_ROWS * tactic.split:
         return f"a counter of finished slots is for {COUNTER_ROWS} rows or more"
     if problem.item_rows == 0 and problem.assignments > FOUND:
         return f"a CTA finds its rows among up to {FOUND} assignments"
     if problem.item_rows and tactic.tile_m > problem.item_rows:
         return "items have fewer rows"
-    if _parts(problem, tactic.tile_m) * problem.items > _MAX_GRID:
-        return f"a grid has up to {_MAX_GRID} items"
+    if _parts(problem, tactic.tile_m) * problem.items > MAX_GRID_YZ:
+        return f"a grid has up to {MAX_GRID_YZ} items"
     return None
 
 
@@ -141,10 +106,9 @@ def _parts(problem: Problem, tile_m: int) -> int:
 
 
 def geometry(problem: Problem, tactic: NarrowTactic, _arch: Arch) -> Geometry:
-    """Grid: x over the CTAs of a cluster, which split the columns; y over rows of the weight; z over parts of items."""
-    spec = specialise(problem, tactic)
-    grid = (tactic.split, ceil_div(problem.n, spec.rows), _parts(problem, tactic.tile_m) * problem.items)
-    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+    """Grid: y over rows of the weight; z over parts of items."""
+    spec, parts = specialise(problem, tactic), _parts(problem, tactic.tile_m)
+    return launch(tactic.split, ceil_div(problem.n, spec.rows), parts * problem.items, spec.threads, spec.shared_bytes)
 
 
 def _bind_list(arguments: UpArguments | DownArguments, plan: Plan) -> dict[str, Any]:

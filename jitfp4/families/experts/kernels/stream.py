@@ -12,15 +12,13 @@ from jitfp4.families.experts.weights import MOST_EXPERTS
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import ceil_div, round_up
+from jitfp4.narrow import BLOCK_ROWS, ROW_BYTES, overfills, piece_bytes
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 STREAMED = 512  # assignments
 _TILE_M = 8
 _STAGES = 2
 _SCALES = 4  # units whose scales are kept
-_BLOCK_ROWS = 16
-_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +58,14 @@ class StreamSpec(KernelSpec):
     @property
     def rows(self) -> int:
         """Rows of the weight in a unit of work."""
-        return _BLOCK_ROWS * self.warp_blocks
+        return BLOCK_ROWS * self.warp_blocks
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: stages of weights and of activations, sums, scales, the list of items, barriers."""
         stages = self.warps * _STAGES
-        ring = round_up(stages * self.rows * tile_bytes(self.format) // TILE_ROWS, 128)
-        chunks = stages * _TILE_M * _ROW_BYTES
+        ring = piece_bytes(stages * self.rows, self.format)
+        chunks = stages * _TILE_M * ROW_BYTES
         sums = 4 * self.warps * _TILE_M * (self.rows + 4) + 8 * _SCALES * self.rows
         items = STREAMED * (4 + 8 + 2 + 2 + 2) + 4 * MOST_EXPERTS + 16
         return round_up(ring + chunks + sums + items + 8 * (stages + 2), 128)
@@ -102,9 +100,7 @@ def rejects(problem: Problem, tactic: StreamTactic, arch: Arch) -> str | None:
         return "it takes no list"
     if problem.assignments > STREAMED:
         return f"a CTA finds its rows among up to {STREAMED} assignments"
-    if spec.shared_bytes > arch.shared_of(tactic.ctas):
-        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
-    return None
+    return overfills(spec.shared_bytes, tactic.ctas, arch)
 
 
 def resident(tactic: StreamTactic, arch: Arch) -> int:

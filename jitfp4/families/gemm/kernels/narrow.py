@@ -11,15 +11,11 @@ from jitfp4.families.gemm.arguments import Arguments
 from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
-from jitfp4.layouts import ceil_div, round_up
+from jitfp4.layouts import ceil_div
+from jitfp4.narrow import TILE_MS, Groups, indivisible, launch, overfills
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
-from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
-TILE_MS = (8, 16, 32, 64)
-_BLOCK_ROWS = 16
-_MAX_CLUSTER = 8
-_MAX_THREADS = 1024
-_ROW_BYTES = TILE_COLS * 2  # one row of a chunk of x
+_X_STAGES = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,6 @@ _CUTS = {  # by rows of x: blocks and warps of a group, groups, stages, CTAs of 
         (1, 4, 2, 2, 2),
     ),
 }
-_SPLITS = (1, 2, 3, 4)
 _ONE_ROW = (  # as above, with room for one row of x
     (5, 1, 12, 3, 1),
     (5, 1, 8, 2, 2),
@@ -132,12 +127,11 @@ TACTICS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowSpec(KernelSpec):
+class NarrowSpec(Groups, KernelSpec):
     """A CTA takes ``tile_m`` rows of x, of which ``x_rows`` exist, by 16 * ``warp_blocks`` * ``row_warps`` weight rows.
 
-    It has ``groups`` groups of ``row_warps`` warps, which take chunks of 128 columns in turn; each warp has a ring of
-    ``stages`` pieces of 16 * ``warp_blocks`` rows, and a group one of ``x_stages`` chunks of x. ``ctas`` CTAs fit on an
-    SM, of this kernel and of the next one. ``gated``: rows of the weight are gates and ups.
+    A group of warps has a ring of ``x_stages`` chunks of x. ``ctas`` CTAs fit on an SM, of this kernel and of the next
+    one. ``gated``: rows of the weight are gates and ups.
     """
 
     dtype: DType
@@ -154,41 +148,16 @@ class NarrowSpec(KernelSpec):
     gated: bool
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("tile_m", TILE_MS),
-            ("warp_blocks", (1, 2, 3, 4, 5)),
-            ("row_warps", (1, 2, 4)),
-            ("stages", (2, 3, 4, 5, 6)),
-            ("x_stages", (2, 4, 8)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+        self.check_groups()
+        if self.x_stages not in _X_STAGES:
+            raise ArgumentError("x_stages", self.x_stages, f"one of {_X_STAGES}")
         if not 0 < self.x_rows <= self.tile_m:
             raise ArgumentError("x_rows", self.x_rows, f"1 to {self.tile_m}, as tile_m")
-        if not 0 < self.threads <= _MAX_THREADS:
-            raise ArgumentError("groups", self.groups, f"groups * row_warps from 1 to {_MAX_THREADS // 32}")
-        if self.row_warps > 1 and self.groups > 15:
-            raise ArgumentError("groups", self.groups, "at most 15 that need a barrier each")
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.groups * self.row_warps
-
-    @property
-    def rows(self) -> int:
-        """Rows of the weight that a CTA takes."""
-        return _BLOCK_ROWS * self.warp_blocks * self.row_warps
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: the ring of stages, which is later overwritten by the sums."""
-        stages = self.groups * self.stages
-        weights = stages * self.rows * tile_bytes(self.format) // TILE_ROWS
-        barriers = 8 * stages * self.row_warps
-        chunks = self.x_stages * self.groups * self.x_rows * _ROW_BYTES
-        ring = round_up(weights, 128) + chunks + barriers
-        sums = 4 * self.groups * self.tile_m * (self.rows + 4)
-        return round_up(max(ring, sums), 128)
+        return self.ring_bytes(self.x_stages * self.x_rows)
 
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
@@ -208,16 +177,12 @@ def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
 def rejects(problem: Problem, tactic: NarrowTactic, arch: Arch) -> str | None:
     """Why a tactic cannot run a problem on an architecture."""
     spec = specialise(problem, tactic)
-    if spec.shared_bytes > arch.shared_of(tactic.ctas):
-        return f"{tactic.ctas} CTAs of {spec.shared_bytes} bytes of shared memory do not fit on an SM"
+    if why := overfills(spec.shared_bytes, tactic.ctas, arch) or indivisible(problem.k, tactic.split, arch):
+        return why
     if min(problem.m, tactic.tile_m) > spec.x_rows:
         return f"it has room for {spec.x_rows} rows of x"
     if tactic.x_stages > tactic.stages and not arch.has_tma:
         return "without barriers, copies of the weight are complete when later ones of x are"
-    if tactic.split > 1 and not arch.has_tma:
-        return "it needs clusters"
-    if not 0 < tactic.split <= min(_MAX_CLUSTER, ceil_div(problem.k, TILE_COLS)):
-        return f"a cluster has 1 to {_MAX_CLUSTER} CTAs with a chunk of {TILE_COLS} columns each"
     if tactic.tile_m > TILE_MS[0] and tactic.tile_m >= 2 * problem.m:
         return "half of its rows of x would be empty"
     if tactic.tile_m < TILE_MS[-1] and problem.m > 2 * tactic.tile_m:
@@ -232,10 +197,10 @@ def geometry(problem: Problem, tactic: NarrowTactic, arch: Arch) -> Geometry:
     SM that this one left free there would be two of them: the others would wait for them.
     """
     spec = specialise(problem, tactic)
-    grid = (tactic.split, ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m))
-    if arch.has_pdl and grid[2] == 1:
-        grid = (tactic.split, max(grid[1], arch.num_sms // tactic.split), 1)
-    return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=(tactic.split, 1, 1), shared_bytes=spec.shared_bytes)
+    down, deep = ceil_div(problem.n, spec.rows), ceil_div(problem.m, spec.tile_m)
+    if arch.has_pdl and deep == 1:
+        down = max(down, arch.num_sms // tactic.split)
+    return launch(tactic.split, down, deep, spec.threads, spec.shared_bytes)
 
 
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class GroupedSpec(KernelSpec):
     in_dtype: DType
     masked: bool
     silu: bool
+    four_over_six: bool
     blocks_per_thread: int
 
     max_threads = 256  # of a CTA
@@ -43,6 +44,7 @@ def specialise(problem: BatchProblem, tactic: GroupedTactic) -> GroupedSpec:
         in_dtype=problem.in_dtype,
         masked=problem.masked,
         silu=problem.silu,
+        four_over_six=problem.four_over_six,
         blocks_per_thread=tactic.blocks_per_thread,
     )
 
@@ -83,6 +85,7 @@ def _bind(arguments: BatchArguments, plan: Plan) -> dict[str, Any]:
         "x_batch_stride": arguments.a.stride(0),
         "scale_stride": int(arguments.by_row),
         "scale_batch_stride": int(by_matrix),
+        "four_over_six": arguments.four_over_six,
     }
 
 
@@ -101,6 +104,7 @@ KERNEL = Kernel(
         I64("x_batch_stride"),
         I64("scale_stride"),
         I64("scale_batch_stride"),
+        I64("four_over_six", "bits of a recipe; 0 unless kFourOverSix"),
     ),
     tactics=TACTICS,
     rejects=rejects,

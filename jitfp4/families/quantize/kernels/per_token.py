@@ -43,6 +43,7 @@ class TokenSpec(KernelSpec):
 
     in_dtype: DType
     sf_layout: SfLayout
+    four_over_six: bool
     units: int
     warps: int
     stream: bool
@@ -54,12 +55,17 @@ class TokenSpec(KernelSpec):
 
     @property
     def min_ctas(self) -> int:
-        """CTAs that an SM must hold at once. They leave a thread 64 registers."""
-        return 1024 // self.max_threads
+        """CTAs that an SM must hold at once. They leave a thread 64 registers, or 128 for two candidates of a block."""
+        return (512 if self.four_over_six else 1024) // self.max_threads
 
 
 def specialise(problem: TokenProblem, tactic: TokenTactic) -> TokenSpec:
-    return TokenSpec(in_dtype=problem.in_dtype, sf_layout=problem.sf_layout, **asdict(tactic))
+    return TokenSpec(
+        in_dtype=problem.in_dtype,
+        sf_layout=problem.sf_layout,
+        four_over_six=problem.four_over_six,
+        **asdict(tactic),
+    )
 
 
 def rejects(problem: TokenProblem, tactic: TokenTactic, _arch: Arch) -> str | None:
@@ -89,6 +95,7 @@ def _bind(arguments: TokenArguments, plan: Plan) -> dict[str, Any]:
         "m": plan.problem.m,
         "k": plan.problem.k,
         "x_stride": arguments.a.stride(0),
+        "four_over_six": arguments.four_over_six,
     }
 
 
@@ -104,6 +111,7 @@ KERNEL = Kernel(
         I64("m"),
         I64("k"),
         I64("x_stride"),
+        I64("four_over_six", "bits of a recipe; 0 unless kFourOverSix"),
     ),
     tactics=TACTICS,
     rejects=rejects,

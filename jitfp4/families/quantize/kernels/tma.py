@@ -78,6 +78,8 @@ def rejects(problem: Problem, tactic: TmaTactic, arch: Arch) -> str | None:
         return "it copies by TMA"
     if problem.block_format is not NVFP4 or problem.in_dtype not in HALVES.values() or problem.silu or problem.by_row:
         return "it takes bf16 or f16 to NVFP4, without silu, with one global scale"
+    if problem.four_over_six:
+        return "it gives each block one scale"
     if max(problem.m, problem.k) > _MAX_MAP_SIZE:
         return f"a tensor map has at most {_MAX_MAP_SIZE} elements along a dimension"
     if specialise(problem, tactic).shared_bytes * tactic.ctas_per_sm > arch.shared_bytes:

@@ -37,6 +37,7 @@ class VectorSpec(KernelSpec):
     in_dtype: DType
     sf_layout: SfLayout
     silu: bool
+    four_over_six: bool
     blocks_per_thread: int
 
     max_threads = 256  # of a CTA
@@ -46,6 +47,8 @@ class VectorSpec(KernelSpec):
             raise ArgumentError("spec", str(self), "mxfp4 of bf16 or f16, without silu")
         if self.silu and self.in_dtype not in HALVES.values():
             raise ArgumentError("spec", str(self), "silu of bf16 or f16")
+        if self.four_over_six and (self.block_format is MXFP4 or self.in_dtype not in HALVES.values()):
+            raise ArgumentError("spec", str(self), "four_over_six with nvfp4 of bf16 or f16")
 
 
 def specialise(problem: Problem, tactic: VectorTactic) -> VectorSpec:
@@ -54,6 +57,7 @@ def specialise(problem: Problem, tactic: VectorTactic) -> VectorSpec:
         in_dtype=problem.in_dtype,
         sf_layout=problem.sf_layout,
         silu=problem.silu,
+        four_over_six=problem.four_over_six,
         blocks_per_thread=tactic.blocks_per_thread,
     )
 
@@ -74,7 +78,8 @@ def geometry(problem: Problem, tactic: VectorTactic, _arch: Arch) -> Geometry:
 
 
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
-    return bind_rows(arguments, plan) | {"scale_stride": int(plan.problem.by_row)}
+    more = {"scale_stride": int(plan.problem.by_row), "four_over_six": arguments.four_over_six}
+    return bind_rows(arguments, plan) | more
 
 
 KERNEL = Kernel(
@@ -89,6 +94,7 @@ KERNEL = Kernel(
         I64("k"),
         I64("x_stride"),
         I64("scale_stride"),
+        I64("four_over_six", "bits of a recipe; 0 unless kFourOverSix"),
     ),
     tactics=TACTICS,
     rejects=rejects,

@@ -1,5 +1,5 @@
 // quantize_grouped, generated from templates/quantize/grouped.cu.j2
-// spec: {"blocks_per_thread":2,"in_dtype":"bf16","masked":false,"silu":false}
+// spec: {"blocks_per_thread":2,"four_over_six":false,"in_dtype":"bf16","masked":false,"silu":false}
 //
 // Quantizes a batch of matrices; with kMasked, only the first mask[b] rows of matrix b. Threads (32 * w, h): a CTA is w
 // warps along K by h sectors of block scales down a matrix. Grid: x along K, y down a matrix, z over the batch.
@@ -337,6 +337,100 @@ template <> struct Recipe<Format::kMxfp4> {
   __device__ __forceinline__ float value(uint8 b) const { return decode_ue8m0(b); }
 };
 
+// ---- partials/e2m1_decode --------------------------------------------------
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
+__device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
+  }
+}
+
+// ---- partials/four_over_six ------------------------------------------------
+// NVFP4 blocks that take the better of two scales. With the global encode scale g, one is made of s = (amax / 6) * g,
+// the other of s * 1.5; block scales b and codes follow as in nvfp4. The second is taken where its error is less: the
+// sum, from the first element to the last, of |y - x| or of its square, where in steps that are correctly rounded
+//   y = (e2m1(code) * dec8(b)) * (1 / g)
+//   y = ((e2m1(code) * dec8(b)) * row_amax) / (6 * e4m3_max)    if g was made for the row (kByRow)
+// With fast math it is the sum for |e2m1(code) * dec8(b) - x * g|. A block of zeros has scale and codes 0.
+struct Nvfp4Codes {
+  uint2 codes;  // element i in nibble i
+  uint8 scale;
+};
+
+// The bits of a recipe.
+constexpr int64 kSquares = 2, kFastMath = 4, kSmallScales = 8;  // the last: e4m3_max is 256, otherwise 448
+
+// v / divisor, which is 1, 1536 or 2688, correctly rounded. With kInside, where no step is near overflow or underflow, it
+// is an approximation that its remainder corrects.
+template <bool kInside> __device__ __forceinline__ float quotient(float v, float divisor) {
+  if constexpr (!kInside) return v / divisor;
+  const float inverse = 1.0f / divisor, near = v * inverse;
+  return fmaf(fmaf(-divisor, near, v), inverse, near);
+}
+
+template <bool kByRow> struct FourOverSix {
+  Nvfp4Multiplier multiplier_of;
+  float g, of_values, divisor, of_inputs;  // an error is (e2m1(code) * dec8(b)) * of_values / divisor - x * of_inputs
+  bool  squares, inside;
+
+  __device__ __forceinline__ FourOverSix(int64 recipe, float g, float row_amax = 0.0f) : multiplier_of(g), g(g) {
+    const bool fast = recipe & kFastMath;
+    squares   = recipe & kSquares;
+    of_values = fast ? 1.0f : kByRow ? row_amax : multiplier_of.decode;
+    divisor   = fast ? 1.0f : recipe & kSmallScales ? 6.0f * 256.0f : 6.0f * 448.0f;
+    of_inputs = fast ? g : 1.0f;
+    inside    = of_values > 0x1p-80f && of_values < 0x1p80f;  // e2m1(code) * dec8(b) is 0, or from 2^-10 to 2688
+  }
+
+  // x: 16 elements in 8 pairs.
+  template <typename In> __device__ __forceinline__ Nvfp4Codes operator()(const uint32 (&x)[8], float amax) const {
+    const float s = amax / 6.0f * g;
+    const Nvfp4Codes six = encode<In>(x, s), four = encode<In>(x, s * 1.5f);
+    if (amax == 0.0f) return {};
+    const bool better = !kByRow || inside ? error<In, true>(x, four) < error<In, true>(x, six)
+                                          : error<In, false>(x, four) < error<In, false>(x, six);
+    return better ? four : six;
+  }
+
+ private:
+  template <typename In> __device__ __forceinline__ Nvfp4Codes encode(const uint32 (&x)[8], float s) const {
+    const uint8 b = encode_e4m3(s);
+    return {encode_block<In>(x, multiplier_of(b)), b};
+  }
+  template <typename In, bool kInside>
+  __device__ __forceinline__ float error(const uint32 (&x)[8], const Nvfp4Codes& block) const {
+    const float unit = decode_e4m3(block.scale) * 0x1p14f;  // what e2m1_pair_of gives is a value times 2^-14
+    float differences[kNvfp4Block];
+    const auto compare = [&](int i, float value) {
+      float y = value * unit * of_values;
+      if constexpr (kByRow) y = quotient<kInside>(y, divisor);
+      differences[i] = y - (i % 2 == 0 ? low<In>(x[i / 2]) : high<In>(x[i / 2])) * of_inputs;
+    };
+#pragma unroll
+    for (int p = 0; p < 8; ++p) {
+      const int    i    = p / 4 * 8 + p % 4;
+      const uint32 pair = e2m1_pair_of<f16>(p < 4 ? block.codes.x : block.codes.y, p % 4);
+      compare(i, low<f16>(pair)), compare(i + 4, high<f16>(pair));
+    }
+    return squares ? sum<true>(differences) : sum<false>(differences);
+  }
+  template <bool kSquared> static __device__ __forceinline__ float sum(const float (&differences)[kNvfp4Block]) {
+    float total = 0.0f;
+#pragma unroll
+    for (float d : differences) total += kSquared ? d * d : fabsf(d);
+    return total;
+  }
+};
+
 // ---- partials/sf_layout ----------------------------------------------------
 // A tile of scales holds kOuter * kInner rows by kCols columns, in the order [inner row][outer row][column].
 enum class SfLayout { k128x4, k8x4, kLinear };
@@ -552,9 +646,10 @@ template <typename In> struct Matrix {
   uint32       filled;   // rows from filled to rows are not written
 };
 
-// The work of a warp is number `sector` down the matrix and number `task` along K. Columns are counted in blocks.
-template <Format F, SfLayout L, bool kSilu, int kBlocks, typename In>
-__device__ __forceinline__ void quantize_task(const Matrix<In>& a, uint32 sector, uint32 task) {
+// The work of a warp is number `sector` down the matrix and number `task` along K. Columns are counted in blocks. With
+// kFourOverSix, NVFP4 blocks take the better of two scales by the given recipe.
+template <Format F, SfLayout L, bool kSilu, bool kFourOverSix, int kBlocks, typename In>
+__device__ __forceinline__ void quantize_task(const Matrix<In>& a, int64 four_over_six, uint32 sector, uint32 task) {
   using Sf   = Sector<L>;
   using Wide = typename Widened<In>::type;
   constexpr int kBlock = Recipe<F>::kBlock, kUnits = kBlock / 16;
@@ -607,11 +702,17 @@ __device__ __forceinline__ void quantize_task(const Matrix<In>& a, uint32 sector
       amax = u == 0 ? unit_amax : fmaxf(amax, unit_amax);
     }
     const bool  has_data = i * Sf::kCols < data_left;
-    const uint8 b        = recipe.scale(amax);
-    const float o        = recipe.multiplier(b);
+    uint8 b;
     uint2 codes[kUnits];
+    if constexpr (kFourOverSix) {
+      const Nvfp4Codes better = FourOverSix<false>(four_over_six, recipe.g).template operator()<Wide>(block[0], amax);
+      codes[0] = better.codes, b = better.scale;
+    } else {
+      b = recipe.scale(amax);
+      const float o = recipe.multiplier(b);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) codes[u] = encode_block<Wide>(block[u], o);
+      for (int u = 0; u < kUnits; ++u) codes[u] = encode_block<Wide>(block[u], o);
+    }
     if (has_data) {
       if constexpr (kUnits == 1) *reinterpret_cast<uint2*>(q + i * kStep / 2) = codes[0];
       if constexpr (kUnits == 2)
@@ -626,6 +727,7 @@ using In = bf16;
 constexpr SfLayout kSfLayout        = SfLayout::k128x4;
 constexpr bool     kMasked          = false;
 constexpr bool     kSilu            = false;
+constexpr bool     kFourOverSix     = false;
 constexpr int      kBlocksPerThread = 2;
 
 // ---- kernel ----------------------------------------------------------------
@@ -640,7 +742,9 @@ extern "C" __global__ void __launch_bounds__(256) quantize_grouped(
     int64 x_stride,
     int64 x_batch_stride,
     int64 scale_stride,
-    int64 scale_batch_stride) {
+    int64 scale_batch_stride,
+    int64 four_over_six                      // bits of a recipe; 0 unless kFourOverSix
+) {
   if constexpr (kHasPdl) ptx::griddep_wait();
   const uint32 rows = uint32(m), batch = blockIdx.z;
   const uint32 filled   = kMasked ? min(uint32(max(int32(ptx::ld<uint32>(mask + batch)), 0)), rows) : rows;
@@ -650,5 +754,5 @@ extern "C" __global__ void __launch_bounds__(256) quantize_grouped(
                      sf + batch * sf_bytes, k, x_stride, scale_stride, rows, filled};
   const uint32 sector = blockIdx.y * blockDim.y + threadIdx.y;
   const uint32 task   = (blockIdx.x * blockDim.x + threadIdx.x) / kWarp;
-  quantize_task<Format::kNvfp4, kSfLayout, kSilu, kBlocksPerThread>(a, sector, task);
+  quantize_task<Format::kNvfp4, kSfLayout, kSilu, kFourOverSix, kBlocksPerThread>(a, four_over_six, sector, task);
 }

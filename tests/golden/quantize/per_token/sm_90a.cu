@@ -1,5 +1,5 @@
 // quantize_per_token, generated from templates/quantize/per_token.cu.j2
-// spec: {"in_dtype":"bf16","sf_layout":"layout_128x4","stream":false,"units":1,"warps":1}
+// spec: {"four_over_six":false,"in_dtype":"bf16","sf_layout":"layout_128x4","stream":false,"units":1,"warps":1}
 //
 // Quantizes rows to NVFP4, each with a global scale of its own, which follows from its largest magnitude:
 //   g = min((1 / inverse_base) / amax, FLT_MAX), 1 where that is 0;  decode = 1 / g, 0 for a row of zeros
@@ -344,6 +344,100 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
   return make_uint2(codes[0], codes[1]);
 }
 
+// ---- partials/e2m1_decode --------------------------------------------------
+// Codes i and i + 4 of a word, bits 4 i to 4 i + 3, as a pair of T: as sign, last exponent bits and first mantissa bit
+// of a 16-bit float, the bits of a code are its value times 2^-14 (f16; a subnormal for 0.5) or 2^-126 (bf16).
+template <typename T> __device__ __forceinline__ uint32 e2m1_pair_of(uint32 word, int i) {
+  const uint32 top = word << (12 - 4 * i);
+  return (top & kPairSigns) | (top & 0x70007000u) >> (kIsBf16<T> ? 6 : 3);
+}
+// Code i of a word to v[i].
+__device__ __forceinline__ void decode_e2m1x8(uint32 word, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32 pair = e2m1_pair_of<f16>(word, i);
+    v[i]     = low<f16>(pair) * 0x1p14f;
+    v[i + 4] = high<f16>(pair) * 0x1p14f;
+  }
+}
+
+// ---- partials/four_over_six ------------------------------------------------
+// NVFP4 blocks that take the better of two scales. With the global encode scale g, one is made of s = (amax / 6) * g,
+// the other of s * 1.5; block scales b and codes follow as in nvfp4. The second is taken where its error is less: the
+// sum, from the first element to the last, of |y - x| or of its square, where in steps that are correctly rounded
+//   y = (e2m1(code) * dec8(b)) * (1 / g)
+//   y = ((e2m1(code) * dec8(b)) * row_amax) / (6 * e4m3_max)    if g was made for the row (kByRow)
+// With fast math it is the sum for |e2m1(code) * dec8(b) - x * g|. A block of zeros has scale and codes 0.
+struct Nvfp4Codes {
+  uint2 codes;  // element i in nibble i
+  uint8 scale;
+};
+
+// The bits of a recipe.
+constexpr int64 kSquares = 2, kFastMath = 4, kSmallScales = 8;  // the last: e4m3_max is 256, otherwise 448
+
+// v / divisor, which is 1, 1536 or 2688, correctly rounded. With kInside, where no step is near overflow or underflow, it
+// is an approximation that its remainder corrects.
+template <bool kInside> __device__ __forceinline__ float quotient(float v, float divisor) {
+  if constexpr (!kInside) return v / divisor;
+  const float inverse = 1.0f / divisor, near = v * inverse;
+  return fmaf(fmaf(-divisor, near, v), inverse, near);
+}
+
+template <bool kByRow> struct FourOverSix {
+  Nvfp4Multiplier multiplier_of;
+  float g, of_values, divisor, of_inputs;  // an error is (e2m1(code) * dec8(b)) * of_values / divisor - x * of_inputs
+  bool  squares, inside;
+
+  __device__ __forceinline__ FourOverSix(int64 recipe, float g, float row_amax = 0.0f) : multiplier_of(g), g(g) {
+    const bool fast = recipe & kFastMath;
+    squares   = recipe & kSquares;
+    of_values = fast ? 1.0f : kByRow ? row_amax : multiplier_of.decode;
+    divisor   = fast ? 1.0f : recipe & kSmallScales ? 6.0f * 256.0f : 6.0f * 448.0f;
+    of_inputs = fast ? g : 1.0f;
+    inside    = of_values > 0x1p-80f && of_values < 0x1p80f;  // e2m1(code) * dec8(b) is 0, or from 2^-10 to 2688
+  }
+
+  // x: 16 elements in 8 pairs.
+  template <typename In> __device__ __forceinline__ Nvfp4Codes operator()(const uint32 (&x)[8], float amax) const {
+    const float s = amax / 6.0f * g;
+    const Nvfp4Codes six = encode<In>(x, s), four = encode<In>(x, s * 1.5f);
+    if (amax == 0.0f) return {};
+    const bool better = !kByRow || inside ? error<In, true>(x, four) < error<In, true>(x, six)
+                                          : error<In, false>(x, four) < error<In, false>(x, six);
+    return better ? four : six;
+  }
+
+ private:
+  template <typename In> __device__ __forceinline__ Nvfp4Codes encode(const uint32 (&x)[8], float s) const {
+    const uint8 b = encode_e4m3(s);
+    return {encode_block<In>(x, multiplier_of(b)), b};
+  }
+  template <typename In, bool kInside>
+  __device__ __forceinline__ float error(const uint32 (&x)[8], const Nvfp4Codes& block) const {
+    const float unit = decode_e4m3(block.scale) * 0x1p14f;  // what e2m1_pair_of gives is a value times 2^-14
+    float differences[kNvfp4Block];
+    const auto compare = [&](int i, float value) {
+      float y = value * unit * of_values;
+      if constexpr (kByRow) y = quotient<kInside>(y, divisor);
+      differences[i] = y - (i % 2 == 0 ? low<In>(x[i / 2]) : high<In>(x[i / 2])) * of_inputs;
+    };
+#pragma unroll
+    for (int p = 0; p < 8; ++p) {
+      const int    i    = p / 4 * 8 + p % 4;
+      const uint32 pair = e2m1_pair_of<f16>(p < 4 ? block.codes.x : block.codes.y, p % 4);
+      compare(i, low<f16>(pair)), compare(i + 4, high<f16>(pair));
+    }
+    return squares ? sum<true>(differences) : sum<false>(differences);
+  }
+  template <bool kSquared> static __device__ __forceinline__ float sum(const float (&differences)[kNvfp4Block]) {
+    float total = 0.0f;
+#pragma unroll
+    for (float d : differences) total += kSquared ? d * d : fabsf(d);
+    return total;
+  }
+};
+
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
 // because the same kernel may write the address later.
@@ -462,12 +556,13 @@ __device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, ui
 
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
-constexpr SfLayout kSfLayout = SfLayout::k128x4;
-constexpr int      kUnits    = 1;
-constexpr int      kWarps    = 1;
-constexpr bool     kStream   = false;
-constexpr int      kThreads  = 256;  // the most threads of a CTA
-constexpr int      kMinCtas  = 4;     // that an SM must hold at once; bounds the registers
+constexpr SfLayout kSfLayout    = SfLayout::k128x4;
+constexpr bool     kFourOverSix = false;
+constexpr int      kUnits       = 1;
+constexpr int      kWarps       = 1;
+constexpr bool     kStream      = false;
+constexpr int      kThreads     = 256;  // the most threads of a CTA
+constexpr int      kMinCtas     = 4;     // that an SM must hold at once; bounds the registers
 
 // ---- kernel ----------------------------------------------------------------
 using Tile = SfTile<kSfLayout>;
@@ -515,7 +610,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) quantize_per_to
     float* __restrict__ decode_scale,        // [m]
     int64 m,
     int64 k,
-    int64 x_stride) {
+    int64 x_stride,
+    int64 four_over_six                      // bits of a recipe; 0 unless kFourOverSix
+) {
   const uint32 thread = threadIdx.x, warp = kWarps > 1 ? thread / kWarp : 0;
   const uint32 row    = row_of(kWarps > 1 ? blockIdx.x : blockIdx.x * (kThreads / kWarp) + thread / kWarp);
   const uint32 cols   = uint32(uint64(k) / kUnit), sf_cols = sf_padded_cols<kSfLayout>(cols);
@@ -554,8 +651,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) quantize_per_to
 #pragma unroll
     for (int v = 0; v < kUnits; ++v) {
       const bool  has_data = at + v * kWarp < units;
-      const uint8 b        = encode_e4m3(unit_amax[v] * sixth);
-      const uint2 codes    = encode_block<In>(raw[v], multiplier_of(b));
+      uint8 b;
+      uint2 codes;
+      if constexpr (kFourOverSix) {
+        const Nvfp4Codes better = FourOverSix<true>(four_over_six, g, amax).template operator()<In>(raw[v], unit_amax[v]);
+        codes = better.codes, b = better.scale;
+      } else {
+        b     = encode_e4m3(unit_amax[v] * sixth);
+        codes = encode_block<In>(raw[v], multiplier_of(b));
+      }
       if (has_data) *reinterpret_cast<uint2*>(to_q + v * (kWarp * kUnit / 2)) = codes;
       if (at + v * kWarp < sf_cols) to_sf[v * (kWarp * kTileRows)] = has_data ? b : uint8(0);
     }
