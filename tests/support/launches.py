@@ -10,7 +10,7 @@ import torch
 
 from jitfp4 import engine, remembered, replay
 from jitfp4.arch import Arch
-from jitfp4.families.attention import counters
+from jitfp4 import counters
 from jitfp4.kernel import Plan
 from jitfp4.spec import TileMap
 

@@ -7,7 +7,7 @@ import torch
 from jitfp4.families.gemm import fp8_weight
 from jitfp4.families.gemm.arguments import Fp8Arguments
 from jitfp4.families.gemm.fp8_tables import TABLE, problems
-from jitfp4.families.gemm.kernels import wide_fp8
+from jitfp4.families.gemm.kernels import expanded_fp8, wide_fp8
 from jitfp4.families.gemm.problem import DTYPES, Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.operation import Operation
@@ -41,7 +41,7 @@ def _reference(arguments: Fp8Arguments) -> None:
 MM_FP8_FP4 = Operation(
     Fp8Arguments,
     name="mm_fp8_fp4",
-    kernels=(wide_fp8.KERNEL,),
+    kernels=(wide_fp8.KERNEL, expanded_fp8.KERNEL),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

@@ -63,6 +63,7 @@ class Fp8Spec(KernelSpec):
     band: int
 
     product_rows = ()  # of 16-bit products
+    expanded = False  # the weight becomes E4M3 in registers
 
     def __post_init__(self) -> None:
         for name, allowed in (("tile_m", TILE_MS), ("split", _SPLITS), ("cluster", (1, 2))):
