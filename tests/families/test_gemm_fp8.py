@@ -24,6 +24,8 @@ from jitfp4.arch import Arch
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.fp8_tables import TABLE, problems
 from jitfp4.families.gemm.fp8_weight import rounded
+from jitfp4.families.gemm.kernels import expanded_fp8
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import KERNEL, TACTICS, Fp8Tactic, geometry, rejects
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
@@ -39,7 +41,7 @@ CUT = 33 * 2.0**-13  # of the largest of 32 products and a sum: what adding them
 
 
 @contextmanager
-def running(tactic: Fp8Tactic | None, *, races: bool = False, device: str = "cpu") -> Iterator[None]:
+def running(tactic: Fp8Tactic | ExpandedTactic | None, *, races: bool = False, device: str = "cpu") -> Iterator[None]:
     """Calls run the kernel: simulated, or on the GPU."""
     place = nullcontext() if device == "cuda" else sim.device("sm_90a", races=races)
     with place, nullcontext() if tactic is None else MM_FP8_FP4.forced(tactic):
@@ -106,14 +108,16 @@ def test_mxfp4_is_exact_down_to_2_to_the_minus_14_of_the_rows_scale() -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def whole_numbers(m: int, n: int, k: int, block_format: BlockFormat) -> tuple[torch.Tensor, Fp4Weight]:
+def whole_numbers(
+    m: int, n: int, k: int, block_format: BlockFormat, order: str | None = None
+) -> tuple[torch.Tensor, Fp4Weight]:
     """Activations of -1, 0 and 1 and a weight of codes, whose sums fit in the bits that the tensor cores keep."""
     generator = torch.Generator().manual_seed(m + n + k)
     a = torch.randint(-1, 2, (m, k), generator=generator).float()
     codes = torch.randint(0, 256, (n, k // 2), generator=generator).to(torch.uint8)
     one = 0x38 if block_format is NVFP4 else 127
     scales = torch.full((n, k // block_format.block), one, dtype=torch.uint8)
-    return a, prepare_fp4_weight(codes, scales, block_format.block, LINEAR)
+    return a, prepare_fp4_weight(codes, scales, block_format.block, LINEAR, order)
 
 
 def on(device: str, weight: Fp4Weight) -> Fp4Weight:
@@ -171,12 +175,15 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (Fp8Tactic(256, divided=True), 200, 136, 416, NVFP4),
     (Fp8Tactic(256, cluster=2, band=8), 200, 136, 160, MXFP4),
     (Fp8Tactic(256, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
+    (ExpandedTactic(1, 4), 300, 136, 416, NVFP4),
+    (ExpandedTactic(2, 8), 530, 264, 544, MXFP4),
 )
+Tactic = Fp8Tactic | ExpandedTactic
 
 
 @pytest.mark.parametrize(("tactic", "m", "n", "k", "block_format"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_cuts(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockFormat, arch: str) -> None:
+def test_cuts(tactic: Tactic, m: int, n: int, k: int, block_format: BlockFormat, arch: str) -> None:
     with running(tactic):
         assert_exact(m, n, k, block_format)
 
@@ -187,6 +194,31 @@ def test_cuts(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockForm
 def test_each_bit_of_a_weight(block_format: BlockFormat) -> None:
     with running(Fp8Tactic(128)):
         assert_weights_come_back(72, 160, block_format)
+    with running(ExpandedTactic(1, 4)):
+        assert_weights_come_back(72, 288, block_format)
+
+
+def assert_gated(tactic: Tactic | None, m: int, block_format: BlockFormat, device: str = "cpu") -> None:
+    """silu(gate) * up of exact gates and ups, which are rounded once."""
+    a, weight = whole_numbers(m, 144, 160, block_format, "concatenated gate,up")
+    scale = torch.full((m,), 2.0**-4)
+    gates, ups = (scale.unsqueeze(1) * (a @ weight.dequantize().T)).double().chunk(2, -1)
+    weight = on(device, weight)
+    out = poisoned((m, 72), BF16, device)
+    with nullcontext() if tactic is None else running(tactic, device=device):
+        mm_fp8_fp4(
+            a.to(E4M3).to(device), scale.to(device), weight, fp8_row_scale(weight), out=out, activation="swiglu"
+        )
+    want = gates * ups / (1 + torch.exp(-gates))
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1.01 * 2.0**-8, atol=2.0**-30)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("block_format", BlockFormat)
+def test_gates_and_ups(block_format: BlockFormat) -> None:
+    for tactic in (None, Fp8Tactic(64), Fp8Tactic(64, 2), ExpandedTactic(2, 4)):
+        assert_gated(tactic, 260 if isinstance(tactic, ExpandedTactic) else 40, block_format)
 
 
 @pytest.mark.sim
@@ -205,14 +237,17 @@ RACED = (
     Fp8Tactic(128, cluster=2),
     Fp8Tactic(256, 2),
     Fp8Tactic(256, divided=True),
+    ExpandedTactic(1, 4),
+    ExpandedTactic(2, 8),
 )
 
 
 @pytest.mark.parametrize("tactic", RACED, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_without_a_race(tactic: Fp8Tactic, arch: str) -> None:
+def test_without_a_race(tactic: Tactic, arch: str) -> None:
+    m = 300 if isinstance(tactic, ExpandedTactic) else max(70, tactic.tile_m // 2 + 6)
     with running(tactic, races=True):
-        assert_exact(max(70, tactic.tile_m // 2 + 6), 136, 416, NVFP4)
+        assert_exact(m, 136, 416, NVFP4)
 
 
 @pytest.mark.sim
@@ -329,11 +364,17 @@ def test_wrong_values_are_named(name: str, given: Any) -> None:
         mm_fp8_fp4(**{**good, name: given})
 
 
-def test_a_weight_of_gates_and_ups_is_refused() -> None:
-    codes, scales = torch.zeros(16, 16, dtype=torch.uint8), torch.zeros(16, 2, dtype=torch.uint8)
-    weight = prepare_fp4_weight(codes, scales, sf_layout=LINEAR, order="interleaved")
-    with pytest.raises(ArgumentError, match=r"^weight: got one of gates and ups"):
-        mm_fp8_fp4(torch.zeros(4, 32).to(E4M3), torch.ones(4), weight, fp8_row_scale(weight))
+def test_activations_of_other_weights() -> None:
+    plain, (a, gated) = make_weight(16, 32, NVFP4), whole_numbers(4, 16, 32, NVFP4, "interleaved")
+    bias = torch.ones(16).bfloat16()
+    for error, weight, more in (
+        ("^activation: got None", gated, {}),
+        ("^activation: got 'gelu'", gated, {"activation": "gelu"}),
+        ("^activation: got 'swiglu'", plain, {"activation": "swiglu"}),
+        ("^bias", gated, {"activation": "swiglu", "bias": bias}),
+    ):
+        with pytest.raises(ArgumentError, match=error):
+            mm_fp8_fp4(a.to(E4M3), torch.ones(4), weight, fp8_row_scale(weight), **more)
 
 
 @pytest.mark.parametrize("name", ["a", "a_scale", "weight", "row_scale"])
@@ -357,9 +398,15 @@ def gpu() -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
-    for tactic in (Fp8Tactic(64), Fp8Tactic(128), Fp8Tactic(256)):
+    for tactic in (Fp8Tactic(64), Fp8Tactic(128), Fp8Tactic(256), *expanded_fp8.TACTICS):
         with running(tactic, device=gpu):
             assert_weights_come_back(520, 1184, block_format, gpu)
+
+
+@pytest.mark.gpu
+def test_gates_and_ups_on_the_gpu(gpu: str) -> None:
+    for tactic in (Fp8Tactic(64), Fp8Tactic(256), Fp8Tactic(256, 2), ExpandedTactic(2, 8)):
+        assert_gated(tactic, 300, NVFP4, gpu)
 
 
 @pytest.mark.gpu
@@ -367,7 +414,7 @@ def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_tactics_agree_and_repeat_themselves(gpu: str, m: int, block_format: BlockFormat, whole: bool) -> None:
     n, k = 2120, 1184
-    tactics = [tactic for tactic in TACTICS if rejects(problem(m, n, k), tactic, SM_90A) is None]
+    tactics = list(MM_FP8_FP4.candidates(problem(m, n, k), SM_90A))
     for tactic in some(12, tactics, whole=whole):
         with running(tactic, device=gpu):
             assert_exact(m, n, k, block_format, gpu)
@@ -389,6 +436,6 @@ def test_in_a_graph_and_behind_each_other(gpu: str) -> None:
             x = mm_fp8_fp4(x, scale, weight, row_scale, alpha).clamp(-4, 4).to(E4M3)
         return x.float()
 
-    for tactic in (None, Fp8Tactic(128, divided=True)):
+    for tactic in (None, Fp8Tactic(128, divided=True), ExpandedTactic(2, 8)):
         with running(tactic, device=gpu):
             check_graph_replay(chain)

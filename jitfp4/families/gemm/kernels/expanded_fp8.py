@@ -41,11 +41,12 @@ TACTICS: tuple[ExpandedTactic, ...] = tuple(ExpandedTactic(cluster, band) for cl
 class ExpandedSpec(KernelSpec):
     """A CTA takes tiles of 256 rows of x by 128 rows of the weight, and ``cluster`` CTAs share rows of x.
 
-    Tiles follow each other in bands of ``band`` along the rows of x.
+    Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: the rows of the weight are gates and ups.
     """
 
     out_dtype: DType
     format: BlockFormat
+    gated: bool
     cluster: int
     band: int
 
@@ -79,7 +80,7 @@ class ExpandedSpec(KernelSpec):
 
 
 def _specialise(problem: Fp8Problem, tactic: ExpandedTactic) -> ExpandedSpec:
-    return ExpandedSpec(out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+    return ExpandedSpec(out_dtype=problem.out_dtype, format=problem.format, gated=problem.gated, **asdict(tactic))
 
 
 def rejects(problem: Fp8Problem, tactic: ExpandedTactic, arch: Arch) -> str | None:  # noqa: ARG001
@@ -112,6 +113,7 @@ def _scratch(_arguments: Fp8Arguments, plan: Plan) -> dict[str, Scratch]:
 def _bind(arguments: Fp8Arguments, plan: Plan, expanded: torch.Tensor) -> dict[str, Any]:
     spec: ExpandedSpec = plan.spec
     x, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
         "x": TileMap(x, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "x_scale": arguments.a_scale,
@@ -122,7 +124,7 @@ def _bind(arguments: Fp8Arguments, plan: Plan, expanded: torch.Tensor) -> dict[s
         "counters": replay.companion(counters.of, expanded),
         "alpha": arguments.alpha,
         "bias": arguments.bias,
-        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
@@ -136,7 +138,7 @@ KERNEL = Kernel(
     params=(
         TensorMapParam("x", "[m, k / 2] pairs of E4M3, boxes [kCopyM, 64]"),
         TensorMapParam("expanded_rows", "[round_up(n, 64), round_up(k, 128) / 2] pairs of E4M3, boxes [kTileN, 64]"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]"),
         Ptr("x_scale", "const float", "[m] or [1]"),
         Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
         Ptr("row_scale", "const float", "[round_up(n, 64)], powers of two"),
