@@ -27,11 +27,16 @@ from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
 from jitfp4.families.kv.problem import Addressing, QuantizeProblem
+from jitfp4.families.norm.fp8 import ROWS_FP8QUANT
+from jitfp4.families.norm.kernels.rows_fp8quant import Fp8Problem as Fp8RowsProblem
 from jitfp4.formats import NVFP4, BlockFormat, DType
+from jitfp4.integrations.fp8 import LEAST_ROWS
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.operation import Operation
 from jitfp4.weight import Fp4Weight
@@ -69,6 +74,15 @@ def products(
     few, most = min(_EVERY_ROW, max_tokens), round_up(max_tokens, _ROWS)
     for m in (*range(1, few + 1), *range(_EVERY_ROW + _ROWS, most + 1, _ROWS)):
         yield ProductProblem(dtype, dtype, block_format, m, n, k, gated)
+
+
+def load_fp8_products(weight: Fp4Weight, dtype: torch.dtype, max_tokens: int) -> None:
+    """Load the kernels for products in FP8 of up to ``max_tokens`` rows of activations; nothing on a CPU."""
+    if weight.data.is_cuda and max_tokens >= LEAST_ROWS:
+        rows = Fp8RowsProblem(HALVES[dtype], norm=False, add=False, m=max_tokens, h=weight.k)
+        product = Fp8Problem(HALVES[dtype], weight.format, max_tokens, weight.n, weight.k, weight.gated)
+        _load_growing(engine.target_of(weight.data), ROWS_FP8QUANT, rows, "m", max_tokens)
+        _load_growing(engine.target_of(weight.data), MM_FP8_FP4, product, "m", max_tokens)
 
 
 def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:
