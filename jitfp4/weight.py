@@ -299,7 +299,8 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat
 
 def gates_first(values: torch.Tensor) -> torch.Tensor:
     """[2 n, k] of a prepared weight of gates and ups, in its order of rows: first the gates and then the ups."""
-    return values.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
+    halves: torch.Tensor = values.unflatten(0, (-1, 2, _HALF_BLOCK))
+    return halves.transpose(0, 1).flatten(0, 2)
 
 
 def with_gates(gate: Fp4Weight, up: Fp4Weight) -> Fp4Weight:

@@ -70,7 +70,16 @@ _operator = torch.library.custom_op("jitfp4::product_by_rows", _product, mutates
 
 
 @_operator.register_fake
-def _(rows: torch.Tensor, *given: torch.Tensor | int | None) -> torch.Tensor:
-    *_, n, _k, gated = given
-    assert isinstance(n, int)
+def _(
+    rows: torch.Tensor,
+    data: torch.Tensor,  # noqa: ARG001 - as of the operator, from here on
+    own_scale: torch.Tensor | None,  # noqa: ARG001
+    row_scale: torch.Tensor,  # noqa: ARG001
+    alpha: torch.Tensor | None,  # noqa: ARG001
+    bias: torch.Tensor | None,  # noqa: ARG001
+    residual: torch.Tensor | None,  # noqa: ARG001
+    n: int,
+    k: int,  # noqa: ARG001
+    gated: bool,
+) -> torch.Tensor:
     return rows.new_empty(*rows.shape[:-1], n // 2 if gated else n)

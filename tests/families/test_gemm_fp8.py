@@ -206,9 +206,7 @@ def assert_gated(tactic: Tactic | None, m: int, block_format: BlockFormat, devic
     weight = on(device, weight)
     out = poisoned((m, 72), BF16, device)
     with nullcontext() if tactic is None else running(tactic, device=device):
-        mm_fp8_fp4(
-            a.to(E4M3).to(device), scale.to(device), weight, fp8_row_scale(weight), out=out, activation="swiglu"
-        )
+        mm_fp8_fp4(a.to(E4M3).to(device), scale.to(device), weight, fp8_row_scale(weight), out=out, activation="swiglu")
     want = gates * ups / (1 + torch.exp(-gates))
     torch.testing.assert_close(out.cpu().double(), want, rtol=1.01 * 2.0**-8, atol=2.0**-30)
 

@@ -21,7 +21,9 @@ BF16 = torch.bfloat16
 K = 96
 
 
-def make_layer(seed: int, n: int = 64, k: int = K, block_format: BlockFormat = NVFP4, *, bias: bool = False) -> Fp4Linear:
+def make_layer(
+    seed: int, n: int = 64, k: int = K, block_format: BlockFormat = NVFP4, *, bias: bool = False
+) -> Fp4Linear:
     generator = torch.Generator().manual_seed(seed)
     layer = Fp4Linear(k, n, bias, BF16, block_format)
     layer.load(quantized(torch.randn(n, k, generator=generator), block_format))
@@ -94,7 +96,7 @@ def test_rows_that_are_not_quantized_and_a_model_that_moves() -> None:
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "device_arch", lambda _index: SimpleNamespace(has_wgmma=False))
     weight = SimpleNamespace(data=SimpleNamespace(is_cuda=True, get_device=lambda: 0))
-    with pytest.raises(ArgumentError, match="^activations: got 'fp8'; allowed: None on a GPU other than sm_90a"):
+    with pytest.raises(ArgumentError, match=r"^activations: got 'fp8'; allowed: None on a GPU other than sm_90a"):
         fp8.row_scale_of(weight)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,6 @@ from itertools import product
 
 from jitfp4.arch import Arch
 from jitfp4.dtypes import HALVES
-from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import BlockFormat

@@ -71,7 +71,9 @@ class Fp8Spec(KernelSpec):
         return WARP * (4 if self.warps == 1 else self.warps)
 
 
-TACTICS = tuple(Fp8Tactic(units, warps) for units, warps in ((1, 1), (2, 1), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16)))
+TACTICS = tuple(
+    Fp8Tactic(units, warps) for units, warps in ((1, 1), (2, 1), (1, 8), (1, 16), (2, 16), (4, 16), (8, 16))
+)
 TABLE = Table(tuple(Row(tactic, {"h": TURN * tactic.units * tactic.warps}) for tactic in TACTICS), measured=None)
 
 
