@@ -26,6 +26,7 @@ from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
@@ -153,7 +154,12 @@ def wide_fp8_cases() -> Iterator[Case]:
         yield partial(_fp8_call, tactic, m, n, k, block_format)
 
 
-def _fp8_call(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:
+def expanded_fp8_cases() -> Iterator[Case]:
+    yield partial(_fp8_call, ExpandedTactic(1, 4), 300, 136, 288, MXFP4)
+    yield partial(_fp8_call, ExpandedTactic(2, 8), 530, 264, 416, NVFP4)
+
+
+def _fp8_call(tactic: Fp8Tactic | ExpandedTactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:
     generator = torch.Generator().manual_seed(m + n + k)
     weight = make_weight(n, k, block_format)
     given = {

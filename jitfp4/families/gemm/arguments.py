@@ -31,8 +31,8 @@ class Arguments(NamedTuple):
 class Fp8Arguments(NamedTuple):
     """a [m, k], E4M3 as bytes, a prepared weight of n rows, and out [m, n].
 
-    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight. ``gated``: rows
-    of the weight are gates and ups, and out is [m, n / 2].
+    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight. ``gated``:
+    rows of the weight are gates and ups, and out is [m, n / 2].
     """
 
     a: torch.Tensor

@@ -1,4 +1,4 @@
-"""RMSNorm, alone, behind a residual addition or before a gate, to 16-bit floats or fused with FP4 or FP8 quantization."""
+"""RMSNorm, alone, behind an addition or before a gate, to 16-bit floats, or fused with quantization to FP4 or FP8."""
 
 from jitfp4.families.norm.api import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from jitfp4.families.norm.fp8 import add_rmsnorm_fp8quant, rmsnorm_fp8quant, rows_fp8quant

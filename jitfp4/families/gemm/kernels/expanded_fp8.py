@@ -41,7 +41,8 @@ TACTICS: tuple[ExpandedTactic, ...] = tuple(ExpandedTactic(cluster, band) for cl
 class ExpandedSpec(KernelSpec):
     """A CTA takes tiles of 256 rows of x by 128 rows of the weight, and ``cluster`` CTAs share rows of x.
 
-    Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: the rows of the weight are gates and ups.
+    Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: the rows of the weight are gates and
+    ups.
     """
 
     out_dtype: DType
