@@ -155,8 +155,8 @@ def wide_fp8_cases() -> Iterator[Case]:
 
 
 def expanded_fp8_cases() -> Iterator[Case]:
-    yield partial(_fp8_call, ExpandedTactic(1, 4), 300, 136, 288, MXFP4)
-    yield partial(_fp8_call, ExpandedTactic(2, 8), 530, 264, 416, NVFP4)
+    yield partial(_fp8_call, ExpandedTactic(256, 1), 300, 136, 288, MXFP4)
+    yield partial(_fp8_call, ExpandedTactic(144, 2), 530, 264, 416, NVFP4)
 
 
 def _fp8_call(tactic: Fp8Tactic | ExpandedTactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:

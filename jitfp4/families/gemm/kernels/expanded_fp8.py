@@ -19,10 +19,12 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _BARRIERS = 16  # bytes of a slot
-_PART_ROWS = 32  # of x, whose results a warpgroup writes at a time
+_MOST_SLOTS = 12
+TILE_MS = (128, 144, 176, 192, 240, 256)
+_PART_ROWS = (48, 32, 16)  # of x, whose results a warpgroup writes at a time: the first that divides a tile
 _GROUPS = 2  # of 64 rows of the weight, one of each warpgroup that multiplies
 _ROWS = _GROUPS * TILE_ROWS  # of the weight
-_PIECE_STEPS = 2  # of columns, of which there is a counter for each _ROWS
+_PIECE_STEPS = 4  # of columns, of which there is a counter for each _ROWS
 _COUNTERS = counters.COUNTER_BYTES // 4 - 2
 
 
@@ -30,28 +32,26 @@ _COUNTERS = counters.COUNTER_BYTES // 4 - 2
 class ExpandedTactic:
     """The tunable fields of ExpandedSpec."""
 
+    tile_m: int
     cluster: int
-    band: int
 
 
-TACTICS: tuple[ExpandedTactic, ...] = tuple(ExpandedTactic(cluster, band) for cluster in (1, 2) for band in (4, 8))
+TACTICS: tuple[ExpandedTactic, ...] = tuple(ExpandedTactic(tile_m, cluster) for tile_m in TILE_MS for cluster in (1, 2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpandedSpec(KernelSpec):
-    """A CTA takes tiles of 256 rows of x by 128 rows of the weight, and ``cluster`` CTAs share rows of x.
+    """A CTA takes tiles of ``tile_m`` rows of x by 128 rows of the weight, and ``cluster`` CTAs share rows of x.
 
-    Tiles follow each other in bands of ``band`` along the rows of x. ``gated``: the rows of the weight are gates and
-    ups.
+    ``gated``: the rows of the weight are gates and ups.
     """
 
     out_dtype: DType
     format: BlockFormat
     gated: bool
+    tile_m: int
     cluster: int
-    band: int
 
-    tile_m = 256
     product_rows = ()  # of 16-bit products
     expanded = True
     threads = 128 * (_GROUPS + 1)
@@ -59,12 +59,12 @@ class ExpandedSpec(KernelSpec):
     @property
     def parts(self) -> int:
         """Parts of the rows of x of a tile: results of one are prepared while those of another are written."""
-        return self.tile_m // _PART_ROWS
+        return self.tile_m // self._part_rows
 
     @property
     def slots(self) -> int:
         """Steps in flight: as many as fit in shared memory."""
-        return (_SHARED_BYTES - self._results) // self._slot
+        return min(_MOST_SLOTS, (_SHARED_BYTES - self._results) // self._slot)
 
     @property
     def shared_bytes(self) -> int:
@@ -72,8 +72,12 @@ class ExpandedSpec(KernelSpec):
         return round_up(self._results + self.slots * self._slot, 1024)
 
     @property
+    def _part_rows(self) -> int:
+        return next(rows for rows in _PART_ROWS if self.tile_m % rows == 0)
+
+    @property
     def _results(self) -> int:
-        return _GROUPS * 2 * _PART_ROWS * TILE_ROWS * 2
+        return _GROUPS * 2 * self._part_rows * TILE_ROWS * 2
 
     @property
     def _slot(self) -> int:
@@ -88,8 +92,8 @@ def rejects(problem: Fp8Problem, tactic: ExpandedTactic, arch: Arch) -> str | No
     """Why a tactic cannot run a problem on an architecture."""
     if not arch.has_wgmma:
         return f"its products are instructions of {names_with('has_wgmma')}"
-    if problem.m <= ExpandedSpec.tile_m:
-        return "the weight is multiplied only once"
+    if problem.m <= max(TILE_MS):
+        return "the weight is hardly multiplied more than once"
     if ceil_div(problem.n, _ROWS) * ceil_div(problem.k, _PIECE_STEPS * TILE_COLS) > _COUNTERS:
         return f"there are {_COUNTERS} counters, one for {_ROWS} rows by {_PIECE_STEPS * TILE_COLS} columns of a weight"
     return None
