@@ -42,7 +42,7 @@ from jitfp4.kernel import Kernel
 from jitfp4.spec import fields_of
 
 ROWS = (512, 2048, 8192)
-SEARCHED = (512, 2048, 8192)
+SEARCHED = (512, 1024, 2048, 8192)
 REPLAYS = 5
 PAUSE_S = 0.1
 _E4M3_MAX = 448.0

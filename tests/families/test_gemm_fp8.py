@@ -307,7 +307,7 @@ def test_every_tactic_makes_a_kernel_that_fits() -> None:
     for tactic in expanded_fp8.TACTICS:
         spec = expanded_fp8.KERNEL.specialise(problem(2048, 8192, 8192), tactic)
         assert spec.shared_bytes <= SM_90A.shared_bytes
-        assert spec.slots >= 4
+        assert 4 <= spec.slots <= 5
 
 
 def test_other_architectures_are_refused() -> None:

@@ -19,9 +19,9 @@ from jitfp4.weight import TILE_COLS, TILE_ROWS
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
 _BARRIERS = 16  # bytes of a slot
-_MOST_SLOTS = 12
 TILE_MS = (128, 144, 176, 192, 240, 256)
-_PART_ROWS = (48, 32, 16)  # of x, whose results a warpgroup writes at a time: the first that divides a tile
+_MOST_SLOTS = 5
+_LEAST_PART = 16  # of the rows of x whose results a warpgroup writes at a time
 _GROUPS = 2  # of 64 rows of the weight, one of each warpgroup that multiplies
 _ROWS = _GROUPS * TILE_ROWS  # of the weight
 _PIECE_STEPS = 4  # of columns, of which there is a counter for each _ROWS
@@ -63,25 +63,31 @@ class ExpandedSpec(KernelSpec):
 
     @property
     def slots(self) -> int:
-        """Steps in flight: as many as fit in shared memory."""
-        return min(_MOST_SLOTS, (_SHARED_BYTES - self._results) // self._slot)
+        """Steps in flight: some, or as many as fit in shared memory beside the smallest parts."""
+        return self._slots(_LEAST_PART)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA, in bytes."""
-        return round_up(self._results + self.slots * self._slot, 1024)
+        return round_up(_results(self._part_rows) + self.slots * self._slot, 1024)
 
     @property
     def _part_rows(self) -> int:
-        return next(rows for rows in _PART_ROWS if self.tile_m % rows == 0)
-
-    @property
-    def _results(self) -> int:
-        return _GROUPS * 2 * self._part_rows * TILE_ROWS * 2
+        """The largest part for which there is room."""
+        rows = range(_LEAST_PART, self.tile_m, _LEAST_PART)
+        return max(part for part in rows if self.tile_m % part == 0 and self._slots(part) == self.slots)
 
     @property
     def _slot(self) -> int:
         return (self.tile_m + _ROWS) * TILE_COLS + _BARRIERS
+
+    def _slots(self, part: int) -> int:
+        return min(_MOST_SLOTS, (_SHARED_BYTES - _results(part)) // self._slot)
+
+
+def _results(part: int) -> int:
+    """Bytes of two parts for each warpgroup that multiplies."""
+    return _GROUPS * 2 * part * TILE_ROWS * 2
 
 
 def _specialise(problem: Fp8Problem, tactic: ExpandedTactic) -> ExpandedSpec:
