@@ -22,11 +22,11 @@ from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
-from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.masked_operation import MM_FP4_MASKED
 from jitfp4.families.gemm.operation import MM_BF16_FP4
