@@ -204,9 +204,9 @@ USES: dict[str, tuple[str, str]] = {
     "gemm/fp8_results.cuh.j2": (
         "sm_90a",
         "using Results = WideResults<bf16, 64, 2, 2, 1, 1, false>;\n"
-        "__global__ void run(uint8 (&places)[2][4096], const TensorMap& out, float (&sums)[32], const float* scales) {\n"
+        "__global__ void run(uint8 (&to)[2][4096], const TensorMap& out, float (&sums)[32], const float* scales) {\n"
         "  RowScales<64>(scales, 1, 0, 100, 0).multiply(sums, 0);\n"
-        "  write_parts<Results, 2>(places, {out, {0, 0}, 64, false}, sums, 1, threadIdx.x, {}, {});\n}\n",
+        "  write_parts<Results, 2>(to, {out, {0, 0}, 64, false}, sums, 1, threadIdx.x, {}, {});\n}\n",
     ),
     "gemm/group_sums.cuh.j2": (
         "sm_90a",
