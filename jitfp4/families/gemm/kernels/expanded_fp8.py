@@ -148,8 +148,8 @@ KERNEL = Kernel(
     spec=ExpandedSpec,
     params=(
         TensorMapParam("x", "[m, k / 2] pairs of E4M3, boxes [kCopyM, 64]"),
-        TensorMapParam("expanded_rows", "[round_up(n, 64), round_up(k, 128) / 2] pairs of E4M3, boxes [kTileN, 64]"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]"),
+        TensorMapParam("expanded_rows", "[round_up(n, 64), round_up(k, 128) / 2], boxes [kTileN, 64]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]"),
         Ptr("x_scale", "const float", "[m] or [1]"),
         Ptr("weight", "const uint8", "[ceil(n / 64), ceil(k / 128), kTileBytes]"),
         Ptr("row_scale", "const float", "[round_up(n, 64)], powers of two"),

@@ -173,7 +173,7 @@ KERNEL = Kernel(
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
         Ptr("workspace", "uint8", "of divided tiles, else null"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]"),
         I64("m"),
         I64("n", "a multiple of 8"),
         I64("k", "a multiple of 32"),

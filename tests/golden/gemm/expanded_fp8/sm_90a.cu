@@ -6,11 +6,11 @@
 // left operand of the tensor cores, and the transpose of a product is written to out; with kGated likewise.
 //
 // A CTA takes tiles of 128 rows of the weight by kTileM rows of x, in steps of 128 columns, kSlots of them in flight.
-// Two warpgroups multiply, 64 rows of the weight each. A producer warp waits until the weight of a step was expanded, by
-// whatever CTA, and starts its copies. Three more warps expand pieces of the weight, in the order in which all CTAs need
-// them: they wait for nothing, so that CTAs which do not run yet hold up none. kCluster CTAs share their rows of x: each
-// has different rows of the weight, and copies a part of x for all. Sums of a tile stay in the tensor cores, which keep
-// about 14 bits of them.
+// Two warpgroups multiply, 64 rows of the weight each. A producer warp waits until the weight of a step was expanded,
+// by whatever CTA, and starts its copies. Three more warps expand pieces of the weight, in the order in which all CTAs
+// need them: they wait for nothing, so that CTAs which do not run yet hold up none. kCluster CTAs share their rows of
+// x: each has different rows of the weight, and copies a part of x for all. Sums of a tile stay in the tensor cores,
+// which keep about 14 bits of them.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -834,9 +834,9 @@ template <Format kFormat> struct RawHalf {
 };
 
 // ---- gemm/fp8_expansion ----------------------------------------------------
-// A prepared weight in E4M3, in memory: rows of whole steps of 128 columns. All warps that expand it take its pieces in
-// the order in which products need them: 16 rows by kPieceSteps steps. Of each 128 rows by as many steps, a counter says
-// how many pieces are there.
+// A prepared weight in E4M3, in memory: rows of whole steps of 128 columns. All warps that expand it take its pieces,
+// 16 rows by kPieceSteps steps, in the order in which products need them. Of each 128 rows by as many steps, a counter
+// says how many pieces are there.
 namespace ptx {
 // A thread that reads v with ld_acquire_32 sees everything that was written before these additions: by their threads,
 // and by those that met them at a barrier.
@@ -892,7 +892,7 @@ template <Format kFormat> struct RawPiece {
   }
 };
 
-// `counters` are zero before and after a launch: warps that are done, pieces that were taken, and pieces that are there.
+// `counters` are zero before and after a launch: warps that are done, pieces that were taken, pieces that are there.
 // `abreast` times 128 rows are needed at the same time.
 template <Format kFormat> class Expansion {
  public:
@@ -1212,8 +1212,8 @@ template <int kTileM> struct RowScales {
   }
 };
 
-// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If these
-// are gates and ups, two of them share a column.
+// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If
+// these are gates and ups, two of them share a column.
 struct Destination {
   const TensorMap& out;
   uint2 at;
@@ -1353,8 +1353,8 @@ __device__ __forceinline__ void accumulate(Shared& shared, Results::Sums& sums, 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_expanded_fp8(
     const __grid_constant__ TensorMap x,              // [m, k / 2] pairs of E4M3, boxes [kCopyM, 64]
-    const __grid_constant__ TensorMap expanded_rows,  // [round_up(n, 64), round_up(k, 128) / 2] pairs of E4M3, boxes [kTileN, 64]
-    const __grid_constant__ TensorMap out,            // [m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]
+    const __grid_constant__ TensorMap expanded_rows,  // [round_up(n, 64), round_up(k, 128) / 2], boxes [kTileN, 64]
+    const __grid_constant__ TensorMap out,            // [m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]
     const float* __restrict__ x_scale,                // [m] or [1]
     const uint8* __restrict__ weight,                 // [ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ row_scale,              // [round_up(n, 64)], powers of two

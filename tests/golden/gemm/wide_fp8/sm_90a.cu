@@ -1141,8 +1141,8 @@ template <int kTileM> struct RowScales {
   }
 };
 
-// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If these
-// are gates and ups, two of them share a column.
+// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If
+// these are gates and ups, two of them share a column.
 struct Destination {
   const TensorMap& out;
   uint2 at;
@@ -1300,7 +1300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     const float* __restrict__ alpha,        // [1]; null: 1
     const Out* __restrict__ bias,           // [n]; null: none
     uint8* __restrict__ workspace,          // of divided tiles, else null
-    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64], or of gates [m, n / 2], boxes [kPartM, 32]
+    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]
     int64 m,
     int64 n,                                // a multiple of 8
     int64 k,                                // a multiple of 32
