@@ -43,6 +43,7 @@ from jitfp4.weight import Fp4Weight
 
 _EVERY_ROW = 64  # from here on, only multiples of _ROWS select another kernel
 _ROWS = 8
+_FP8_ROWS = 16
 
 
 class Traffic(NamedTuple):
@@ -79,10 +80,24 @@ def products(
 def load_fp8_products(weight: Fp4Weight, dtype: torch.dtype, max_tokens: int) -> None:
     """Load the kernels for products in FP8 of up to ``max_tokens`` rows of activations; nothing on a CPU."""
     if weight.data.is_cuda and max_tokens >= LEAST_ROWS:
-        rows = Fp8RowsProblem(HALVES[dtype], norm=False, add=False, m=max_tokens, h=weight.k)
-        product = Fp8Problem(HALVES[dtype], weight.format, max_tokens, weight.n, weight.k, weight.gated)
-        _load_growing(engine.target_of(weight.data), ROWS_FP8QUANT, rows, "m", max_tokens)
-        _load_growing(engine.target_of(weight.data), MM_FP8_FP4, product, "m", max_tokens)
+        target, rows = engine.target_of(weight.data), Fp8RowsProblem(HALVES[dtype], False, False, LEAST_ROWS, weight.k)
+        _load(ROWS_FP8QUANT, [rows], target)
+        _load_fp8_products(target, HALVES[dtype], weight.format, weight.n, weight.k, max_tokens, weight.gated)
+
+
+@engine.until_reset
+def _load_fp8_products(
+    target: engine.Target, dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool
+) -> None:
+    _load(MM_FP8_FP4, fp8_products(dtype, block_format, n, k, max_tokens, gated), target)
+
+
+def fp8_products(
+    dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool = False
+) -> Iterator[Fp8Problem]:
+    """Problems that select every kernel of products in FP8 of up to ``max_tokens`` rows: tiles are of whole 16."""
+    for m in range(LEAST_ROWS, round_up(max_tokens, _FP8_ROWS) + 1, _FP8_ROWS):
+        yield Fp8Problem(dtype, block_format, m, n, k, gated)
 
 
 def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:

@@ -113,8 +113,6 @@ def add_rmsnorm_fp8quant(
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
-    check_like("residual", residual, input)
-    check_contiguous("residual", residual)
     return _quantize(input, residual, weight, eps, y_fp8, y_scale, enable_pdl)
 
 
@@ -128,6 +126,9 @@ def _quantize(
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = check_rows(input, weight, eps)
+    if residual is not None:
+        check_like("residual", residual, input)
+        check_contiguous("residual", residual)
     codes = output("y_fp8", y_fp8, tuple(input.shape), (torch.float8_e4m3fn,), like=input)
     scales = output("y_scale", y_scale, tuple(input.shape[:-1]), (torch.float32,), like=input)
     ROWS_FP8QUANT(
