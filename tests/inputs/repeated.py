@@ -121,7 +121,7 @@ def _more() -> Calls:
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
-        "mm_fp8_fp4 expanded": lambda: eights(1032, 128, 128),
+        "mm_fp8_fp4 expanded": lambda: eights(520, 128, 128),
         "mm_fp8_fp4 swiglu": lambda: {
             **eights(64, 128, 128),
             "weight": product(64, 128, 128, "interleaved")["weight"],

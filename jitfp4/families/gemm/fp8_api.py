@@ -53,7 +53,7 @@ def mm_fp8_fp4(
             output is then [..., n / 2], without bias. None for other weights.
     Returns:
         [..., n] in ``out_dtype``.
-        More than 1024 rows of ``a`` take n * k bytes, rounded up to multiples of 64 and 128, while they are multiplied:
+        More than 512 rows of ``a`` take n * k bytes, rounded up to multiples of 64 and 128, while they are multiplied:
         the weight in E4M3, of which each element is then expanded once. Weights of more than 2^30 elements are not.
     Numerics:
         ``round(alpha * row[n] * a_scale[m] * sum over k of a[m, k] * w[n, k] + bias[n])``, where ``w`` is the weight

@@ -1,5 +1,5 @@
 // gemm_expanded_fp8, generated from templates/gemm/expanded_fp8.cu.j2
-// spec: {"cluster":1,"format":"nvfp4","gated":false,"out_dtype":"bf16","tile_m":144}
+// spec: {"cluster":2,"format":"nvfp4","gated":false,"out_dtype":"bf16","tile_m":176}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3, for so many rows of x that it pays to
 // expand each element of the weight once, to memory that only this launch uses. As in gemm/wide_fp8, the weight is the
@@ -422,20 +422,21 @@ __device__ __forceinline__ uint32 wgmma_tile(uint32 address) { return (address &
 namespace ptx {
 // d = a b, or d += a b, of a 64 x 32 by a 32 x n matrix, where n is twice the size of d; d as in gemm/products, and b
 // and a, both in shared memory, as wgmma_tile() gives them. d may not be accessed before a wait.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[72], uint32 a, uint32 b, bool add) {
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[88], uint32 a, uint32 b, bool add) {
   asm volatile("{\n"
                "  .reg .pred add;\n"
                "  .reg .b64 a;\n"
-               "  mov.b64 a, {%72, 0x40000040};\n"
+               "  mov.b64 a, {%88, 0x40000040};\n"
                "  .reg .b64 b;\n"
-               "  mov.b64 b, {%73, 0x40000040};\n"
-               "  setp.ne.b32 add, %74, 0;\n"
-               "  wgmma.mma_async.sync.aligned.m64n144k32.f32.e4m3.e4m3 {"
+               "  mov.b64 b, {%89, 0x40000040};\n"
+               "  setp.ne.b32 add, %90, 0;\n"
+               "  wgmma.mma_async.sync.aligned.m64n176k32.f32.e4m3.e4m3 {"
                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-               "%64, %65, %66, %67, %68, %69, %70, %71"
+               "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+               "%80, %81, %82, %83, %84, %85, %86, %87"
                "}, a, b, add, 1, 1;\n"
                "}"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
@@ -447,6 +448,8 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[72], uint32 a, uint32 b, b
         , "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
         , "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         , "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+        , "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+        , "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
                : "r"(a), "r"(b), "r"(int32(add)));
 }
 }  // namespace ptx
@@ -1246,8 +1249,8 @@ __device__ __forceinline__ void write_parts(uint8 (&places)[2][kPlaceBytes], con
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
 constexpr Format kFormat = Format::kNvfp4;
-constexpr int kTileM     = 144;
-constexpr int kCluster   = 1;
+constexpr int kTileM     = 176;
+constexpr int kCluster   = 2;
 constexpr int kSlots     = 5;
 constexpr int kBandM     = 8;  // tiles along M that the weight is read for at a time
 constexpr bool kGated    = false;  // rows of the weight are gates and ups
@@ -1259,7 +1262,7 @@ constexpr int kConsumerRegisters = 200, kOtherRegisters = 104;
 using Weight = Fp8Weight<Out, kFormat>;
 constexpr int kTileN = kGroups * kTileRows;
 constexpr int kCopyM = kTileM / kCluster;  // rows of x that a CTA copies
-constexpr int kParts = 3;      // of the results of a warpgroup
+constexpr int kParts = 11;      // of the results of a warpgroup
 using Results = WideResults<Out, kTileM, kParts, kGroups, 1, 1, kGated>;
 
 // ---- shared memory ---------------------------------------------------------
@@ -1269,7 +1272,7 @@ struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   results[kGroups][2][Results::kPartM * kTileRows * 2];  // of a part of a warpgroup
   Barrier full[kSlots], empty[kSlots];
 };
-static_assert(sizeof(Shared) == 199680, "the launch counts on it");
+static_assert(sizeof(Shared) == 203776, "the launch counts on it");
 
 enum NamedBarrier { kTeamBarrier = 1 };  // the first: one of each warpgroup
 
