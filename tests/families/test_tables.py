@@ -290,7 +290,19 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm in a step", "mm_fp4", "mm_fp8_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
+    ids=[
+        "gdn",
+        "gemm",
+        "gemm in a step",
+        "mm_fp4",
+        "mm_fp8_fp4",
+        "decode",
+        "prefill",
+        "norm",
+        "quantize",
+        "kv write",
+        "kv read",
+    ],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

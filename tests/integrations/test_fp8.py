@@ -11,8 +11,10 @@ from torch import nn
 from jitfp4 import ArgumentError, fp8_row_scale, mm_fp8_fp4, rows_fp8quant
 from jitfp4.formats import NVFP4, BlockFormat
 from jitfp4.integrations import fp8
+from jitfp4.integrations.checkpoints import Source
 from jitfp4.integrations.fp8 import LEAST_ROWS
 from jitfp4.integrations.layers import Fp4Linear, fuse, quantized
+from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
 from jitfp4.integrations.swiglu import SwiGlu
 from jitfp4.integrations.transformers import use_fp8_activations
 from jitfp4.weight import with_gates
@@ -81,6 +83,27 @@ def test_layers_of_one_input_and_gates_and_ups() -> None:
     use_fp8_activations(mlp)
     given = *rows_fp8quant(x), both.prepared, fp8_row_scale(both.prepared), both.alpha
     assert torch.equal(mlp(x), mm_fp8_fp4(*given, activation="swiglu"))
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_layers_of_engines(is_asked: bool) -> None:
+    """As vLLM's plugin makes them: its classes of parameters are torch's here."""
+
+    def parameter(data: torch.Tensor, **_: object) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad=False)
+
+    method = PartitionedFp4Linear(Source.MODELOPT, NVFP4, "layer", 1024, is_asked)
+    method.parameters = Parameters(parameter, parameter, parameter)
+    layer, given = nn.Module(), quantized(torch.randn(64, K, generator=torch.Generator().manual_seed(10)))
+    method.create_weights(layer, K, [64], K, 64, BF16)
+    for name, tensor in ((method.names.codes, given.codes), (method.names.scales, given.scales)):
+        getattr(layer, name).data = tensor
+    getattr(layer, method.names.global_scale).data = given.decode_scale
+    method.process_weights_after_loading(layer)
+    own, x = Fp4Linear(K, 64, False, BF16), rows(LEAST_ROWS)
+    own.load(given)
+    assert torch.equal(method.apply(layer, x), by_hand(x, own) if is_asked else own(x))
+    assert torch.equal(method.apply(layer, x[:9]), own(x[:9]))
 
 
 def test_rows_that_are_not_quantized_and_a_model_that_moves() -> None:
