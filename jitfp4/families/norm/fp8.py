@@ -79,10 +79,11 @@ def rmsnorm_fp8quant(
     """Normalise rows and quantize them to E4M3, with a scale for each, in one pass: what mm_fp8_fp4() multiplies.
 
     Args:
-        input, y_fp8, y_scale, enable_pdl: as in rows_fp8quant().
+        input: as in rows_fp8quant().
         weight: [h] of input's dtype. With dependent launch it is read before the kernel ahead has ended: where that one
             computes it, enable_pdl is False.
         eps: added to the mean of squares.
+        y_fp8, y_scale, enable_pdl: as in rows_fp8quant().
     Returns:
         ``(y_fp8, y_scale)`` as rows_fp8quant() gives them, of what rmsnorm() gives: the result is that of both, one by
         one.
@@ -105,9 +106,10 @@ def add_rmsnorm_fp8quant(
     """Add to the residual in place, normalise the sum, and quantize it to E4M3, with a scale for each row, in one pass.
 
     Args:
-        input, weight, eps, y_fp8, y_scale, enable_pdl: as in rmsnorm_fp8quant().
+        input: as in rmsnorm_fp8quant().
         residual: like input, contiguous, 16-byte aligned, of memory of its own; becomes ``round(input + residual)``,
             the sum in float32.
+        weight, eps, y_fp8, y_scale, enable_pdl: as in rmsnorm_fp8quant().
     Returns:
         ``(y_fp8, y_scale)`` of the sum, as in rmsnorm_fp8quant().
     Raises:
