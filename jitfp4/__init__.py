@@ -91,12 +91,15 @@ _HOMES = {
     ),
     "jitfp4.families.norm": (
         "add_rmsnorm_fp4quant",
+        "add_rmsnorm_fp8quant",
         "fused_add_rmsnorm",
         "gemma_fused_add_rmsnorm",
         "gemma_rmsnorm",
         "rmsnorm",
         "rmsnorm_fp4quant",
+        "rmsnorm_fp8quant",
         "rmsnorm_gated",
+        "rows_fp8quant",
     ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",

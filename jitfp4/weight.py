@@ -136,9 +136,7 @@ class Fp4Weight:
         if self.row_scale is not None:
             values = values * self.row_scale.unsqueeze(-1)
         values = values[: self.n, : self.k]
-        if self.gated:
-            values = values.unflatten(0, (-1, 2, _HALF_BLOCK)).transpose(0, 1).flatten(0, 2)
-        return values
+        return gates_first(values) if self.gated else values
 
 
 def check_still(name: str, make: Callable[[], object]) -> None:
@@ -297,6 +295,12 @@ def prepare(codes: torch.Tensor, scales: torch.Tensor, block_format: BlockFormat
         part_scales = pad(part_scales, (0, (cols - k) // block_format.block, 0, below), value=_ONE)
         data[tile : tile + slab] = pack(part, part_scales)
     return Fp4Weight(data, row_scale, n, k, block_format)
+
+
+def gates_first(values: torch.Tensor) -> torch.Tensor:
+    """[2 n, k] of a prepared weight of gates and ups, in its order of rows: first the gates and then the ups."""
+    halves: torch.Tensor = values.unflatten(0, (-1, 2, _HALF_BLOCK))
+    return halves.transpose(0, 1).flatten(0, 2)
 
 
 def with_gates(gate: Fp4Weight, up: Fp4Weight) -> Fp4Weight:

@@ -27,17 +27,23 @@ from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
 from jitfp4.families.experts.tables import item_rows_of
 from jitfp4.families.experts.weights import Fp4Experts
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
 from jitfp4.families.kv.problem import Addressing, QuantizeProblem
+from jitfp4.families.norm.fp8 import ROWS_FP8QUANT
+from jitfp4.families.norm.kernels.rows_fp8quant import Fp8Problem as Fp8RowsProblem
 from jitfp4.formats import NVFP4, BlockFormat, DType
+from jitfp4.integrations.fp8 import LEAST_ROWS
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.operation import Operation
 from jitfp4.weight import Fp4Weight
 
 _EVERY_ROW = 64  # from here on, only multiples of _ROWS select another kernel
 _ROWS = 8
+_FP8_ROWS = 16
 
 
 class Traffic(NamedTuple):
@@ -69,6 +75,29 @@ def products(
     few, most = min(_EVERY_ROW, max_tokens), round_up(max_tokens, _ROWS)
     for m in (*range(1, few + 1), *range(_EVERY_ROW + _ROWS, most + 1, _ROWS)):
         yield ProductProblem(dtype, dtype, block_format, m, n, k, gated)
+
+
+def load_fp8_products(weight: Fp4Weight, dtype: torch.dtype, max_tokens: int) -> None:
+    """Load the kernels for products in FP8 of up to ``max_tokens`` rows of activations; nothing on a CPU."""
+    if weight.data.is_cuda and max_tokens >= LEAST_ROWS:
+        target, rows = engine.target_of(weight.data), Fp8RowsProblem(HALVES[dtype], False, False, LEAST_ROWS, weight.k)
+        _load(ROWS_FP8QUANT, [rows], target)
+        _load_fp8_products(target, HALVES[dtype], weight.format, weight.n, weight.k, max_tokens, weight.gated)
+
+
+@engine.until_reset
+def _load_fp8_products(
+    target: engine.Target, dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool
+) -> None:
+    _load(MM_FP8_FP4, fp8_products(dtype, block_format, n, k, max_tokens, gated), target)
+
+
+def fp8_products(
+    dtype: DType, block_format: BlockFormat, n: int, k: int, max_tokens: int, gated: bool = False
+) -> Iterator[Fp8Problem]:
+    """Problems that select every kernel of products in FP8 of up to ``max_tokens`` rows: tiles are of whole 16."""
+    for m in range(LEAST_ROWS, round_up(max_tokens, _FP8_ROWS) + 1, _FP8_ROWS):
+        yield Fp8Problem(dtype, block_format, m, n, k, gated)
 
 
 def load_growing(operation: Operation[Any, Any], base: Any, field: str, most: int, like: torch.Tensor) -> None:

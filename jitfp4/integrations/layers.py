@@ -20,6 +20,7 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm import mm_bf16_fp4, prepare_fp4_weight
 from jitfp4.families.quantize import mxfp4_quantize, nvfp4_quantize
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
+from jitfp4.integrations import fp8
 from jitfp4.integrations.checkpoints import NAMES, Layer, Source, aligned, read_layer
 from jitfp4.layouts import SfLayout, ceil_div, round_up
 from jitfp4.weight import COLS, ROWS, TILE_COLS, TILE_ROWS, Fp4Weight, pack, tile_bytes, unpack
@@ -137,6 +138,7 @@ class Fp4Linear(Expected):
         self._weight: Fp4Weight | None = None
         self._siblings: Siblings | None = None
         self._place = 0
+        self.fp8_scale: torch.Tensor | None = None
 
     def expect(self, source: Source, kinds: Collection[str]) -> None:
         """As of Expected; what jitfp4 saved has the buffers that are there."""
@@ -179,7 +181,7 @@ class Fp4Linear(Expected):
         named = weight.tensors()
         self.weight, self.weight_size = named["data"], named["size"]
         self.weight_row_scale, self.alpha = named.get("row_scale"), alpha
-        self._weight, self._siblings = weight, None
+        self._weight, self._siblings, self.fp8_scale = weight, None, None
 
     @property
     def fused(self) -> bool:
@@ -198,9 +200,24 @@ class Fp4Linear(Expected):
         self.weight, self._weight = weight.data, weight
 
     @property
+    def in_fp8(self) -> bool:
+        """Whether multiply_in_fp8() was called."""
+        return (self if self._siblings is None else self._siblings).fp8_scale is not None
+
+    @property
     def multiplied(self) -> Fp4Weight:
         """The weight of the product that is called: of all siblings, where the layer is fused."""
         return self.prepared if self._siblings is None else self._siblings.weight
+
+    def multiply_in_fp8(self) -> None:
+        """Quantize activations to E4M3 where there are many rows; see jitfp4.integrations.fp8.
+
+        To be called once the weight is on its device, and after fuse(). Raises ArgumentError.
+        """
+        if self._siblings is None:
+            self.fp8_scale = fp8.row_scale_of(self.prepared)
+        elif self._siblings.fp8_scale is None:
+            self._siblings.fp8_scale = fp8.row_scale_of(self._siblings.weight)
 
     def dequantize(self) -> torch.Tensor:
         """The weight in float32 [out_features, in_features]."""
@@ -212,13 +229,15 @@ class Fp4Linear(Expected):
         if self._siblings is not None:
             out = self._siblings.output(self._place, x)
         elif residual is not None and residual.dtype == x.dtype in HALVES and self.prepared.n == self.out_features:
-            return product(x, self.prepared, self.alpha, self.bias, self.in_features, regular(residual))
+            added = regular(residual)
+            return product(x, self.prepared, self.alpha, self.bias, self.in_features, added, self.fp8_scale)
         else:
-            out = product(x, self.prepared, self.alpha, self.bias, self.in_features)[..., : self.out_features]
+            out = product(x, self.prepared, self.alpha, self.bias, self.in_features, None, self.fp8_scale)
+            out = out[..., : self.out_features]
         return out if residual is None else residual + out
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp4Linear:
-        """As torch's, but alpha and scales of rows keep their dtype, and what was fused no longer is."""
+        """As torch's, but alpha and scales of rows keep their dtype. What was fused no longer is, nor in FP8."""
         before = self.alpha, self.weight_row_scale
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in zip(("alpha", "weight_row_scale"), before, strict=True):
@@ -227,7 +246,7 @@ class Fp4Linear(Expected):
                 setattr(self, name, tensor.to(self.weight.device, torch.float32))
         if self._weight is not None:
             self._weight = replace(self._weight, data=self.weight, row_scale=self.weight_row_scale)
-        self._siblings = None
+        self._siblings = self.fp8_scale = None
         return self
 
     def extra_repr(self) -> str:
@@ -243,10 +262,12 @@ def product(
     bias: torch.Tensor | None,
     in_features: int,
     residual: torch.Tensor | None = None,
+    fp8_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[..., in_features] by a weight whose n and k are padded; [..., weight.n] in x's dtype, which a residual has too.
 
-    By a weight of gates and ups, silu(gate) * up of their products; [..., weight.n / 2].
+    By a weight of gates and ups, silu(gate) * up of their products; [..., weight.n / 2]. With fp8_scale, that of
+    fp8.row_scale_of(), many rows are multiplied in FP8.
     """
     dtype = x.dtype if x.dtype in HALVES else torch.bfloat16
     rows = x.to(dtype)
@@ -255,6 +276,8 @@ def product(
     rows = regular(rows)
     if bias is not None:
         bias = pad(bias.to(dtype), (0, weight.n - bias.shape[0])) if weight.n != bias.shape[0] else bias.to(dtype)
+    if fp8_scale is not None:
+        return fp8.product(rows, weight, fp8_scale, alpha, bias, residual).to(x.dtype)
     activation = "swiglu" if weight.gated else None
     return mm_bf16_fp4(rows, weight, alpha, bias, activation=activation, residual=residual).to(x.dtype)
 
@@ -281,6 +304,7 @@ class Siblings:
         for layer in layers[:-1]:
             self.starts.append(self.starts[-1] + layer.weight.shape[0] * TILE_ROWS)
         self.sizes = [layer.out_features for layer in layers]
+        self.fp8_scale: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
         self._written = 0  # how often, when the outputs were computed
         self._outputs: dict[int, torch.Tensor] = {}
@@ -289,7 +313,7 @@ class Siblings:
         """[..., out_features] of the layer at ``place``."""
         written = 0 if torch.compiler.is_dynamo_compiling() or x.is_inference() else x._version
         if self._input is not x or self._written != written or place not in self._outputs:
-            out = product(x, self.weight, self.alpha, self.bias, self.in_features)
+            out = product(x, self.weight, self.alpha, self.bias, self.in_features, None, self.fp8_scale)
             self._outputs = {
                 i: out[..., start : start + size]
                 for i, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True))

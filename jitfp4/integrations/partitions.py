@@ -16,7 +16,8 @@ from jitfp4.errors import ArgumentError
 from jitfp4.families.gemm import Fp4Weight
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.integrations.checkpoints import NAMES, Layer, Source
-from jitfp4.integrations.kernels import load_products
+from jitfp4.integrations.fp8 import row_scale_of
+from jitfp4.integrations.kernels import load_fp8_products, load_products
 from jitfp4.integrations.layers import prepared, product
 from jitfp4.weight import ROWS
 
@@ -36,11 +37,15 @@ def fp4_format(weights: Mapping[str, Any] | None) -> BlockFormat | None:
 
 
 class Part(NamedTuple):
-    """Some rows of a layer: a prepared weight, whose own n and k may be padded, its decode scale, its outputs."""
+    """Some rows of a layer: a prepared weight, whose own n and k may be padded, its decode scale, its outputs.
+
+    ``fp8_scale`` is what products in FP8 need; None where there are none.
+    """
 
     weight: Fp4Weight
     alpha: torch.Tensor | None
     rows: slice
+    fp8_scale: torch.Tensor | None
 
 
 class Parameters(NamedTuple):
@@ -63,12 +68,16 @@ class PartitionedFp4Linear:
         block_format: the weight's.
         prefix: the layer's name, for errors.
         max_tokens: the most rows of activations.
+        fp8: whether activations of many rows are quantized to E4M3; see jitfp4.integrations.fp8.
     """
 
     parameters: Parameters
 
-    def __init__(self, source: Source, block_format: BlockFormat, prefix: str, max_tokens: int) -> None:
+    def __init__(
+        self, source: Source, block_format: BlockFormat, prefix: str, max_tokens: int, fp8: bool = False
+    ) -> None:
         self.names, self.format, self.prefix, self.max_tokens = NAMES[source], block_format, prefix, max_tokens
+        self.fp8 = fp8
 
     def create_weights(
         self,
@@ -106,8 +115,8 @@ class PartitionedFp4Linear:
             ends = [0, ends[-1]]
         order = _GATE_UP if len(ends) == 2 and _is_gated(layer) else None
         layer.fp4_parts = tuple(
-            _part(codes, scales, None if alphas is None else alphas[i : i + 1].contiguous(), slice(first, last), order)
-            for i, (first, last) in enumerate(pairwise(ends))
+            self._part(codes, scales, None if alphas is None else alphas[i : i + 1].contiguous(), slice(*pair), order)
+            for i, pair in enumerate(pairwise(ends))
         )
         for name in (self.names.codes, self.names.scales, *self._scalars()):
             delattr(layer, name)
@@ -115,6 +124,8 @@ class PartitionedFp4Linear:
         layer.weight = torch.nn.Parameter(layer.fp4_parts[0].weight.data, requires_grad=False)
         for part in layer.fp4_parts:
             load_products(part.weight, layer.params_dtype, self.max_tokens)
+            if part.fp8_scale is not None:
+                load_fp8_products(part.weight, layer.params_dtype, self.max_tokens)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., k]`` times the transpose of the layer's weight, plus ``bias``; [..., n] in x's dtype.
@@ -124,12 +135,18 @@ class PartitionedFp4Linear:
         outputs = []
         for part in layer.fp4_parts:
             own = None if bias is None else bias[part.rows]
-            out = product(x, part.weight, part.alpha, own, layer.fp4_columns)
+            out = product(x, part.weight, part.alpha, own, layer.fp4_columns, None, part.fp8_scale)
             n = part.rows.stop - part.rows.start
             outputs.append(out if part.weight.n == n else out[..., :n].contiguous())
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         activation = None if layer.fp4_parts[0].weight.gated else getattr(layer, "activation", None)
         return out if activation is None else activation(out)
+
+    def _part(
+        self, codes: torch.Tensor, scales: torch.Tensor, alpha: torch.Tensor | None, rows: slice, order: str | None
+    ) -> Part:
+        weight = prepared(Layer(codes=codes[rows], scales=scales[rows], decode_scale=alpha), order)
+        return Part(weight, alpha, rows, row_scale_of(weight) if self.fp8 else None)
 
     def _scalars(self) -> tuple[str, ...]:
         """The names of the scales of whole matrices."""
@@ -141,12 +158,6 @@ class PartitionedFp4Linear:
             return None
         scales: torch.Tensor = getattr(layer, self.names.global_scale).data.float()
         return scales.reciprocal() if self.names.encode else scales
-
-
-def _part(
-    codes: torch.Tensor, scales: torch.Tensor, alpha: torch.Tensor | None, rows: slice, order: str | None
-) -> Part:
-    return Part(prepared(Layer(codes=codes[rows], scales=scales[rows], decode_scale=alpha), order), alpha, rows)
 
 
 def _is_gated(layer: Any) -> bool:

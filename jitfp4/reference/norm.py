@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from jitfp4.reference.formats import divide
+from jitfp4.formats import E4M3_MAX
+from jitfp4.reference.formats import divide, encode_e4m3
 from jitfp4.reference.quantize import quantize_blocks, silu
 
 _UNIT = 16
 _LANES = 32
+_LEAST_SCALE = 2.0**-126  # of a row: that of less may have no reciprocal
 
 
 def rmsnorm(
@@ -77,6 +79,19 @@ def quantize(
     return quantize_blocks(
         y, _Form(block, scale), None if global_encode_scale is None else global_encode_scale.reshape(())
     )
+
+
+def quantize_rows(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[m, h] to E4M3 bytes, and the float32 decode scale of each row: its largest magnitude divided by 448.
+
+    In float32, every operation correctly rounded: ``e4m3(y * (1 / scale))``. NaN is quantized to NaN and does not count
+    for a scale. Scales of less than 2^-126 are zero, and so are their rows.
+    """
+    wide = y.float()
+    scale = divide(wide.abs().nan_to_num(0.0, torch.inf).amax(-1), torch.full_like(wide[..., 0], E4M3_MAX))
+    is_it = scale >= _LEAST_SCALE
+    by = torch.where(is_it, divide(1.0, scale), 0.0)
+    return encode_e4m3(wide * by.unsqueeze(-1)), torch.where(is_it, scale, 0.0)
 
 
 class _Form(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 
 from jitfp4 import ArgumentError, nvrtc, sim
 from jitfp4.arch import Arch
+from jitfp4.counters import COUNTER_BYTES
 from jitfp4.families.attention.api import WORKSPACE_BYTES
-from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import KERNEL as KERNEL_WGMMA
 from jitfp4.families.attention.kernels.prefill_wgmma import TILES, WgmmaSpec, WgmmaTactic, geometry, rejects, specialise

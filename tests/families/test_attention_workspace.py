@@ -14,10 +14,9 @@ import torch
 from cuda.bindings import driver as cuda
 
 import jitfp4
-from jitfp4 import driver, sim
+from jitfp4 import counters, driver, sim
 from jitfp4.arch import Arch
 from jitfp4.errors import LaunchError
-from jitfp4.families.attention import counters
 from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic

@@ -1,4 +1,4 @@
-"""mm_fp8_fp4: what rounding a weight to E4M3 costs, the kernel of sm_90a and its cuts, and what is refused."""
+"""mm_fp8_fp4: what rounding a weight to E4M3 costs, the kernels of sm_90a and their cuts, and which is selected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from jitfp4 import (
     ArgumentError,
-    ArgumentTypeError,
     Fp4Weight,
     UnsupportedArchError,
     fp8_row_scale,
@@ -22,8 +21,9 @@ from jitfp4 import (
 )
 from jitfp4.arch import Arch
 from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
-from jitfp4.families.gemm.fp8_tables import TABLE, problems
 from jitfp4.families.gemm.fp8_weight import rounded
+from jitfp4.families.gemm.kernels import expanded_fp8
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.wide_fp8 import KERNEL, TACTICS, Fp8Tactic, geometry, rejects
 from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat, DType
@@ -39,7 +39,7 @@ CUT = 33 * 2.0**-13  # of the largest of 32 products and a sum: what adding them
 
 
 @contextmanager
-def running(tactic: Fp8Tactic | None, *, races: bool = False, device: str = "cpu") -> Iterator[None]:
+def running(tactic: Fp8Tactic | ExpandedTactic | None, *, races: bool = False, device: str = "cpu") -> Iterator[None]:
     """Calls run the kernel: simulated, or on the GPU."""
     place = nullcontext() if device == "cuda" else sim.device("sm_90a", races=races)
     with place, nullcontext() if tactic is None else MM_FP8_FP4.forced(tactic):
@@ -106,14 +106,16 @@ def test_mxfp4_is_exact_down_to_2_to_the_minus_14_of_the_rows_scale() -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def whole_numbers(m: int, n: int, k: int, block_format: BlockFormat) -> tuple[torch.Tensor, Fp4Weight]:
+def whole_numbers(
+    m: int, n: int, k: int, block_format: BlockFormat, order: str | None = None
+) -> tuple[torch.Tensor, Fp4Weight]:
     """Activations of -1, 0 and 1 and a weight of codes, whose sums fit in the bits that the tensor cores keep."""
     generator = torch.Generator().manual_seed(m + n + k)
     a = torch.randint(-1, 2, (m, k), generator=generator).float()
     codes = torch.randint(0, 256, (n, k // 2), generator=generator).to(torch.uint8)
     one = 0x38 if block_format is NVFP4 else 127
     scales = torch.full((n, k // block_format.block), one, dtype=torch.uint8)
-    return a, prepare_fp4_weight(codes, scales, block_format.block, LINEAR)
+    return a, prepare_fp4_weight(codes, scales, block_format.block, LINEAR, order)
 
 
 def on(device: str, weight: Fp4Weight) -> Fp4Weight:
@@ -171,12 +173,16 @@ CASES = (  # with rows, rows of the weight and columns that are no whole tiles
     (Fp8Tactic(256, divided=True), 200, 136, 416, NVFP4),
     (Fp8Tactic(256, cluster=2, band=8), 200, 136, 160, MXFP4),
     (Fp8Tactic(256, cluster=2, divided=True, band=8), 300, 264, 544, NVFP4),
+    (ExpandedTactic(256, 1), 300, 136, 416, NVFP4),
+    (ExpandedTactic(144, 2), 530, 264, 544, MXFP4),
+    (ExpandedTactic(176, 2), 530, 264, 544, NVFP4),
 )
+Tactic = Fp8Tactic | ExpandedTactic
 
 
 @pytest.mark.parametrize(("tactic", "m", "n", "k", "block_format"), CASES, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_cuts(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockFormat, arch: str) -> None:
+def test_cuts(tactic: Tactic, m: int, n: int, k: int, block_format: BlockFormat, arch: str) -> None:
     with running(tactic):
         assert_exact(m, n, k, block_format)
 
@@ -187,6 +193,29 @@ def test_cuts(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockForm
 def test_each_bit_of_a_weight(block_format: BlockFormat) -> None:
     with running(Fp8Tactic(128)):
         assert_weights_come_back(72, 160, block_format)
+    with running(ExpandedTactic(256, 1)):
+        assert_weights_come_back(72, 288, block_format)
+
+
+def assert_gated(tactic: Tactic | None, m: int, block_format: BlockFormat, device: str = "cpu") -> None:
+    """silu(gate) * up of exact gates and ups, which are rounded once."""
+    a, weight = whole_numbers(m, 144, 160, block_format, "concatenated gate,up")
+    scale = torch.full((m,), 2.0**-4)
+    gates, ups = (scale.unsqueeze(1) * (a @ weight.dequantize().T)).double().chunk(2, -1)
+    weight = on(device, weight)
+    out = poisoned((m, 72), BF16, device)
+    with nullcontext() if tactic is None else running(tactic, device=device):
+        mm_fp8_fp4(a.to(E4M3).to(device), scale.to(device), weight, fp8_row_scale(weight), out=out, activation="swiglu")
+    want = gates * ups / (1 + torch.exp(-gates))
+    torch.testing.assert_close(out.cpu().double(), want, rtol=1.01 * 2.0**-8, atol=2.0**-30)
+
+
+@pytest.mark.sim
+@pytest.mark.compile
+@pytest.mark.parametrize("block_format", BlockFormat)
+def test_gates_and_ups(block_format: BlockFormat) -> None:
+    for tactic in (None, Fp8Tactic(64), Fp8Tactic(64, 2), ExpandedTactic(176, 2)):
+        assert_gated(tactic, 260 if isinstance(tactic, ExpandedTactic) else 40, block_format)
 
 
 @pytest.mark.sim
@@ -205,14 +234,17 @@ RACED = (
     Fp8Tactic(128, cluster=2),
     Fp8Tactic(256, 2),
     Fp8Tactic(256, divided=True),
+    ExpandedTactic(256, 1),
+    ExpandedTactic(144, 2),
 )
 
 
 @pytest.mark.parametrize("tactic", RACED, ids=str)
 @pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
-def test_without_a_race(tactic: Fp8Tactic, arch: str) -> None:
+def test_without_a_race(tactic: Tactic, arch: str) -> None:
+    m = 300 if isinstance(tactic, ExpandedTactic) else max(70, tactic.tile_m // 2 + 6)
     with running(tactic, races=True):
-        assert_exact(max(70, tactic.tile_m // 2 + 6), 136, 416, NVFP4)
+        assert_exact(m, 136, 416, NVFP4)
 
 
 @pytest.mark.sim
@@ -247,9 +279,15 @@ def test_nan_of_a_block_a_token_and_a_scale() -> None:
 # ---- selection -------------------------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_table_is_met() -> None:
-    met = {MM_FP8_FP4.select(one, SM_90A) for one in problems(SM_90A)}
-    assert met == {row.tactic for row in TABLE.rows}
+def test_many_rows_get_the_tiles_of_the_fewest_clocks() -> None:
+    for (m, n), wanted in {
+        (2048, 8192): ExpandedTactic(256, 2),  # 3.9 waves
+        (2048, 7168): ExpandedTactic(240, 2),  # 4 waves either way
+        (2048, 2112): ExpandedTactic(144, 1),  # 2 waves, where 256 rows are 1.03
+        (1 << 20, 8192): ExpandedTactic(256, 2),
+    }.items():
+        assert MM_FP8_FP4.select(problem(m, n, 4096), SM_90A) == wanted
+    assert MM_FP8_FP4.select(problem(2048, 1 << 20, 8192), SM_90A) == Fp8Tactic(256)  # more than there are counters
 
 
 def test_every_problem_has_a_tactic() -> None:
@@ -257,7 +295,7 @@ def test_every_problem_has_a_tactic() -> None:
         for n in (8, 2112, 4096, 57344):
             for k in (32, 4096):
                 tactic = MM_FP8_FP4.select(problem(m, n, k), SM_90A)
-                assert rejects(problem(m, n, k), tactic, SM_90A) is None
+                assert tactic in MM_FP8_FP4.candidates(problem(m, n, k), SM_90A)
 
 
 def test_every_tactic_makes_a_kernel_that_fits() -> None:
@@ -265,6 +303,10 @@ def test_every_tactic_makes_a_kernel_that_fits() -> None:
         spec: Any = KERNEL.specialise(problem(tactic.tile_m, 8192, 8192), tactic)
         assert spec.shared_bytes <= SM_90A.shared_bytes
         assert spec.slots >= 3
+    for tactic in expanded_fp8.TACTICS:
+        spec = expanded_fp8.KERNEL.specialise(problem(2048, 8192, 8192), tactic)
+        assert spec.shared_bytes <= SM_90A.shared_bytes
+        assert 4 <= spec.slots <= 5
 
 
 def test_other_architectures_are_refused() -> None:
@@ -277,6 +319,10 @@ def test_other_architectures_are_refused() -> None:
     assert "sm_90a" in str(rejects(problem(64, 64, 1024), TACTICS[0], Arch.of("sm_100a")))
     assert "empty" in str(rejects(problem(64, 64, 1024), Fp8Tactic(128), SM_90A))
     assert "step" in str(rejects(problem(64, 64, 128), Fp8Tactic(64, split=2), SM_90A))
+    more = ExpandedTactic(256, 1)
+    assert "sm_90a" in str(expanded_fp8.rejects(problem(512, 64, 1024), more, Arch.of("sm_100a")))
+    assert "multiplied" in str(expanded_fp8.rejects(problem(256, 64, 1024), more, SM_90A))
+    assert "counters" in str(expanded_fp8.rejects(problem(512, 1 << 20, 8192), more, SM_90A))
 
 
 @pytest.mark.parametrize(
@@ -304,46 +350,6 @@ def test_grids() -> None:
     assert (split.grid, split.cluster) == ((3 * 160, 1, 1), (3, 1, 1))  # not persistent
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("a", torch.zeros(4, 64).to(E4M3)),
-        ("a_scale", torch.ones(3)),
-        ("a_scale", torch.ones(8)[::2]),
-        ("row_scale", torch.ones(8)),
-        ("row_scale", torch.ones(64, 1)),
-        ("alpha", torch.ones(2)),
-        ("bias", torch.ones(16).bfloat16()),
-        ("out", torch.ones(4, 16).bfloat16()),
-        ("out_dtype", torch.float32),
-    ],
-    ids=str,
-)
-def test_wrong_values_are_named(name: str, given: Any) -> None:
-    weight = make_weight(8, 32, NVFP4)
-    good = {"a": torch.zeros(4, 32).to(E4M3), "a_scale": torch.ones(4), "weight": weight, "row_scale": torch.ones(64)}
-    with pytest.raises(ArgumentError, match=f"^{name}:"):
-        mm_fp8_fp4(**{**good, name: given})
-
-
-def test_a_weight_of_gates_and_ups_is_refused() -> None:
-    codes, scales = torch.zeros(16, 16, dtype=torch.uint8), torch.zeros(16, 2, dtype=torch.uint8)
-    weight = prepare_fp4_weight(codes, scales, sf_layout=LINEAR, order="interleaved")
-    with pytest.raises(ArgumentError, match=r"^weight: got one of gates and ups"):
-        mm_fp8_fp4(torch.zeros(4, 32).to(E4M3), torch.ones(4), weight, fp8_row_scale(weight))
-
-
-@pytest.mark.parametrize("name", ["a", "a_scale", "weight", "row_scale"])
-def test_wrong_types_are_named(name: str) -> None:
-    weight = make_weight(8, 32, NVFP4)
-    good = {"a": torch.zeros(4, 32).to(E4M3), "a_scale": torch.ones(4), "weight": weight, "row_scale": torch.ones(64)}
-    with pytest.raises(ArgumentTypeError, match=f"^{name}:"):
-        mm_fp8_fp4(**{**good, name: torch.zeros(4, 32).bfloat16()})
-
-
 # ---- on the GPU ------------------------------------------------------------------------------------------------------
 
 
@@ -357,9 +363,15 @@ def gpu() -> str:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
-    for tactic in (Fp8Tactic(64), Fp8Tactic(128), Fp8Tactic(256)):
+    for tactic in (Fp8Tactic(64), Fp8Tactic(128), Fp8Tactic(256), *expanded_fp8.TACTICS):
         with running(tactic, device=gpu):
             assert_weights_come_back(520, 1184, block_format, gpu)
+
+
+@pytest.mark.gpu
+def test_gates_and_ups_on_the_gpu(gpu: str) -> None:
+    for tactic in (Fp8Tactic(64), Fp8Tactic(256), Fp8Tactic(256, 2), ExpandedTactic(144, 2)):
+        assert_gated(tactic, 300, NVFP4, gpu)
 
 
 @pytest.mark.gpu
@@ -367,7 +379,7 @@ def test_each_bit_on_the_gpu(gpu: str, block_format: BlockFormat) -> None:
 @pytest.mark.parametrize("block_format", BlockFormat)
 def test_tactics_agree_and_repeat_themselves(gpu: str, m: int, block_format: BlockFormat, whole: bool) -> None:
     n, k = 2120, 1184
-    tactics = [tactic for tactic in TACTICS if rejects(problem(m, n, k), tactic, SM_90A) is None]
+    tactics = list(MM_FP8_FP4.candidates(problem(m, n, k), SM_90A))
     for tactic in some(12, tactics, whole=whole):
         with running(tactic, device=gpu):
             assert_exact(m, n, k, block_format, gpu)
@@ -389,6 +401,6 @@ def test_in_a_graph_and_behind_each_other(gpu: str) -> None:
             x = mm_fp8_fp4(x, scale, weight, row_scale, alpha).clamp(-4, 4).to(E4M3)
         return x.float()
 
-    for tactic in (None, Fp8Tactic(128, divided=True)):
+    for tactic in (None, Fp8Tactic(128, divided=True), ExpandedTactic(144, 2)):
         with running(tactic, device=gpu):
             check_graph_replay(chain)

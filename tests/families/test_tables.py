@@ -26,11 +26,14 @@ from jitfp4.families.gdn.operation import GATED_DELTA_RULE
 from jitfp4.families.gdn.problem import Problem as DeltaRuleProblem
 from jitfp4.families.gdn.problem import StateLayout
 from jitfp4.families.gemm.fp4_operation import MM_FP4
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.wide import WideTactic
+from jitfp4.families.gemm.kernels.wide_fp8 import Fp8Tactic
 from jitfp4.families.gemm.operation import MM_BF16_FP4
-from jitfp4.families.gemm.problem import Fp4Problem
+from jitfp4.families.gemm.problem import Fp4Problem, Fp8Problem
 from jitfp4.families.gemm.problem import Problem as GemmProblem
 from jitfp4.families.kv import operation as kv
 from jitfp4.families.kv.kernels.dequantize import DequantizeTactic
@@ -218,6 +221,14 @@ def fp4_cases() -> Iterator[tuple[Fp4Problem, Measured]]:
         yield problem, {kinds[line["kernel"]](**json.loads(line["tactic"])): float(line["us"]) for line in lines}
 
 
+def fp8_cases() -> Iterator[tuple[Fp8Problem, Measured]]:
+    """Of bench.bench_fp8, search: NVFP4 weights, bf16 results."""
+    kinds = {"gemm/wide_fp8": Fp8Tactic, "gemm/expanded_fp8": ExpandedTactic}
+    for (n, k, m), lines in cases(lines_of(MM_FP8_FP4), 3):
+        problem = Fp8Problem(DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k))
+        yield problem, {kinds[line["kernel"]](**json.loads(line["tactic"])): float(line["us"]) for line in lines}
+
+
 def gemm_problem(n: str, k: str, m: str) -> GemmProblem:
     return GemmProblem(DType.BF16, DType.BF16, NVFP4, m=int(m), n=int(n), k=int(k))
 
@@ -281,6 +292,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (MM_BF16_FP4, gemm_cases, 112, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
+        (MM_FP8_FP4, fp8_cases, 48, 1.10),
         (ATTENTION, decode_cases, 54, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
         (ATTENTION, prefill_cases, 39, 1.13),
         (RMSNORM, norm_cases, 63, 1.10),
@@ -294,6 +306,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         "gemm",
         "gemm in a step",
         "mm_fp4",
+        "mm_fp8_fp4",
         "decode",
         "prefill",
         "norm",

@@ -28,6 +28,7 @@ def good_calls() -> Calls:
         return torch.zeros(*shape, dtype=torch.uint8)
 
     one = lambda: torch.ones(1)  # noqa: E731
+    eights = lambda: {"y_fp8": torch.zeros(4, 64).to(torch.float8_e4m3fn), "y_scale": torch.ones(4)}  # noqa: E731
     gates = lambda: {"A_log": torch.zeros(2), "a": half(2, 1, 2), "dt_bias": torch.zeros(2), "b": half(2, 1, 2)}  # noqa: E731
     qkv = lambda: {"q": half(2, 1, 1, 64), "k": half(2, 1, 1, 64), "v": half(2, 1, 2, 64)}  # noqa: E731
     state = lambda: torch.zeros(2, 2, 64, 64)  # noqa: E731
@@ -125,6 +126,14 @@ def good_calls() -> Calls:
         },
         "fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
         "gemma_fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
+        "rows_fp8quant": lambda: {"input": half(4, 64), **eights()},
+        "rmsnorm_fp8quant": lambda: {"input": half(4, 64), "weight": half(64), **eights()},
+        "add_rmsnorm_fp8quant": lambda: {
+            "input": half(4, 64),
+            "residual": half(4, 64),
+            "weight": half(64),
+            **eights(),
+        },
         "mm_fp4": lambda: {
             "a": codes(4, 32),
             "b": codes(8, 32).T,

@@ -122,6 +122,13 @@ def _more() -> Calls:
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
+        "mm_fp8_fp4 expanded": lambda: eights(520, 128, 128),
+        "mm_fp8_fp4 swiglu": lambda: {
+            **eights(64, 128, 128),
+            "weight": product(64, 128, 128, "interleaved")["weight"],
+            "row_scale": torch.ones(128),
+            "activation": "swiglu",
+        },
         "mm_bf16_fp4 residual": lambda: {**product(3, 64, 128), "residual": _half(3, 64)},
         "mm_bf16_fp4 swiglu": lambda: {
             **product(64, 128, 128, "interleaved"),

@@ -24,17 +24,21 @@ from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_UP
 from jitfp4.families.experts.problem import Problem as ExpertsProblem
 from jitfp4.families.experts.problem import Product
 from jitfp4.families.experts.tables import item_rows_of
+from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.operation import MM_BF16_FP4
+from jitfp4.families.gemm.problem import Fp8Problem
 from jitfp4.families.gemm.problem import Problem as ProductProblem
 from jitfp4.families.kv.operation import quantize
 from jitfp4.families.kv.problem import Addressing, QuantizeProblem
 from jitfp4.formats import MXFP4, NVFP4, DType
 from jitfp4.integrations import kernels
+from jitfp4.integrations.fp8 import LEAST_ROWS
 from jitfp4.integrations.kernels import (
     Traffic,
     appends,
     attentions,
     expert_products,
+    fp8_products,
     load_appends,
     load_attention,
     load_products,
@@ -52,6 +56,15 @@ def test_products_of_every_number_of_rows(arch: str, n: int, k: int) -> None:
         every = (ProductProblem(DType.BF16, DType.BF16, block_format, m, n, k) for m in range(1, most + 1))
         assert set(warmup.needed(MM_BF16_FP4, every, Arch.of(arch))) <= set(listed)
         assert len(listed) < 16
+
+
+@pytest.mark.parametrize(("n", "k"), [(2112, 4096), (7168, 2048), (28672, 4096)])
+def test_products_in_fp8_of_every_number_of_rows(n: int, k: int) -> None:
+    most, arch = 2500, Arch.of("sm_90a")
+    listed = warmup.needed(MM_FP8_FP4, fp8_products(DType.BF16, NVFP4, n, k, most), arch)
+    every = (Fp8Problem(DType.BF16, NVFP4, m, n, k) for m in range(LEAST_ROWS, most + 1))
+    assert set(warmup.needed(MM_FP8_FP4, every, arch)) <= set(listed)
+    assert len(listed) < 16
 
 
 def call(*, head_dim: int, heads: int, kv_heads: int, page: int, batch: int, q_len: int, longest: int) -> Arguments:

@@ -22,6 +22,7 @@ from jitfp4.families.gemm.fp8_operation import MM_FP8_FP4
 from jitfp4.families.gemm.kernels.blockscaled import K64Tactic
 from jitfp4.families.gemm.kernels.blockscaled_k96 import K96Tactic
 from jitfp4.families.gemm.kernels.blockscaled_masked import MaskedTactic
+from jitfp4.families.gemm.kernels.expanded_fp8 import ExpandedTactic
 from jitfp4.families.gemm.kernels.narrow import NarrowTactic
 from jitfp4.families.gemm.kernels.portable import PortableTactic
 from jitfp4.families.gemm.kernels.portable_masked import PortableMaskedTactic
@@ -153,7 +154,12 @@ def wide_fp8_cases() -> Iterator[Case]:
         yield partial(_fp8_call, tactic, m, n, k, block_format)
 
 
-def _fp8_call(tactic: Fp8Tactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:
+def expanded_fp8_cases() -> Iterator[Case]:
+    yield partial(_fp8_call, ExpandedTactic(256, 1), 300, 136, 288, MXFP4)
+    yield partial(_fp8_call, ExpandedTactic(144, 2), 530, 264, 416, NVFP4)
+
+
+def _fp8_call(tactic: Fp8Tactic | ExpandedTactic, m: int, n: int, k: int, block_format: BlockFormat) -> Call:
     generator = torch.Generator().manual_seed(m + n + k)
     weight = make_weight(n, k, block_format)
     given = {

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import jitfp4
-from jitfp4.families.attention import counters
+from jitfp4 import counters
 
 SCATTERED: dict[str, Any] = {
     "lengths": (140,),

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jitfp4 import engine, remembered, replay
+from jitfp4 import counters, engine, remembered, replay
 from jitfp4.arch import Arch
-from jitfp4.families.attention import counters
 from jitfp4.kernel import Plan
 from jitfp4.spec import TileMap
 

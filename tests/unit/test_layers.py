@@ -21,6 +21,7 @@ ROOMS = {
     # sim takes torch tensors at its edge
     "torch": {
         "addresses",
+        "counters",
         "tensors",
         "weight",
         "dispatch",

@@ -118,9 +118,8 @@ struct Shared {
   uint8   x[4][64 * 128], weight[3][2][4608];
   Barrier full[4], empty[4], weight_full[3], weight_empty[3];
 };
-__global__ void run(Shared& shared, float (&sums)[32], const float* scales) {
+__global__ void run(Shared& shared, float (&sums)[32]) {
   Fp8Consumer<Shared, Format::kNvfp4, 64, 2>{shared, 0, 0, 0}.accumulate(sums, 3);
-  RowScales<64>(scales, 1, 0, 100, 0).multiply(sums, 0);
 }
 """
 USES: dict[str, tuple[str, str]] = {
@@ -194,6 +193,20 @@ USES: dict[str, tuple[str, str]] = {
         "__global__ void run(float (&x)[8][4], float (&y)[16][4], uint4 a) {\n"
         "  ptx::wgmma<bf16, false>(x, a, ptx::wgmma_matrix(0, 8192));\n"
         "  ptx::wgmma<f16, true>(y, a, 0), ptx::wgmma_wait_for(x), ptx::wgmma_wait_for(y);\n}\n",
+    ),
+    "gemm/fp8_expansion.cuh.j2": (
+        "sm_90a",
+        "template struct Fp8Weight<bf16, Format::kMxfp4>;\n"
+        "__global__ void run(const uint8* tiles, const float* scales, uint8* to, uint32* counters) {\n"
+        "  const Expansion<Format::kNvfp4> expansion(tiles, scales, to, counters, 128, 4, 2);\n"
+        "  expansion.run(threadIdx.x), expansion.wait(0, 0), expansion.finish(1, threadIdx.x);\n}\n",
+    ),
+    "gemm/fp8_results.cuh.j2": (
+        "sm_90a",
+        "using Results = WideResults<bf16, 64, 2, 2, 1, 1, false>;\n"
+        "__global__ void run(uint8 (&to)[2][4096], const TensorMap& out, float (&sums)[32], const float* scales) {\n"
+        "  RowScales<64>(scales, 1, 0, 100, 0).multiply(sums, 0);\n"
+        "  write_parts<Results, 2>(to, {out, {0, 0}, 64, false}, sums, 1, threadIdx.x, {}, {});\n}\n",
     ),
     "gemm/group_sums.cuh.j2": (
         "sm_90a",

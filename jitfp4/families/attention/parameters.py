@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jitfp4 import replay
+from jitfp4 import counters, replay
 from jitfp4.errors import ArgumentError
-from jitfp4.families.attention import counters
 from jitfp4.families.attention.arguments import Arguments, heads_and_page, strides
 from jitfp4.spec import F32, I64, Param, Ptr
 

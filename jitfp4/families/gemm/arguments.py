@@ -31,7 +31,8 @@ class Arguments(NamedTuple):
 class Fp8Arguments(NamedTuple):
     """a [m, k], E4M3 as bytes, a prepared weight of n rows, and out [m, n].
 
-    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight.
+    ``a_scale`` has a scale for each row of a or one for all, ``row_scale`` one for each row of the weight. ``gated``:
+    rows of the weight are gates and ups, and out is [m, n / 2].
     """
 
     a: torch.Tensor
@@ -41,11 +42,12 @@ class Fp8Arguments(NamedTuple):
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
     out: Written
+    gated: bool
     enable_pdl: bool | None
     names: str
 
 
-def weight_rows(arguments: Arguments) -> int:
+def weight_rows(arguments: Arguments | Fp8Arguments) -> int:
     """The rows of the weight."""
     return arguments.out.shape[1] * (2 if arguments.gated else 1)
 

@@ -29,6 +29,8 @@ def mm_fp8_fp4(
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
+    *,
+    activation: str | None = None,
 ) -> torch.Tensor:
     """Multiply E4M3 activations by the transpose of an FP4 weight, on the FP8 tensor cores of sm_90a.
 
@@ -36,9 +38,9 @@ def mm_fp8_fp4(
         a: [..., k], float8_e4m3fn, 16-byte aligned; elements of a row adjacent, rows at multiples of 16 bytes.
         a_scale: the *decode* scale of each row of ``a``, float32 with as many elements as ``a`` has rows, contiguous;
             or one element for all of ``a``.
-        weight: [n, k], from prepare_fp4_weight() without an ``order``, on a's device. It must be complete when the call
-            is made, as ``row_scale`` must be, because with programmatic dependent launch the kernel reads both while
-            its predecessor still runs.
+        weight: [n, k], from prepare_fp4_weight(), on a's device. It must be complete when the call is made, as
+            ``row_scale`` must be, because with programmatic dependent launch the kernel reads both while its
+            predecessor still runs.
         row_scale: float32 [round_up(n, 64)], from fp8_row_scale(weight).
         alpha: one float32 on a's device, a factor of the product: the weight's global *decode* scale. Read on the
             device only. None means 1.
@@ -47,8 +49,12 @@ def mm_fp8_fp4(
         out: [..., n] to fill in place, on a's device, 16-byte aligned; elements of a row adjacent, rows at multiples of
             16 bytes; sharing no memory with another argument. Allocated when None.
         enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+        activation: "swiglu" for a weight that was prepared with an ``order`` of gates and ups, which needs one: the
+            output is then [..., n / 2], without bias. None for other weights.
     Returns:
         [..., n] in ``out_dtype``.
+        More than 512 rows of ``a`` take n * k bytes, rounded up to multiples of 64 and 128, while they are multiplied:
+        the weight in E4M3, of which each element is then expanded once. Weights of more than 2^30 elements are not.
     Numerics:
         ``round(alpha * row[n] * a_scale[m] * sum over k of a[m, k] * w[n, k] + bias[n])``, where ``w`` is the weight
         divided by its row's scale and rounded to E4M3, ties to even: an element is off by at most 1 / 21 of itself, and
@@ -56,18 +62,21 @@ def mm_fp8_fp4(
         their row are exact. Sums stay in the tensor cores, which keep about 14 bits of them: of normal operands the
         error of a sum is 0.12 % of its root mean square for 4096 columns, and 0.38 % for 28672, beside 2.2 % of a
         rounded NVFP4 weight and 2.7 % of activations in E4M3 (``bench/results/cpu/fp8_accuracy.csv``). The order of a
-        sum depends only on the shapes and the GPU: equal calls give equal bits.
+        sum depends only on the shapes and the GPU: equal calls give equal bits. "swiglu" as in mm_bf16_fp4().
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
         UnsupportedArchError: on a GPU other than sm_90a.
     """
     if not isinstance(weight, Fp4Weight):
         raise ArgumentTypeError("weight", type(weight).__name__, "an Fp4Weight, from prepare_fp4_weight()")
-    if weight.gated:
-        raise ArgumentError("weight", "one of gates and ups", "one that was prepared without an order")
+    if weight.gated != (activation is not None) or activation not in (None, "swiglu"):
+        allowed = '"swiglu" for a weight of gates and ups' if weight.gated else "None: the weight has no gates"
+        raise ArgumentError("activation", repr(activation), allowed)
+    if weight.gated and bias is not None:
+        raise ArgumentError("bias", "a tensor", "None with an activation")
     return _multiply(
         *(a, a_scale, weight.data, weight.row_scale, row_scale, alpha, bias),
-        *(out, weight.n, weight.k, out_dtype, enable_pdl),
+        *(out, weight.n, weight.k, weight.gated, out_dtype, enable_pdl),
     )
 
 
@@ -83,6 +92,7 @@ def _multiply(
     out: torch.Tensor | None,
     n: int,
     k: int,
+    gated: bool,
     out_dtype: torch.dtype,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
@@ -108,7 +118,7 @@ def _multiply(
         if tuple(bias.shape) != (n,):
             raise ArgumentError("bias", f"shape {tuple(bias.shape)}", f"({n},)")
         check_contiguous("bias", bias)
-    shape = (*a.shape[:-1], n)
+    shape = (*a.shape[:-1], n // 2 if gated else n)
     result = torch.empty(shape, dtype=out_dtype, device=a.device) if out is None else out
     check_dtype("out", result, (out_dtype,))
     check_same_device("out", result, a)
@@ -123,6 +133,7 @@ def _multiply(
             alpha=alpha,
             bias=bias,
             out=as_rows("out", result if result.dim() > 1 else result.unsqueeze(0), ROWS),
+            gated=gated,
             enable_pdl=enable_pdl,
             names="data=weight",
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from jitfp4.families.gemm import fp8_weight
-from jitfp4.families.gemm.arguments import Fp8Arguments
+from jitfp4.families.gemm.arguments import Fp8Arguments, weight_rows
 from jitfp4.families.gemm.fp8_tables import TABLE, problems
-from jitfp4.families.gemm.kernels import wide_fp8
+from jitfp4.families.gemm.kernels import expanded_fp8, wide_fp8
 from jitfp4.families.gemm.problem import DTYPES, Fp8Problem
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from jitfp4.operation import Operation
@@ -25,23 +25,25 @@ def _problem(arguments: Fp8Arguments) -> Fp8Problem:
         out_dtype=DTYPES[arguments.out.dtype],
         format=_format(arguments),
         m=m,
-        n=arguments.out.shape[1],
+        n=weight_rows(arguments),
         k=k,
+        gated=arguments.gated,
     )
 
 
 def _reference(arguments: Fp8Arguments) -> None:
-    n, k, form = arguments.out.shape[1], arguments.a.shape[1], _format(arguments)
+    n, k, form = weight_rows(arguments), arguments.a.shape[1], _format(arguments)
     own = None if form is NVFP4 else arguments.row_scale
-    values = fp8_weight.rounded(Fp4Weight(arguments.data, own, n, k, form), arguments.row_scale)
+    weight = Fp4Weight(arguments.data, own, n, k, form, arguments.gated)
     a = arguments.a.view(torch.float8_e4m3fn).double() * arguments.a_scale.double().reshape(-1, 1)
-    arguments.out.copy_(reference.matmul(a, values, arguments.alpha, arguments.bias))
+    out = reference.matmul(a, fp8_weight.rounded(weight, arguments.row_scale), arguments.alpha, arguments.bias)
+    arguments.out.copy_(reference.swiglu(out) if arguments.gated else out)
 
 
 MM_FP8_FP4 = Operation(
     Fp8Arguments,
     name="mm_fp8_fp4",
-    kernels=(wide_fp8.KERNEL,),
+    kernels=(wide_fp8.KERNEL, expanded_fp8.KERNEL),
     problem=_problem,
     problems=problems,
     tables=(TABLE,),

@@ -12,7 +12,7 @@ from jitfp4.formats import E4M3_MAX, NVFP4
 from jitfp4.public import checked
 from jitfp4.reference.formats import decode_e2m1
 from jitfp4.tensors import check_device
-from jitfp4.weight import TILE_ROWS, Fp4Weight, check_still, decode_scales, unpack
+from jitfp4.weight import TILE_ROWS, Fp4Weight, check_still, decode_scales, gates_first, unpack
 
 _MOST_CODE = 6.0
 _MXFP4_SHIFT = 4.0  # the largest scale of a prepared row is 2^8, and 6 * 2^6 is the most that E4M3 holds
@@ -53,7 +53,7 @@ def fp8_row_scale(weight: Fp4Weight) -> torch.Tensor:
 
 
 def rounded(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
-    """float32 [n, k]: the values that the kernels multiply, with their row's scale.
+    """float32 [n, k]: the values that the kernels multiply, with their row's scale; of gates and ups, gates first.
 
     Divided by it, each is rounded to the nearest E4M3, ties to even; one that is less than 2^-6 then, to a multiple of
     2^-9 that is less than 2^-9 away.
@@ -70,4 +70,5 @@ def rounded(weight: Fp4Weight, row_scale: torch.Tensor) -> torch.Tensor:
     power = torch.exp2(torch.floor(torch.log2(magnitudes.clamp_min(_NORMAL))))
     cut = torch.floor(magnitudes / (power / 8)) * (power / 8)
     values = torch.where(codes & 8 != 0, -cut, cut) * row_scale.unsqueeze(-1)
-    return values[: weight.n, : weight.k]
+    values = values[: weight.n, : weight.k]
+    return gates_first(values) if weight.gated else values

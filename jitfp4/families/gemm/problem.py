@@ -43,13 +43,17 @@ class Problem(NamedTuple):
 
 
 class Fp8Problem(NamedTuple):
-    """x [m, k] in E4M3 times the transpose of a weight [n, k]."""
+    """x [m, k] in E4M3 times the transpose of a weight [n, k].
+
+    ``gated``: the weight is n / 2 gates and as many ups.
+    """
 
     out_dtype: DType
     format: BlockFormat
     m: int
     n: int
     k: int
+    gated: bool = False
 
     def waves(self, arch: Arch) -> float:
         """Waves of tiles of 128 rows of the weight by 256 rows of x, with one tile on each SM."""

@@ -1,6 +1,7 @@
-"""RMSNorm, alone, behind a residual addition or before a gate, to 16-bit floats or fused with FP4 quantization."""
+"""RMSNorm, alone, behind an addition or before a gate, to 16-bit floats, or fused with quantization to FP4 or FP8."""
 
 from jitfp4.families.norm.api import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+from jitfp4.families.norm.fp8 import add_rmsnorm_fp8quant, rmsnorm_fp8quant, rows_fp8quant
 from jitfp4.families.norm.plain import (
     fused_add_rmsnorm,
     gemma_fused_add_rmsnorm,
@@ -11,10 +12,13 @@ from jitfp4.families.norm.plain import (
 
 __all__ = [
     "add_rmsnorm_fp4quant",
+    "add_rmsnorm_fp8quant",
     "fused_add_rmsnorm",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "rmsnorm",
     "rmsnorm_fp4quant",
+    "rmsnorm_fp8quant",
     "rmsnorm_gated",
+    "rows_fp8quant",
 ]

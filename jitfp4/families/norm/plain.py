@@ -160,13 +160,15 @@ def gemma_fused_add_rmsnorm(
     _add_and_normalise(input, residual, weight, eps, 1.0, enable_pdl)
 
 
-def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: A002
-    """The input as rows, after checks of what all functions take."""
+def check_rows(input: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: A002
+    """The input as rows, after checks of what all functions take; ``weight`` is None where nothing is normalised."""
     check_dtype("input", input, HALVES)
     rows = as_rows("input", input, _MULTIPLE)
     h = rows.shape[1]
     if not MIN_HIDDEN <= h <= MAX_HIDDEN:
         raise ArgumentError("input", f"h = {h}", f"a multiple of {_MULTIPLE} from {MIN_HIDDEN} to {MAX_HIDDEN}")
+    if weight is None:
+        return rows
     check_dtype("weight", weight, (input.dtype,))
     check_same_device("weight", weight, input)
     if tuple(weight.shape) != (h,):
@@ -177,7 +179,8 @@ def _check(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return rows
 
 
-def _check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
+def check_like(name: str, tensor: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
+    """Check that ``tensor`` has input's shape, dtype and device."""
     check_dtype(name, tensor, (input.dtype,))
     check_same_device(name, tensor, input)
     if differ(tensor.shape, input.shape):
@@ -193,9 +196,9 @@ def _normalise(
     out: torch.Tensor | None,
     enable_pdl: bool | None,
 ) -> torch.Tensor:
-    rows = _check(input, weight, eps)
+    rows = check_rows(input, weight, eps)
     if gate is not None:
-        _check_like("gate", gate, input)
+        check_like("gate", gate, input)
         gate = as_rows("gate", gate, _MULTIPLE)
     result = output("out", out, tuple(input.shape), (input.dtype,), like=input)
     RMSNORM(
@@ -224,9 +227,9 @@ def _add_and_normalise(
     enable_pdl: bool | None,
 ) -> torch.Tensor:
     """The call behind both functions; returns the input, so that it can be remembered."""
-    rows = _check(input, weight, eps)
+    rows = check_rows(input, weight, eps)
     check_contiguous("input", input)
-    _check_like("residual", residual, input)
+    check_like("residual", residual, input)
     check_contiguous("residual", residual)
     RMSNORM(
         Arguments(

@@ -15,6 +15,7 @@ from jitfp4.integrations.transformers.cache import Nvfp4Cache, calibrate
 from jitfp4.integrations.transformers.config import Jitfp4Config
 from jitfp4.integrations.transformers.delta_rule import use_gated_delta_rule
 from jitfp4.integrations.transformers.experts import register_experts
+from jitfp4.integrations.transformers.prompts import use_fp8_activations
 from jitfp4.integrations.transformers.quantizer import Jitfp4Quantizer, claim
 from jitfp4.integrations.transformers.serving import load_kernels
 
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate",
     "load_kernels",
     "register",
+    "use_fp8_activations",
     "use_gated_delta_rule",
 ]
 

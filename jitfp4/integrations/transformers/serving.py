@@ -8,7 +8,15 @@ import torch
 
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.integrations.experts import ExpertsModule
-from jitfp4.integrations.kernels import Traffic, load_appends, load_attention, load_experts, load_growing, load_products
+from jitfp4.integrations.kernels import (
+    Traffic,
+    load_appends,
+    load_attention,
+    load_experts,
+    load_fp8_products,
+    load_growing,
+    load_products,
+)
 from jitfp4.integrations.layers import Fp4Linear
 from jitfp4.integrations.transformers.attention import NAME
 from jitfp4.integrations.transformers.cache import PAGE, Nvfp4Cache, Nvfp4Layer
@@ -30,6 +38,8 @@ def load_kernels(model: Any, *, requests: int, max_cache_len: int, max_tokens: i
     for module in model.modules():
         if isinstance(module, Fp4Linear):
             load_products(module.multiplied, dtype, max_tokens)
+            if module.in_fp8:
+                load_fp8_products(module.multiplied, dtype, max_tokens)
         elif isinstance(module, ExpertsModule):
             load_experts(module.experts, dtype, slots, max_tokens)
         elif (glue := needed(module, config, dtype, max_tokens)) is not None:

@@ -6,6 +6,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
+from jitfp4.errors import ArgumentError
 from jitfp4.formats import BlockFormat
 from jitfp4.integrations.checkpoints import Source
 from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
@@ -15,6 +16,8 @@ from jitfp4.integrations.partitions import Parameters, PartitionedFp4Linear
 class Fp4LinearMethod(PartitionedFp4Linear, LinearMethodBase):
     """A linear layer of vLLM; see PartitionedFp4Linear.
 
+    With ``--additional-config '{"jitfp4_activations": "fp8"}'`` activations of many tokens are quantized to E4M3.
+
     Args:
         source, block_format, prefix: as there.
     """
@@ -22,5 +25,9 @@ class Fp4LinearMethod(PartitionedFp4Linear, LinearMethodBase):
     parameters = Parameters(ModelWeightParameter, GroupQuantScaleParameter, PerTensorScaleParameter)
 
     def __init__(self, source: Source, block_format: BlockFormat, prefix: str) -> None:
-        max_tokens = int(get_current_vllm_config().scheduler_config.max_num_batched_tokens)
-        super().__init__(source, block_format, prefix, max_tokens)
+        config = get_current_vllm_config()
+        activations = config.additional_config.get("jitfp4_activations")
+        if activations not in (None, "fp8"):
+            raise ArgumentError("additional_config, jitfp4_activations", repr(activations), "'fp8' or None")
+        max_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        super().__init__(source, block_format, prefix, max_tokens, activations == "fp8")

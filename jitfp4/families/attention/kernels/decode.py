@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jitfp4.arch import Arch, names_with
+from jitfp4.counters import COUNTER_BYTES
 from jitfp4.families.attention.arguments import Arguments
-from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
 from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem
 from jitfp4.formats import DType

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jitfp4.arch import Arch, names_with, shared_bytes_with
+from jitfp4.counters import COUNTER_BYTES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.attention.arguments import Arguments
-from jitfp4.families.attention.counters import COUNTER_BYTES
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType

@@ -52,10 +52,12 @@ class Fp8Spec(KernelSpec):
 
     ``split`` CTAs of a cluster share the columns of a tile. Alternatively, ``cluster`` CTAs share rows of x, and the
     last tiles may be ``divided`` among all clusters. Tiles follow each other in bands of ``band`` along the rows of x.
+    ``gated``: the rows of the weight are gates and ups.
     """
 
     out_dtype: DType
     format: BlockFormat
+    gated: bool
     tile_m: int
     split: int
     cluster: int
@@ -63,6 +65,7 @@ class Fp8Spec(KernelSpec):
     band: int
 
     product_rows = ()  # of 16-bit products
+    expanded = False  # the weight becomes E4M3 in registers
 
     def __post_init__(self) -> None:
         for name, allowed in (("tile_m", TILE_MS), ("split", _SPLITS), ("cluster", (1, 2))):
@@ -113,7 +116,7 @@ class Fp8Spec(KernelSpec):
 
 
 def _specialise(problem: Fp8Problem, tactic: Fp8Tactic) -> Fp8Spec:
-    return Fp8Spec(out_dtype=problem.out_dtype, format=problem.format, **asdict(tactic))
+    return Fp8Spec(out_dtype=problem.out_dtype, format=problem.format, gated=problem.gated, **asdict(tactic))
 
 
 def rejects(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> str | None:
@@ -142,6 +145,7 @@ def geometry(problem: Fp8Problem, tactic: Fp8Tactic, arch: Arch) -> Geometry:
 def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = None) -> dict[str, Any]:
     spec: Fp8Spec = plan.spec
     x, out = arguments.a.view(torch.uint16), arguments.out.view(torch.uint16)
+    columns = TILE_ROWS // 2 if spec.gated else TILE_ROWS
     return {
         "x": TileMap(x, (spec.tile_m // spec.cluster, TILE_COLS // 2), swizzle=128),
         "x_scale": arguments.a_scale,
@@ -150,7 +154,7 @@ def _bind(arguments: Fp8Arguments, plan: Plan, workspace: torch.Tensor | None = 
         "alpha": arguments.alpha,
         "bias": arguments.bias,
         "workspace": workspace,
-        "out": TileMap(out, (spec.tile_m // spec.parts, TILE_ROWS), swizzle=128),
+        "out": TileMap(out, (spec.tile_m // spec.parts, columns), swizzle=2 * columns),
         "m": plan.problem.m,
         "n": plan.problem.n,
         "k": plan.problem.k,
@@ -169,7 +173,7 @@ KERNEL = Kernel(
         Ptr("alpha", "const float", "[1]; null: 1"),
         Ptr("bias", "const Out", "[n]; null: none"),
         Ptr("workspace", "uint8", "of divided tiles, else null"),
-        TensorMapParam("out", "[m, n], boxes [kPartM, 64]"),
+        TensorMapParam("out", "[m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]"),
         I64("m"),
         I64("n", "a multiple of 8"),
         I64("k", "a multiple of 32"),

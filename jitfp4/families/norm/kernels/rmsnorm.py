@@ -106,17 +106,17 @@ def rejects(problem: Problem, tactic: Tactic, _arch: Arch) -> str | None:
     return f"it holds rows of at most {capacity} elements" if problem.h > capacity else None
 
 
-def row_threads(h: int, spec: Spec) -> int:
+def row_threads(h: int, units: int, warps: int) -> int:
     """Threads of a CTA that share a row: a power of two within a warp, or whole warps."""
-    if spec.warps == 1 and spec.units == 1:
+    if warps == 1 and units == 1:
         return 1 << (ceil_div(h, UNIT) - 1).bit_length()
-    return WARP * ceil_div(h, TURN * spec.units)
+    return WARP * ceil_div(h, TURN * units)
 
 
 def geometry(problem: Problem, tactic: Tactic, _arch: Arch) -> Geometry:
     """A CTA for each row, or for four warps of rows."""
     spec = specialise(problem, tactic)
-    share = row_threads(problem.h, spec)
+    share = row_threads(problem.h, spec.units, spec.warps)
     threads = share if spec.warps > 1 else spec.max_threads
     return Geometry(grid=(ceil_div(problem.m * share, threads), 1, 1), block=(threads, 1, 1))
 
@@ -133,7 +133,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "h": plan.problem.h,
         "x_stride": x.stride(0),
         "gate_stride": 0 if gate is None else gate.stride(0),
-        "row_threads": row_threads(plan.problem.h, plan.spec),
+        "row_threads": row_threads(plan.problem.h, plan.spec.units, plan.spec.warps),
         "eps": arguments.eps,
         "weight_bias": arguments.weight_bias,
     }

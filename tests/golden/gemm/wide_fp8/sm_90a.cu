@@ -1,9 +1,10 @@
 // gemm_wide_fp8, generated from templates/gemm/wide_fp8.cu.j2
-// spec: {"band":4,"cluster":1,"divided":false,"format":"nvfp4","out_dtype":"bf16","split":1,"tile_m":64}
+// spec: {"band":4,"cluster":1,"divided":false,"format":"nvfp4","gated":false,"out_dtype":"bf16","split":1,"tile_m":64}
 //
 // out [m, n] = x [m, k] times the transpose of an FP4 weight [n, k], in E4M3. On the tensor cores the weight is the
 // left operand, decoded in registers, and x the right one, in shared memory. So rows of a product are rows of the
-// weight, and the transpose of a product is written to out.
+// weight, and the transpose of a product is written to out. With kGated, rows of the weight are gates of features and
+// their ups, and out [m, n / 2] is silu(gate) * up.
 //
 // A CTA takes tiles of kTileN rows of the weight by kTileM rows of x, in steps of 128 columns. Two producer warps keep
 // kWeightSlots steps of the weight and kSlots steps of x in flight. A consumer warpgroup has 64 rows of the weight: it
@@ -17,17 +18,6 @@
 // but the last leave partial sums in memory, and the last adds them in a fixed order. It waits for earlier clusters
 // only, and those leave their sums before they wait themselves, because a cluster takes the tiles of its share in
 // descending order.
-
-// ---- partials/bulk_groups --------------------------------------------------
-// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
-namespace ptx {
-// The stores that this thread has started since the last group become one.
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all but the last kAllowed groups of this thread have read their source.
-template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
-}
-}  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -706,6 +696,12 @@ template <Format kFormat> __device__ __forceinline__ uint32 exponent_of(float ro
   return (kBias - shift) << 7 & 0x7F80u | 6;
 }
 
+// Two pairs of such products become four bytes.
+__device__ __forceinline__ uint32 to_e4m3(uint32 first, uint32 second) {
+  return __byte_perm(ptx::select_bits(kPairSigns, first, first << 4),
+                     ptx::select_bits(kPairSigns, second, second << 4), 0x7531);
+}
+
 // Half of a step of the columns, as it lies in shared memory: for each 16 columns a word of the lane that has the first
 // of a pair of neighbours in the order of bf16, one of the next lane, and scales.
 template <Format kFormat> struct RawHalf {
@@ -738,7 +734,7 @@ template <Format kFormat> struct RawHalf {
     const uint32 word  = scales[kFormat == Format::kNvfp4 ? i / 2 : 0];
     const uint32 bytes = (is_second ? __byte_perm(word, 0, 0x2301) : word) & 0x0FF00FF0u;
     mul_pairs<bf16>(u, l, bytes + exponents);
-    upper = joined(u), lower = joined(l);
+    upper = to_e4m3(u[0], u[1]), lower = to_e4m3(l[0], l[1]);
   }
 
  private:
@@ -747,12 +743,6 @@ template <Format kFormat> struct RawHalf {
     uint32 d;
     asm("shr.u32 %0, %1, %2;" : "=r"(d) : "r"(v), "r"(right));
     return d;
-  }
-  static __device__ __forceinline__ uint32 joined(const uint32 (&pairs)[2]) {
-    uint32 q[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) q[i] = ptx::select_bits(kPairSigns, pairs[i], pairs[i] << 4);
-    return __byte_perm(q[0], q[1], 0x7531);
   }
 };
 
@@ -844,27 +834,16 @@ template <class Shared, Format kFormat, int kTileM, int kCluster> struct Fp8Cons
   }
 };
 
-// The scales of rows of x, from `row` on, of which there are m; they are `step` apart. A lane has every 32nd.
-template <int kTileM> struct RowScales {
-  float held[kTileM / 32];
-
-  __device__ __forceinline__ RowScales(const float* scales, int64 step, uint32 row, int64 m, uint32 lane) {
-#pragma unroll
-    for (int i = 0; i < kTileM / 32; ++i) {
-      held[i] = ptx::ld_f32(scales + min(int64(row + 32 * i + lane), m - 1) * step);
-    }
-  }
-  __device__ __forceinline__ void multiply(float (&sums)[kTileM / 2], uint32 lane) const {
-#pragma unroll
-    for (int i = 0; i < kTileM / 8; ++i) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float scale = __shfl_sync(~0u, held[i / 4], i % 4 * 8 + lane % 4 * 2 + j);
-        sums[4 * i + j] *= scale, sums[4 * i + 2 + j] *= scale;
-      }
-    }
-  }
-};
+// ---- partials/bulk_groups --------------------------------------------------
+// Bulk stores from shared memory, in groups: a thread waits until older groups have read their source.
+namespace ptx {
+// The stores that this thread has started since the last group become one.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all but the last kAllowed groups of this thread have read their source.
+template <int kAllowed> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kAllowed) : "memory");
+}
+}  // namespace ptx
 
 // ---- partials/reciprocal ---------------------------------------------------
 // 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
@@ -1136,6 +1115,63 @@ template <int kTileM, int kTeams, int kCluster, int kWordsBytes> class Exchange 
   float4* sums_;
 };
 
+// ---- gemm/fp8_results ------------------------------------------------------
+// The sums of a warpgroup are multiplied by the scales of rows of x, and written.
+
+// The scales of rows of x, from `row` on, of which there are m; they are `step` apart. A lane has every 32nd.
+template <int kTileM> struct RowScales {
+  static constexpr int kHeld = (kTileM + kWarp - 1) / kWarp;
+  float held[kHeld];
+
+  __device__ __forceinline__ RowScales(const float* scales, int64 step, uint32 row, int64 m, uint32 lane) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      held[i] = ptx::ld_f32(scales + min(int64(row + 32 * i + lane), m - 1) * step);
+    }
+  }
+  __device__ __forceinline__ void multiply(float (&sums)[kTileM / 2], uint32 lane) const {
+#pragma unroll
+    for (int i = 0; i < kTileM / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float scale = __shfl_sync(~0u, held[i / 4], i % 4 * 8 + lane % 4 * 2 + j);
+        sums[4 * i + j] *= scale, sums[4 * i + 2 + j] *= scale;
+      }
+    }
+  }
+};
+
+// Where the results of a row of x and a row of the weight go; those of rows of the weight from n on go nowhere. If
+// these are gates and ups, two of them share a column.
+struct Destination {
+  const TensorMap& out;
+  uint2 at;
+  int64 n;
+  bool  gated;
+
+  __device__ __forceinline__ void store(uint32 row, const uint8* from) const {
+    if (at.y < n) ptx::tma_store(out, gated ? at.y / 2 : at.y, at.x + row, from);
+  }
+};
+
+// Writes the kParts parts of a warpgroup's results, in turn through two places in shared memory. `barrier` is the named
+// barrier of the warpgroup.
+template <class Results, int kParts, int kPart = 0, int kPlaceBytes>
+__device__ __forceinline__ void write_parts(uint8 (&places)[2][kPlaceBytes], const Destination& to,
+                                            const typename Results::Sums& sums, int barrier, uint32 thread,
+                                            Affine upper, Affine lower) {
+  if constexpr (kPart < kParts) {
+    if (thread == 0) ptx::bulk_wait_read<1>();
+    ptx::barrier_sync(barrier, 128);
+    uint8* const rows = places[kPart % 2];
+    Results::template stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(barrier, 128);
+    if (thread == 0) to.store(kPart * Results::kPartM, rows);
+    write_parts<Results, kParts, kPart + 1>(places, to, sums, barrier, thread, upper, lower);
+  }
+}
+
 // ---- spec ------------------------------------------------------------------
 using Out = bf16;
 constexpr Format kFormat   = Format::kNvfp4;
@@ -1146,6 +1182,7 @@ constexpr bool kDivided    = false;
 constexpr int kSlots       = 12;
 constexpr int kWeightSlots = 12;
 constexpr int kBandM       = 4;  // tiles along M that the weight is read for at a time
+constexpr bool kGated      = false;  // rows of the weight are gates and ups
 
 constexpr int kGroups    = 2;  // of 64 rows of the weight, one of each consumer warpgroup
 constexpr int kConsumers = kGroups * 128, kThreads = kConsumers + 128;
@@ -1155,19 +1192,17 @@ using Weight = Fp8Weight<Out, kFormat>;
 constexpr int kTileN = kGroups * kTileRows;
 constexpr int kCopyM = kTileM / kCluster;  // rows of x that a CTA copies
 constexpr int kParts = 2, kPartM = kTileM / kParts;  // of the results of a warpgroup
-using Results = WideResults<Out, kTileM, kParts, kGroups, 1, kSplit, false>;
+using Results = WideResults<Out, kTileM, kParts, kGroups, 1, kSplit, kGated>;
 
 // ---- shared memory ---------------------------------------------------------
-using ResultPlace = uint8[4096];  // of a part of a warpgroup's results
-
 struct alignas(1024) Shared {  // the 128-byte swizzle repeats every 1024 bytes
   uint8   x[kSlots][kTileM * kTileCols];
-  ResultPlace results[kGroups][2];
+  uint8   results[kGroups][2][4096];  // of a part of a warpgroup
   uint8   weight[kWeightSlots][kGroups][Weight::kTileBytes];
   Barrier full[kSlots], empty[kSlots], weight_full[kWeightSlots], weight_empty[kWeightSlots];
 };
 constexpr int kTeamSums = kTileRows * kTileM * 4;  // bytes, of a warpgroup
-static_assert(kSplit == 1 ? kPartM * kTileRows * 2 == sizeof(ResultPlace)
+static_assert(kSplit == 1 ? kPartM * kTileRows * 2 == sizeof(Shared::results[0][0])
                           : kCluster == 1 && !kDivided && kGroups * kTeamSums <= sizeof(Shared::x), "room for results");
 static_assert(sizeof(Shared) == 226304, "the launch counts on it");
 
@@ -1255,21 +1290,6 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
     }
   }
 }
-// Writes the parts of a warpgroup's results, in turn through two places in shared memory.
-template <int kPart = 0>
-__device__ __forceinline__ void write(ResultPlace (&places)[2], const TensorMap& out, const Results::Sums& sums,
-                                      uint2 at, uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
-  if constexpr (kPart < kParts) {
-    if (thread == 0) ptx::bulk_wait_read<1>();
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    uint8* const rows = places[kPart % 2];
-    Results::stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
-    ptx::fence_proxy_async();
-    ptx::barrier_sync(kTeamBarrier + team, 128);
-    if (thread == 0 && at.y < n) ptx::tma_store(out, at.y, at.x + kPart * kPartM, rows);
-    write<kPart + 1>(places, out, sums, at, team, thread, upper, lower, n);
-  }
-}
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
@@ -1280,7 +1300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
     const float* __restrict__ alpha,        // [1]; null: 1
     const Out* __restrict__ bias,           // [n]; null: none
     uint8* __restrict__ workspace,          // of divided tiles, else null
-    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64]
+    const __grid_constant__ TensorMap out,  // [m, n], boxes [kPartM, 64], or [m, n / 2], boxes [kPartM, 32]
     int64 m,
     int64 n,                                // a multiple of 8
     int64 k,                                // a multiple of 32
@@ -1334,6 +1354,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
       const RowScales<kTileM> scales(x_scale, x_scale_step, at.x, m, lane);
       next = given.scales(schedule.peek_row() + inside);
       at.y += team * kTileRows;
+      const Destination to{out, at, n, kGated};
       Results::Sums sums;
       consumer.accumulate(sums, work.end - work.begin);
       const uint32 thread = ptx::thread_index() % 128;
@@ -1352,7 +1373,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
         Results::stage_total<0>(part, shared_sums, ptx::shared_address(rows), sums, thread, upper, lower);
         ptx::fence_proxy_async();
         ptx::barrier_sync(kTeamBarrier + team, 128);
-        if (thread == 0 && part < kParts && at.y < n) ptx::tma_store(out, at.y, at.x + part * kPartM, rows);
+        if (thread == 0 && part < kParts) to.store(part * kPartM, rows);
         break;  // it has one tile
       }
       if constexpr (kDivided) {
@@ -1368,7 +1389,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
         }
       }
       scales.multiply(sums, lane);
-      write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
+      write_parts<Results, kParts>(shared.results[team], to, sums, kTeamBarrier + team, thread, upper, lower);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
