@@ -112,7 +112,8 @@ def _check_side(
     if tuple(side.shape) != shape or side.dim() != 4:
         raise ArgumentError(name, f"shape {tuple(side.shape)}", f"{shape}, for queries of {query.shape[2]}")
     size = side.element_size()
-    align = min(16, shape[3] * size)
+    row = shape[3] * size
+    align = min(16, row & -row)  # what rows without gaps are aligned to
     strides = [stride * size for stride in side.stride()]
     if side.stride(3) != 1 or any(stride % align or not 0 <= stride < _MAX_WORK for stride in strides[:3]):
         allowed = f"unit stride in the last dimension, others multiples of {align} bytes, below 2**31"
