@@ -96,6 +96,9 @@ def check_cache(
     interleaved = interleaved and len(sides) > 0
     if interleaved and page % _GROUP:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"a multiple of {_GROUP} for interleaved scales")
+    if interleaved and d % (_GROUP * NVFP4.block):
+        allowed = f"linear, or d a multiple of {_GROUP * NVFP4.block}"
+        raise ArgumentError("v_scale_layout", f"interleaved4 with d = {d}", allowed)
     group = query.shape[1] // max(1, heads)
     if query.shape[1] != group * heads or not 1 <= group <= MAX_GROUP:
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")

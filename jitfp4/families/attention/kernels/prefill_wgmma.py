@@ -212,9 +212,7 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaS
         needed = f"{spec.sums} for outputs, scores and weights, {spec.spare_registers} for the rest"
         return f"a thread has {spec.consumer_registers} registers, and needs {needed}"
     if spec.width // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
-        return (
-            f"one product has {spec.width // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
-        )
+        return f"one product has {spec.width // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
     return None
