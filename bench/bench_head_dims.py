@@ -36,7 +36,7 @@ def main() -> None:
             for batch, context in DECODES:
                 case = Case(cache, *HEADS, *PAGES, batch, context)
                 bytes_ = case.bytes * head_dim // HEAD_DIM
-                us = time_us(lambda case=case: pool.call(case, head_dim), bytes_)
+                us = time_us(lambda case=case, head_dim=head_dim: pool.call(case, head_dim), bytes_)
                 rows.append(_row("decode", head_dim, case, us) | {"of_read": round(bytes_ / us / 1e6 / read, 3)})
             cell = Cell(Case(cache, *HEADS, *PAGES, *PREFILL), PREFILL[1], head_dim)
             us = time_us(lambda cell=cell: call(cell, pool), GRAPH_BYTES)

@@ -106,8 +106,8 @@ def rope_append_paged_kv_cache(
     """Rotate queries and keys by their positions, and append keys and values to a paged cache, in one launch.
 
     Args:
-        query: [tokens, heads, d], fp16 or bf16; d 64, 80, 96, 112, 128, 192 or 256. Rows of d are contiguous and 16-byte aligned, other
-            strides are free, as in views of a packed projection.
+        query: [tokens, heads, d], fp16 or bf16; d 64, 80, 96, 112, 128, 192 or 256. Rows of d are contiguous
+            and 16-byte aligned, other strides are free, as in views of a packed projection.
         key, value: [tokens, kv_heads, d] of query's dtype, likewise.
         cos_sin_cache: float32 [max_position, rotary], contiguous, 16-byte aligned: of each position rotary / 2 cosines,
             then as many sines. rotary is a multiple of 32, at most d; elements behind it are not rotated.

@@ -88,7 +88,7 @@ class DecodeSpec(KernelSpec):
 
     @property
     def width(self) -> int:
-        """Elements of a row in shared memory and in products. A power of two shares out a row's copies and permutes it."""
+        """Elements of a row in shared memory and in products: a power of two, by which lanes share and permute rows."""
         return power_of_two(self.head_dim)
 
     @property
