@@ -19,7 +19,7 @@ from jitfp4.tuning import GRAPH_BYTES, time_us
 
 HEADS = (32, 8)
 PAGES = ("HND", 64)
-DECODES = ((16, 8192), (1, 8192))  # requests, tokens
+DECODE = (16, 8192)  # requests, tokens
 PREFILL = (4, 4096)
 POOL_BYTES = 2 << 30
 
@@ -33,11 +33,10 @@ def main() -> None:
     for head_dim in HEAD_DIMS:
         peer = time_cudnn(Cell(Case("bf16", *HEADS, *PAGES, *PREFILL), PREFILL[1], head_dim), HEADS)
         for cache in CACHES:
-            for batch, context in DECODES:
-                case = Case(cache, *HEADS, *PAGES, batch, context)
-                bytes_ = case.bytes * head_dim // HEAD_DIM
-                us = time_us(lambda case=case, head_dim=head_dim: pool.call(case, head_dim), bytes_)
-                rows.append(_row("decode", head_dim, case, us) | {"of_read": round(bytes_ / us / 1e6 / read, 3)})
+            case = Case(cache, *HEADS, *PAGES, *DECODE)
+            bytes_ = case.bytes * head_dim // HEAD_DIM
+            us = time_us(lambda case=case, head_dim=head_dim: pool.call(case, head_dim), bytes_)
+            rows.append(_row("decode", head_dim, case, us) | {"of_read": round(bytes_ / us / 1e6 / read, 3)})
             cell = Cell(Case(cache, *HEADS, *PAGES, *PREFILL), PREFILL[1], head_dim)
             us = time_us(lambda cell=cell: call(cell, pool), GRAPH_BYTES)
             of_cudnn = round(peer / us, 3) if peer else None
@@ -45,7 +44,7 @@ def main() -> None:
                 _row("prefill", head_dim, cell.case, us)
                 | {"tflops": round(1e6 * cell.tflop / us, 1), "over_cudnn": of_cudnn}
             )
-            print(*rows[-3:], sep="\n", flush=True)
+            print(*rows[-2:], sep="\n", flush=True)
     columns = {name: None for row in rows for name in row}
     rows = [columns | row for row in rows]
     write_results(arguments.out / "attention_head_dims", rows, stamp() | {"read_tb_per_s": round(read, 3)})

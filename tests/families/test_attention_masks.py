@@ -27,6 +27,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "interleaved": {"v_scale_layout": "interleaved4", "page": 8, "kv_layout": "NHD"},
     "e4m3": {"cache": torch.float8_e4m3fn, "window_left": 25},
     "bf16": {"cache": torch.bfloat16, "head_dim": 64},
+    "d_96": {"head_dim": 96},
     "missing": {"missing": ((0, 0, 1, -1),), "head_dim": 256, "page": 4},
 }
 

@@ -31,7 +31,7 @@ from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CA
 from jitfp4.families.attention.problem import ROW_BLOCK, Cache, Problem
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
-from jitfp4.layouts import ceil_div, round_up
+from jitfp4.layouts import round_up
 from jitfp4.spec import I64, Geometry, KernelSpec
 
 TILES = (64, 128)
@@ -140,7 +140,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
-        units = ceil_div(self.head_dim * self.cache.bits, 128)  # of 16 bytes, of a row
+        units = self.width * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
         return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
 
