@@ -31,7 +31,7 @@ _SPILLED = {
     ("add=false,gate=", "units=8,warps=16"): 722,
     ("add=true,gate=false", "units=8,warps=16"): 241,
     ("gate=true", "warps=16"): 2,
-    ("cache=", "lanes=", "threads=64"): 2,
+    ("cache=", "units=", "threads=64"): 2,
     # Rows that are added, normalised and quantized by a CTA each: up to seven registers.
     ("norm/rows_fp4quant sm_1", "add=true"): 14,
     # Convolutions: a register, stored once.

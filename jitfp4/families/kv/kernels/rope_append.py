@@ -120,9 +120,10 @@ def problem(arguments: Arguments) -> Problem:
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
-    """Few and many rows of every kind."""
-    for dtype, cache, d, rows in product(HALVES.values(), CacheType, HEAD_DIMS, (64, 1 << 16)):
+    """Few and many rows of every kind, of the usual sizes, and of one that does not fill its lanes."""
+    for dtype, cache, d, rows in product(HALVES.values(), CacheType, (64, 128, 256), (64, 1 << 16)):
         yield Problem(dtype, cache, d, rows)
+    yield Problem(DType.BF16, CacheType.NVFP4, 96, 64)
 
 
 def specialise(problem: Problem, tactic: Tactic) -> RopeAppendSpec:
