@@ -60,10 +60,12 @@ def _run(case: Case, tactic: Any) -> tuple[torch.Tensor, torch.Tensor]:
     kinds = {"q_data_type": torch.bfloat16, "kv_data_type": case.cache, "sm_scale": case.bmm1, "logits_soft_cap": CAP}
     if isinstance(tactic, DecodeTactic):
         wrapper: Any = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, case.kv_layout)
-        wrapper.plan(ends, pages, last, *heads, 128, case.page, q_len_per_req=case.ends[1], **kinds)
+        wrapper.plan(ends, pages, last, *heads, case.head_dim, case.page, q_len_per_req=case.ends[1], **kinds)
     else:
         wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(case.workspace, case.kv_layout)
-        wrapper.plan(case.cum_seq_lens_q.cpu(), ends, pages, last, *heads, 128, case.page, causal=True, **kinds)
+        wrapper.plan(
+            case.cum_seq_lens_q.cpu(), ends, pages, last, *heads, case.head_dim, case.page, causal=True, **kinds
+        )
     assert wrapper._logits_soft_cap == CAP
     options = {"v_scale": case.bmm2, "sinks": case.sinks, "kv_cache_sf": case.kv_cache_sf}
     with ATTENTION.forced(tactic):
