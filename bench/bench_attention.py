@@ -115,10 +115,10 @@ class Pool:
         numbers = numbers[torch.randperm(len(numbers), device="cuda")].view(case.batch, columns).to(torch.int32)
         return Pages((key, value), scales, numbers)
 
-    def call(self, case: Case) -> Call:
+    def call(self, case: Case, head_dim: int = HEAD_DIM) -> Call:
         """One call of decode."""
-        cache, scales, numbers = self.pages(case)
-        query = torch.randn(case.batch, case.heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        cache, scales, numbers = self.pages(case, head_dim)
+        query = torch.randn(case.batch, case.heads, head_dim, dtype=torch.bfloat16, device="cuda")
         lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device="cuda")
         out = torch.empty_like(query)
         return lambda: jitfp4.trtllm_batch_decode_with_kv_cache(
@@ -128,7 +128,7 @@ class Pool:
             numbers,
             lengths,
             case.context,
-            HEAD_DIM**-0.5,
+            head_dim**-0.5,
             0.5,
             out=out,
             kv_layout=case.kv_layout,

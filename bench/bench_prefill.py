@@ -102,11 +102,11 @@ def call(cell: Cell, pool: Pool) -> Call:
     )
 
 
-def call_cudnn(batch: int, tokens: int, head_dim: int) -> Call:
+def call_cudnn(batch: int, tokens: int, head_dim: int, heads: tuple[int, int] = HEADS) -> Call:
     """One call of cuDNN's causal attention over bf16 tensors, [batch, tokens, heads, head_dim] in memory."""
     query, key, value = (
-        torch.randn(batch, tokens, heads, head_dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-        for heads in (HEADS[0], HEADS[1], HEADS[1])
+        torch.randn(batch, tokens, count, head_dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        for count in (heads[0], heads[1], heads[1])
     )
 
     def call() -> torch.Tensor:
@@ -116,14 +116,14 @@ def call_cudnn(batch: int, tokens: int, head_dim: int) -> Call:
     return call
 
 
-def time_cudnn(cell: Cell) -> float | None:
+def time_cudnn(cell: Cell, heads: tuple[int, int] = HEADS) -> float | None:
     """Microseconds, or None where some tokens are not new, or cuDNN has no kernel."""
     batch, tokens = cell.case.batch, cell.q_len
     if tokens < cell.case.context:
         return None
     time.sleep(PAUSE_S)
     try:
-        return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim), GRAPH_BYTES)
+        return time_us(lambda: call_cudnn(batch, tokens, cell.head_dim, heads), GRAPH_BYTES)
     except RuntimeError as error:
         print(f"cuDNN, head dimension {cell.head_dim}: {error}")
         return None

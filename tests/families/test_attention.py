@@ -30,6 +30,10 @@ CASES = {
     "strided_pages": {"extra_page_bytes": 64, "page": 32},
     "d_64": {"head_dim": 64, "kv_heads": 3},
     "d_256": {"head_dim": 256, "kv_heads": 1},
+    "d_80": {"head_dim": 80, "kv_layout": "NHD", "with_sinks": True, "window_left": 30},
+    "d_96": {"head_dim": 96, "page": 64, "q_lens": 4, "group": 5},
+    "d_112": {"head_dim": 112, "page": 3, "extra_page_bytes": 64, "missing": ((0, 0, 1, -1),)},
+    "d_192_interleaved": {"head_dim": 192, "kv_heads": 1, "v_scale_layout": "interleaved4"},
     "group_16": {"group": 16, "kv_heads": 1, "window_left": 30, "with_sinks": True},
     "group_17": {"group": 17, "kv_heads": 2, "q_lens": 2, "window_left": 30},
     "group_128": {"group": 128, "kv_heads": 1, "lengths": (40, 3), "head_dim": 64, "with_sinks": True},
@@ -45,6 +49,9 @@ CASES = {
     "cache_fp16_d_64": {"cache": torch.float16, "q_dtype": torch.float16, "head_dim": 64, "group": 16},
     "cache_e4m3": {"cache": torch.float8_e4m3fn, "missing": ((0, 0, 1, -1),)},
     "cache_e4m3_d_64": {"cache": torch.float8_e4m3fn, "head_dim": 64, "page": 64, "q_dtype": torch.float16},
+    "cache_e4m3_d_80": {"cache": torch.float8_e4m3fn, "head_dim": 80, "kv_layout": "NHD"},
+    "cache_bf16_d_112": {"cache": torch.bfloat16, "head_dim": 112, "page": 5, "group": 16},
+    "cache_fp16_d_192": {"cache": torch.float16, "q_dtype": torch.float16, "head_dim": 192, "kv_heads": 1},
     "cache_e4m3_d_256": {
         "cache": torch.float8_e4m3fn,
         "head_dim": 256,
@@ -87,7 +94,7 @@ def test_the_simulated_kernel_is_attention(name: str) -> None:
 @pytest.mark.sim
 @pytest.mark.compile
 @pytest.mark.parametrize("arch", SIM_ARCHS)
-@pytest.mark.parametrize("name", ["hnd", "page_8_interleaved", "cache_bf16", "cache_e4m3"])
+@pytest.mark.parametrize("name", ["hnd", "page_8_interleaved", "cache_bf16", "cache_e4m3", "d_80", "cache_bf16_d_112"])
 def test_no_races(name: str, arch: str) -> None:
     case = Case(**CASES[name])
     with sim.device(arch, races=True):

@@ -114,6 +114,13 @@ def _wrong(case: Case) -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
+def test_errors_of_head_dimensions_say_what_is_allowed() -> None:
+    with pytest.raises(jitfp4.ArgumentError, match=r"^query: .*80, 96, 112"):
+        Case(head_dim=48).run()
+    with pytest.raises(jitfp4.ArgumentError, match=r"^v_scale_layout: got interleaved4 with d = 96; allowed: linear"):
+        Case(head_dim=96).run(v_scale_layout="interleaved4")
+
+
 @pytest.mark.parametrize("what", _wrong(Case()))
 def test_errors_name_the_argument(what: str) -> None:
     case = Case()

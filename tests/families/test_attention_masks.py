@@ -17,6 +17,7 @@ from jitfp4.families.attention.kernels.prefill_masked import MaskedPrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
+from jitfp4.families.attention.problem import power_of_two
 from tests.support.attention import Case
 
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
@@ -27,6 +28,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "interleaved": {"v_scale_layout": "interleaved4", "page": 8, "kv_layout": "NHD"},
     "e4m3": {"cache": torch.float8_e4m3fn, "window_left": 25},
     "bf16": {"cache": torch.bfloat16, "head_dim": 64},
+    "d_96": {"head_dim": 96},
     "missing": {"missing": ((0, 0, 1, -1),), "head_dim": 256, "page": 4},
 }
 
@@ -141,7 +143,7 @@ def test_few_rows(cache: str, cluster: int) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_many_rows(cache: str) -> None:
     d = CACHES[cache].get("head_dim", 128)
-    tactic = {64: (4, 32, 64, 2), 128: (4, 16, 64, 2), 256: (4, 16, 16, 1)}[d]
+    tactic = {64: (4, 32, 64, 2), 128: (4, 16, 64, 2), 256: (4, 16, 16, 1)}[power_of_two(d)]
     with sim.device("sm_90a", races=True), ATTENTION.forced(MaskedPrefillTactic(*tactic)):
         case = Case(**MANY | CACHES[cache], masks=tree(MANY))
         case.check(case.run(**drafts(case)), BOUND)

@@ -20,11 +20,13 @@ _CASE: dict[str, Any] = {"lengths": (70, 33), "page": 16, "kv_layout": "NHD", "s
 _WINDOW = {"window_left": 40}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "decode_nvfp4": (DecodeTactic(2, 2, 1), _CASE),
+    "decode_d_96": (DecodeTactic(2, 2, 1), _CASE | {"head_dim": 96}),
     "decode_bf16": (DecodeTactic(2, 2, 1), _CASE | {"cache": torch.bfloat16, "q_lens": 2} | _WINDOW),
     "decode_e4m3": (DecodeTactic(2, 2, 1), _CASE | {"cache": torch.float8_e4m3fn, "spikes": True}),
     "prefill_nvfp4": (PrefillTactic(4, 16, 64, 1), _CASE | {"q_lens": (20, 9)} | _WINDOW),
     "prefill_bf16": (PrefillTactic(4, 16, 32, 1), _CASE | {"q_lens": (20, 9), "cache": torch.bfloat16}),
     "wgmma_nvfp4": (WgmmaTactic(tile=64), _CASE | {"q_lens": (20, 9)}),
+    "wgmma_d_80": (WgmmaTactic(tile=64), _CASE | {"q_lens": (20, 9), "head_dim": 80}),
     "wgmma_bf16": (WgmmaTactic(tile=64), _CASE | {"q_lens": (20, 9), "cache": torch.bfloat16} | _WINDOW),
 }
 _BOUND = 6e-3
@@ -58,10 +60,12 @@ def _run(case: Case, tactic: Any) -> tuple[torch.Tensor, torch.Tensor]:
     kinds = {"q_data_type": torch.bfloat16, "kv_data_type": case.cache, "sm_scale": case.bmm1, "logits_soft_cap": CAP}
     if isinstance(tactic, DecodeTactic):
         wrapper: Any = jitfp4.BatchDecodeWithPagedKVCacheWrapper(case.workspace, case.kv_layout)
-        wrapper.plan(ends, pages, last, *heads, 128, case.page, q_len_per_req=case.ends[1], **kinds)
+        wrapper.plan(ends, pages, last, *heads, case.head_dim, case.page, q_len_per_req=case.ends[1], **kinds)
     else:
         wrapper = jitfp4.BatchPrefillWithPagedKVCacheWrapper(case.workspace, case.kv_layout)
-        wrapper.plan(case.cum_seq_lens_q.cpu(), ends, pages, last, *heads, 128, case.page, causal=True, **kinds)
+        wrapper.plan(
+            case.cum_seq_lens_q.cpu(), ends, pages, last, *heads, case.head_dim, case.page, causal=True, **kinds
+        )
     assert wrapper._logits_soft_cap == CAP
     options = {"v_scale": case.bmm2, "sinks": case.sinks, "kv_cache_sf": case.kv_cache_sf}
     with ATTENTION.forced(tactic):

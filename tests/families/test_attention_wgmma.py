@@ -118,6 +118,22 @@ CASES: dict[str, tuple[WgmmaTactic, dict[str, Any]]] = {
             "missing": ((0, 0, 1, -1), (0, 1, 3, 2**30)),
         },
     ),
+    "d_80": (
+        WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
+        _ONE | {"head_dim": 80, "lengths": (140, 20), "q_lens": (27, 9), "page": 5, "group": 3, "window_left": 70},
+    ),
+    "d_96_e4m3": (
+        WgmmaTactic(tile=64),
+        _ONE | {"head_dim": 96, "cache": torch.float8_e4m3fn, "lengths": (140,), "q_lens": (27,), "with_sinks": True},
+    ),
+    "d_112_bf16": (
+        WgmmaTactic(2, 2, 128, 2, turns=True),
+        _ONE | {"head_dim": 112, "cache": torch.bfloat16, "lengths": (140,), "q_lens": (27,), "kv_layout": "NHD"},
+    ),
+    "d_192_interleaved": (
+        WgmmaTactic(tile=64),
+        _ONE | {"head_dim": 192, "lengths": (140,), "q_lens": (27,), "v_scale_layout": "interleaved4"},
+    ),
     "pairs_two_producers": (
         WgmmaTactic(producers=2, stages=3, turns=True, ctas=2),
         SCATTERED | {"lengths": (250,), "q_lens": (130,)},

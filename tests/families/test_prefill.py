@@ -15,7 +15,7 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import KERNEL as KERNEL_PREFILL
 from jitfp4.families.attention.kernels.prefill import PrefillTactic, rejects, specialise
 from jitfp4.families.attention.operation import ATTENTION
-from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem
+from jitfp4.families.attention.problem import HEAD_DIMS, Cache, Pages, Problem, power_of_two
 from jitfp4.formats import DType
 from tests.support.attention import SCATTERED, Case
 from tests.support.sass import disassemble
@@ -55,6 +55,13 @@ CASES: dict[str, dict[str, Any]] = {
         "extra_page_bytes": 64,
     },
     "d_256": _SMALL | {"lengths": (40,), "q_lens": (40,), "head_dim": 256, "out_dtype": torch.float8_e4m3fn},
+    "d_80": _SMALL | {"lengths": (70,), "q_lens": (33,), "head_dim": 80, "page": 5, "window_left": 40},
+    "d_96_e4m3": _SMALL
+    | {"cache": torch.float8_e4m3fn, "lengths": (70,), "q_lens": (33,), "head_dim": 96, "kv_layout": "NHD"},
+    "d_112": _SMALL | {"lengths": (70,), "q_lens": (33,), "head_dim": 112, "with_sinks": True},
+    "d_112_bf16": _SMALL | {"cache": torch.bfloat16, "lengths": (70,), "q_lens": (33,), "head_dim": 112},
+    "d_192_interleaved": _SMALL
+    | {"lengths": (70,), "q_lens": (33,), "head_dim": 192, "v_scale_layout": "interleaved4"},
     "cache_bf16": _SMALL
     | {"cache": torch.bfloat16, "lengths": (80, 3), "q_lens": (10, 9), "missing": ((0, 0, 1, -1),)},
     "cache_fp16_d_256": _SMALL
@@ -139,7 +146,7 @@ def run(name: str, **changes: Any) -> tuple[Case, tuple[torch.Tensor, torch.Tens
     if name == "all_tokens":
         case.bmm1 = -case.bmm1
     out = torch.full(case.query.shape, torch.nan, device=case.device).to(case.out_dtype or case.query.dtype)
-    with ATTENTION.forced(_OTHERS.get(name, _TACTICS[case.head_dim])):
+    with ATTENTION.forced(_OTHERS.get(name, _TACTICS[power_of_two(case.head_dim)])):
         return case, case.run_context(out=out, out_dtype=None)
 
 
@@ -240,7 +247,7 @@ def test_few_rows_are_decoded_and_many_are_not(arch: str) -> None:
         assert isinstance(ATTENTION.select(_problem(rows=rows, blocks=0), ARCHS[arch]), DecodeTactic)
     for rows in (64, 128, 256):
         for cache in Cache:
-            for head_dim in (64, 128, 256):
+            for head_dim in HEAD_DIMS:
                 problem = _problem(rows=rows, cache=cache, head_dim=head_dim)
                 assert not isinstance(ATTENTION.select(problem, ARCHS[arch]), DecodeTactic)
                 assert list(KERNEL_PREFILL.candidates(problem, ARCHS[arch]))

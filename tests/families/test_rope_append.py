@@ -28,6 +28,10 @@ KINDS = [
     (torch.float16, 128, 96, False, "nvfp4", True, "NHD"),
     (torch.bfloat16, 64, 64, True, "half", False, "HND"),
     (torch.bfloat16, 256, 256, False, "e4m3", True, "HND"),
+    (torch.bfloat16, 80, 64, True, "nvfp4", True, "HND"),
+    (torch.float16, 96, 96, True, "nvfp4", True, "NHD"),
+    (torch.bfloat16, 112, 32, False, "e4m3", True, "NHD"),
+    (torch.bfloat16, 192, 192, False, "half", False, "HND"),
 ]
 
 

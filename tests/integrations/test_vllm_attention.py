@@ -174,7 +174,7 @@ class Model:
 
 
 @pytest.mark.parametrize("cache_dtype", ["nvfp4", "auto"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (None, True), (12, False), (12, True)])
 def test_steps_equal_exact_attention_over_the_cache(
     config: VllmConfig, head_dim: int, window: int | None, sinks: bool, cache_dtype: str
@@ -218,7 +218,7 @@ def test_without_a_step_the_output_is_zero(config: VllmConfig) -> None:
     assert not model.impl.forward(model.layer, out, out, out, model.cache, None, out).any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("cache_dtype", ["nvfp4", "auto"])
 def test_vllm_reserves_what_the_cache_takes(head_dim: int, cache_dtype: str) -> None:
     spec = spec_of(head_dim, cache_dtype, kv_heads=8)

@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[dict[str, object], set[str]]] = {
     "bench_gemm --part tuner": ({"TUNED_LAYERS": ((8192, 8192),), "TUNED_ROWS": (16, 2048)}, {"tuner"}),
     "bench_gemm_wide": ({"PAUSE_S": 0}, {"gemm_wide"}),
     "bench_gemm_wide --part search": ({"LAYERS": ((8192, 8192),)}, {"gemm_wide_search"}),
+    "bench_head_dims": ({"HEAD_DIMS": (64, 96)}, {"attention_head_dims"}),
     "bench_kv": ({}, {"kv", "kv_tactics"}),
     "bench_launch": ({"CALLS": 1, "ROUNDS": 1, "LEFT_OUT": NEED_VALUES}, {"launch"}),
     "bench_mm_fp4": ({}, {"mm_fp4"}),

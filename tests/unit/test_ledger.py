@@ -15,6 +15,10 @@ _SPILLED = {
     ("attention/prefill_masked sm_80", "soft_cap=true", "warp_rows=32"): 19,
     # Decode attention: 16 query rows of 256 elements do not fit in registers, which is right but slow.
     ("cache=", "head_dim=256,rows=16"): 1400,
+    # Rows of 192 elements, which take the registers of 256.
+    ("attention/decode ", "cache=bf16", "head_dim=192,rows=8"): 25,
+    # Scales that no asynchronous copy takes are held for a tile.
+    ("attention/decode sm_90a cache=nvfp4", "head_dim=80,rows=8", "warps=12"): 8,
     # A part of the next segment's queries, once for a segment.
     ("cache=nvfp4", "rows=8", "pages=whole,packed=false", "warps=12", "head_warps=4"): 8,
     ("sm_89", "cache=nvfp4", "head_dim=256,rows=8", "pages=whole,packed=true"): 5,
@@ -34,7 +38,7 @@ _SPILLED = {
     # Likewise with E4M3 output; those of up to 32,768 keep two registers there.
     ("norm/rows_fp8quant", "norm=true", "units=8,warps=16"): 1743,
     ("norm/rows_fp8quant", "add=true,units=4,warps=16"): 4,
-    ("cache=", "lanes=", "threads=64"): 2,
+    ("cache=", "units=", "threads=64"): 2,
     # Rows that are added, normalised and quantized by a CTA each: up to seven registers.
     ("norm/rows_fp4quant sm_1", "add=true"): 14,
     # Convolutions: a register, stored once.

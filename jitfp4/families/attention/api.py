@@ -61,13 +61,13 @@ def trtllm_batch_decode_with_kv_cache(
     """Attention of a few query tokens of each request over a paged cache: NVFP4, E4M3 or 16-bit floats.
 
     Args:
-        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
-            Each request has ``q_len_per_req`` tokens, in order, or those that cum_seq_lens_q gives.
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 80, 96, 112, 128, 192 or 256; rows of d elements,
+            16-byte aligned. Each request has ``q_len_per_req`` tokens, in order, or those that cum_seq_lens_q gives.
         kv_cache: a pair (K, V), or one tensor with both along dimension 1. NVFP4 is uint8 or float4_e2m1fn_x2 [pages,
             kv_heads, page, d/2] for "HND", [pages, page, kv_heads, d/2] for "NHD", element 2j in the low nibble of byte
             j. float8_e4m3fn, and 16-bit floats of query's dtype, have d in the last dimension. The last stride is 1,
-            the others are multiples of 16 bytes; data are 16-byte aligned. Pages have 1 to 128 tokens, and each KV head
-            1 to 128 query heads.
+            the others are multiples of 16 bytes, or of 8 for NVFP4 with d = 80 or 112; data are 16-byte aligned. Pages
+            have 1 to 128 tokens, and each KV head 1 to 128 query heads.
         workspace_buffer: contiguous, 16-byte aligned, of any dtype and content. It is scratch: a call reads only what
             it wrote. Calls on one stream may share it, also with other libraries; calls that may run at the same time
             may not. If it is too small, the error says the size that is needed; 32 MiB are enough on every GPU so far.
@@ -99,7 +99,8 @@ def trtllm_batch_decode_with_kv_cache(
             [batch + 1], where each request's queries end.
         skip_softmax_threshold_scale_factor: None.
         kv_cache_sf: block scales of NVFP4, float8_e4m3fn or uint8, arranged as kv_cache with d/16 in the last
-            dimension. The other strides are multiples of d/16 bytes; K's and V's data are each 16-byte aligned.
+            dimension. The other strides are multiples of the largest power of two that divides d/16 bytes; K's and V's
+            data are each 16-byte aligned.
         uses_shared_paged_kv_idx: whether K and V have the same page numbers.
         lse, return_lse: float32 [tokens, heads], the base-2 logarithm of each softmax's denominator, sinks included.
         bmm1_scale_log2: None.
@@ -111,7 +112,8 @@ def trtllm_batch_decode_with_kv_cache(
             requests, and a plan made from it. No result depends on them, and they are not read.
         kv_block_scales: the older name of kv_cache_sf.
         v_scale_layout: "interleaved4", as nvfp4_quantize_paged_kv_cache() gives V's scales (pages of a multiple of 4
-            tokens), or "linear". None: as FlashInfer's backends have them, linear for "xqa", interleaved for others.
+            tokens, d of 64), or "linear". None: as FlashInfer's backends have them, linear for "xqa", interleaved for
+            others.
     Returns:
         out, or ``(out, lse)`` with return_lse. A query that sees nothing gives 0 and -inf.
     Numerics:

@@ -97,6 +97,9 @@ def check_cache(
     interleaved = interleaved and len(sides) > 0
     if interleaved and page % _GROUP:
         raise ArgumentError("kv_cache", f"pages of {page} tokens", f"a multiple of {_GROUP} for interleaved scales")
+    if interleaved and d % (_GROUP * NVFP4.block):
+        allowed = f"linear, or d a multiple of {_GROUP * NVFP4.block}"
+        raise ArgumentError("v_scale_layout", f"interleaved4 with d = {d}", allowed)
     group = query.shape[1] // max(1, heads)
     if query.shape[1] != group * heads or not 1 <= group <= MAX_GROUP:
         raise ArgumentError("query", f"{query.shape[1]} heads", f"1 to {MAX_GROUP} for each of {heads} KV heads")
@@ -113,7 +116,8 @@ def _check_side(
     if tuple(side.shape) != shape or side.dim() != 4:
         raise ArgumentError(name, f"shape {tuple(side.shape)}", f"{shape}, for queries of {query.shape[2]}")
     size = side.element_size()
-    align = min(16, shape[3] * size)
+    row = shape[3] * size
+    align = min(16, row & -row)  # what rows without gaps are aligned to
     strides = [stride * size for stride in side.stride()]
     if side.stride(3) != 1 or any(stride % align or not 0 <= stride < _MAX_WORK for stride in strides[:3]):
         allowed = f"unit stride in the last dimension, others multiples of {align} bytes, below 2**31"

@@ -60,8 +60,8 @@ def trtllm_batch_context_with_kv_cache(
     """Attention of any number of query tokens of each request over a paged cache that holds their keys and values.
 
     Args:
-        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 128 or 256; rows of d elements, 16-byte aligned.
-            Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
+        query: [tokens, heads, d], bf16, fp16 or float8_e4m3fn; d 64, 80, 96, 112, 128, 192 or 256; rows of d elements,
+            16-byte aligned. Request b has tokens cum_seq_lens_q[b] to cum_seq_lens_q[b + 1] - 1.
         kv_cache: as for trtllm_batch_decode_with_kv_cache().
         workspace_buffer: as there; with less than 32 MiB, fewer requests may be divided among SMs.
         block_tables: as there.

@@ -16,7 +16,7 @@ from jitfp4.layouts import ceil_div
 DTYPES = ACTIVATIONS
 """The dtypes of queries and outputs."""
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 TILE = 32  # tokens of a tile of one warp
 MAX_PAGE = 128
 MAX_TOKENS = 1 << 24  # of a request: up to it, kernels divide by the page size with a multiplication
@@ -120,9 +120,14 @@ class Problem(NamedTuple):
         return ceil_div(self.units, self.tiles * arch.num_sms)
 
     @property
+    def width(self) -> int:
+        """Elements of a row in shared memory."""
+        return power_of_two(self.head_dim)
+
+    @property
     def wide(self) -> bool:
         """Whether the sums of a warp take so many registers that an SM holds few warps."""
-        return self.head_dim * self.rows > 128 * 8
+        return self.width * self.rows > 128 * 8
 
 
 class OutputProblem(NamedTuple):
@@ -146,22 +151,22 @@ def problem_of(a: Arguments) -> Problem:
     tiles = ceil_div(a.max_tokens, TILE)
     if a.page_ends is not None:  # one list for all requests
         tiles = ceil_div(a.block_tables.shape[0] * page, TILE * max(1, batch))
-    tiles = _power_of_two(tiles)
+    tiles = power_of_two(tiles)
     return Problem(
         cache=CACHES[a.key_cache.dtype],
         q_dtype=DTYPES[a.query.dtype],
         out_dtype=DTYPES[a.out.dtype],
         head_dim=d,
-        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(_power_of_two(rows), ROW_BLOCK), MANY_ROWS),
+        rows=(8 if rows <= 8 else MAX_ROWS) if few else min(max(power_of_two(rows), ROW_BLOCK), MANY_ROWS),
         heads=heads & -heads if heads & -heads < 8 else 8,
         interleaved=a.interleaved,
         pages=Pages.of(page),
         packed=packed,
         two_tables=a.block_tables.dim() == 3,
         tiles=tiles,
-        units=tiles * _power_of_two(batch * heads),
+        units=tiles * power_of_two(batch * heads),
         causal=causal,
-        blocks=0 if few else _power_of_two(blocks),
+        blocks=0 if few else power_of_two(blocks),
         soft_cap=a.soft_cap > 0,
         listed=a.page_ends is not None and batch > 1,
         whole=a.whole,
@@ -169,6 +174,6 @@ def problem_of(a: Arguments) -> Problem:
     )
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << max(0, n - 1).bit_length()

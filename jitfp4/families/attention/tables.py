@@ -82,30 +82,30 @@ _ROWS: tuple[Row[Any], ...] = (
     *rows(*((DecodeTactic(warps, 2, 1, cluster=1), {}) for warps in (8, 4, 2, 1)), whole=True),
     # Many query rows, wgmma: read from h200/prefill_search.csv for d = 128, by model elsewhere
     *rows(
-        (WgmmaTactic(stages=4, turns=True), {"head_dim": 64}),
-        (WgmmaTactic(2, 1, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
-        (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
-        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.E4M3}),
-        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": 2 * ROW_BLOCK}),
+        (WgmmaTactic(stages=4, turns=True), {"width": 64}),
+        (WgmmaTactic(2, 1, 128, 2, turns=True), {"width": 128, "cache": Cache.E4M3, "rows": 2 * ROW_BLOCK}),
+        (WgmmaTactic(2, 1, 128, 3, turns=True, ctas=2), {"width": 128, "cache": Cache.E4M3, "rows": _SOME_ROWS}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": Cache.E4M3}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "rows": 2 * ROW_BLOCK}),
         (
             WgmmaTactic(2, 2, 128, 3, turns=True, ctas=2),
-            {"head_dim": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
+            {"width": 128, "cache": Cache.NVFP4, "packed": True, "rows": _SOME_ROWS},
         ),
-        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "rows": _SOME_ROWS}),
-        (WgmmaTactic(2, 2, 128, 2, turns=True), {"head_dim": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
-        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"head_dim": 128, "cache": Cache.NVFP4}),
-        (WgmmaTactic(3, 1, 64, 3, turns=True), {"head_dim": 128}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "rows": _SOME_ROWS}),
+        (WgmmaTactic(2, 2, 128, 2, turns=True), {"width": 128, "cache": Cache.NVFP4, "tiles": _FEW_TILES}),
+        (WgmmaTactic(3, 1, 64, 4, turns=True, ctas=2), {"width": 128, "cache": Cache.NVFP4}),
+        (WgmmaTactic(3, 1, 64, 3, turns=True), {"width": 128}),
         (WgmmaTactic(tile=64), {}),
         rows=MANY_ROWS,
     ),
     # Many query rows, mma.sync: by model, not measured
     *rows(
-        (PrefillTactic(4, 16, 64, 2), {"head_dim": 128}),
+        (PrefillTactic(4, 16, 64, 2), {"width": 128}),
         (PrefillTactic(4, 16, 32, 1), {}),
         rows=ROW_BLOCK,
     ),
-    Row(PrefillTactic(4, 32, 64, 2), {"head_dim": 64}),
-    Row(PrefillTactic(8, 16, 64, 1), {"head_dim": 128}),
+    Row(PrefillTactic(4, 32, 64, 2), {"width": 64}),
+    Row(PrefillTactic(8, 16, 64, 1), {"width": 128}),
     Row(PrefillTactic(8, 16, 32, 1)),
     Row(PrefillTactic(4, 16, 32, 1)),
     Row(PrefillTactic(4, 16, 16, 1)),
@@ -176,6 +176,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
     yield _problem(arch, Pages.HALVES, *loads[0], rows=most, packed=False)
     for cache, rows_ in itertools.product(Cache, (2 * ROW_BLOCK, _SOME_ROWS, most)):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, cache=cache)
+    for head_dim, rows_ in itertools.product((80, 96), (8, most)):
+        yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, head_dim=head_dim)
+    yield _problem(arch, Pages.HALVES, *loads[3], head_dim=192, cache=Cache.BF16)
     for rows_ in (8, 16, ROW_BLOCK, most):
         yield _problem(arch, Pages.HALVES, *loads[3], rows=rows_, soft_cap=True)
     for cache in Cache:

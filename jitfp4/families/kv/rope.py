@@ -18,7 +18,7 @@ from jitfp4.families.kv.checks import (
     sides,
     written_pair,
 )
-from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, TABLE, Arguments, problem, problems
+from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, KERNEL, ROTARY, TABLE, Arguments, problem, problems
 from jitfp4.families.kv.launches import steps
 from jitfp4.operation import Operation
 from jitfp4.public import checked, public
@@ -26,7 +26,6 @@ from jitfp4.reference import kv as reference
 from jitfp4.reference import norm, rope
 from jitfp4.tensors import LEAST, Pair, check_contiguous, check_dtype, check_list, check_same_device, output
 
-_ROTARY = 32  # rotated elements come in multiples of it
 _MOST_ROWS = 1 << 31
 _ALIGNED = 16  # bytes
 
@@ -107,8 +106,8 @@ def rope_append_paged_kv_cache(
     """Rotate queries and keys by their positions, and append keys and values to a paged cache, in one launch.
 
     Args:
-        query: [tokens, heads, d], fp16 or bf16; d 64, 128 or 256. Rows of d are contiguous and 16-byte aligned, other
-            strides are free, as in views of a packed projection.
+        query: [tokens, heads, d], fp16 or bf16; d 64, 80, 96, 112, 128, 192 or 256. Rows of d are contiguous
+            and 16-byte aligned, other strides are free, as in views of a packed projection.
         key, value: [tokens, kv_heads, d] of query's dtype, likewise.
         cos_sin_cache: float32 [max_position, rotary], contiguous, 16-byte aligned: of each position rotary / 2 cosines,
             then as many sines. rotary is a multiple of 32, at most d; elements behind it are not rotated.
@@ -259,8 +258,8 @@ def _check_cos_sin(cos_sin_cache: torch.Tensor, query: torch.Tensor) -> None:
     check_same_device("cos_sin_cache", cos_sin_cache, query)
     check_contiguous("cos_sin_cache", cos_sin_cache)
     rotary, d = cos_sin_cache.shape[-1] if cos_sin_cache.dim() == 2 else 0, query.shape[2]
-    if not 0 < rotary <= d or rotary % _ROTARY or not cos_sin_cache.shape[0]:
-        allowed = f"[max_position, rotary], at least one position, rotary a multiple of {_ROTARY} to {d}"
+    if not 0 < rotary <= d or rotary % ROTARY or not cos_sin_cache.shape[0]:
+        allowed = f"[max_position, rotary], at least one position, rotary a multiple of {ROTARY} to {d}"
         raise ArgumentError("cos_sin_cache", f"shape {tuple(cos_sin_cache.shape)}", allowed)
 
 

@@ -17,7 +17,7 @@ from jitfp4.families.experts import route_experts
 from jitfp4.families.experts.topk_operation import EXPERTS_TOPK
 from jitfp4.families.experts.topk_problem import Method, TopkProblem
 from jitfp4.families.kv import rope_append_paged_kv_cache
-from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, CacheType
+from jitfp4.families.kv.kernels.rope_append import HEAD_DIMS, ROTARY, CacheType
 from jitfp4.families.kv.kernels.rope_append import Problem as RopeProblem
 from jitfp4.families.kv.rope import ROPE_APPEND
 from jitfp4.families.norm import rmsnorm
@@ -143,7 +143,7 @@ class _Attention(nn.Module):
         norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(module, name, None)) is not None]
         kinds = {(tuple(norm.weight.shape), norm.variance_epsilon) for norm in norms}
         own = not norms or (len(norms) == 2 and len(kinds) == 1 and norms[0].weight.shape == (module.head_dim,))
-        return own and module.head_dim in HEAD_DIMS
+        return own and module.head_dim in HEAD_DIMS and module.head_dim % ROTARY == 0
 
     def forward(
         self,

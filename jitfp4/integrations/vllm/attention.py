@@ -1,4 +1,4 @@
-"""An attention backend over an NVFP4 or 16-bit KV cache, for head dimensions 64, 128 and 256, sinks and windows.
+"""An attention backend over an NVFP4 or 16-bit KV cache, for head dimensions up to 256, sinks and windows.
 
 A page holds ``[K codes | K scales | V codes | V scales]``, each part [kv_heads, page, ...]: for vLLM it is one tensor
 [pages, 2 * kv_heads, page, head_dim / 2 + head_dim / 16] of bytes, heads of K first. A 16-bit page is

@@ -9,7 +9,7 @@ from jitfp4.arch import Arch, names_with
 from jitfp4.counters import COUNTER_BYTES
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SCRATCH, SIZES, SOFT_CAP, bind, scratch
-from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem
+from jitfp4.families.attention.problem import MAX_ROWS, TILE, Cache, Pages, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
@@ -87,10 +87,15 @@ class DecodeSpec(KernelSpec):
     masked = False  # no mask of the caller's
 
     @property
+    def width(self) -> int:
+        """Elements of a row in shared memory and in products: a power of two, by which lanes share and permute rows."""
+        return power_of_two(self.head_dim)
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of a tile: K and V, their scales."""
-        scales = self.head_dim // 16 if self.cache is Cache.NVFP4 else 0
-        return 2 * TILE * (self.head_dim * self.cache.bits // 8 + scales)
+        scales = self.width // 16 if self.cache is Cache.NVFP4 else 0
+        return 2 * TILE * (self.width * self.cache.bits // 8 + scales)
 
     @property
     def ring_bytes(self) -> int:
@@ -100,20 +105,20 @@ class DecodeSpec(KernelSpec):
     @property
     def part_bytes(self) -> int:
         """Bytes of a warp's results in shared memory: padded rows of outputs, with their references and sums."""
-        return 4 * self.rows * (self.head_dim + 4 + 2)
+        return 4 * self.rows * (self.width + 4 + 2)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses: rings, results and three positions in the work for each warp; its share."""
         of_warps = self.warps * (self.ring_bytes + self.part_bytes + 3 * 56)
-        share = 4 * self.head_warps * self.rows * (self.head_dim + 2) if self.cluster else _share_bytes(self.warps)
+        share = 4 * self.head_warps * self.rows * (self.width + 2) if self.cluster else _share_bytes(self.warps)
         return round_up(round_up(of_warps, 16) + share, _LINE)
 
     def workspace_bytes(self, grid: int) -> int:
         """Bytes of two partial results of each CTA: for the first and the last item of its share."""
         if self.cluster:
             return 0
-        return 2 * grid * self.head_warps * self.rows * (self.head_dim + 2) * 4
+        return 2 * grid * self.head_warps * self.rows * (self.width + 2) * 4
 
 
 def _share_bytes(warps: int) -> int:

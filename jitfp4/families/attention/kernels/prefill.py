@@ -8,7 +8,7 @@ from typing import Any
 from jitfp4.arch import Arch
 from jitfp4.families.attention.arguments import Arguments
 from jitfp4.families.attention.parameters import INPUTS, SIZES, SOFT_CAP, bind
-from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem
+from jitfp4.families.attention.problem import MAX_ROWS, ROW_BLOCK, Cache, Problem, power_of_two
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import round_up
@@ -63,12 +63,17 @@ class PrefillSpec(KernelSpec):
         return self.warps * self.warp_rows
 
     @property
+    def width(self) -> int:
+        """Elements of a row in shared memory: a power of two, so that an exclusive or finds what a step multiplies."""
+        return power_of_two(self.head_dim)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA: two tiles as 16-bit floats, two as in the cache, places of four tiles, queries."""
         bits = self.cache.bits
-        scales = self.head_dim // 16 if bits == 4 else 0
+        scales = round_up(self.head_dim // 16, 4) if bits == 4 else 0
         raw = 2 * self.tile * (self.head_dim * bits // 8 + scales) if bits < 16 else 0
-        halves = 2 * self.tile * self.head_dim * 2
+        halves = 2 * self.tile * self.width * 2
         queries = 0 if self.head_dim <= 128 and self.warp_rows == 16 else self.rows * self.head_dim * 2
         return round_up(2 * halves + 4 * self.tile * 16 + 4 * 8 + 2 * raw + queries + 16, 1024)
 

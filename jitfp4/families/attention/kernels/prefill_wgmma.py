@@ -119,6 +119,11 @@ class WgmmaSpec(KernelSpec):
         return "bf16" if self.cache is Cache.BF16 else "f16"
 
     @property
+    def width(self) -> int:
+        """Elements of a row in shared memory, and columns of outputs: whole blocks of 128 bytes."""
+        return round_up(self.head_dim, 64)
+
+    @property
     def threads(self) -> int:
         return _WARPGROUP * (self.teams + self.producers)
 
@@ -135,7 +140,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def producer_registers(self) -> int:
         """Of a thread: what it has of the next tile of K, of V or of both, and what it works with."""
-        units = self.head_dim * self.cache.bits // 128  # of 16 bytes, of a row
+        units = self.width * self.cache.bits // 128  # of 16 bytes, of a row
         unit = {Cache.NVFP4: 5, Cache.E4M3: 4}.get(self.cache, 0)
         return max(_LEAST_REGISTERS, round_up(self.other_registers + units * unit * self.sides, 8))
 
@@ -153,7 +158,7 @@ class WgmmaSpec(KernelSpec):
     @property
     def sums(self) -> int:
         """Registers of a consumer that hold outputs, scores and weights."""
-        return self.head_dim // 2 + self.tile // 2 + self.tile // 4
+        return self.width // 2 + self.tile // 2 + self.tile // 4
 
     @property
     def spare_registers(self) -> int:
@@ -162,21 +167,21 @@ class WgmmaSpec(KernelSpec):
         Where teams take turns or CTAs share the expansion, the compiler keeps the descriptors of a team's queries, one
         for each 16 columns. Those beyond the uniform registers take three of each thread, with what they displace.
         """
-        kept = max(0, self.head_dim - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
+        kept = max(0, self.width - _UNIFORM_COLUMNS) // 16 if self.turns or self.ctas > 1 else 0
         return self.work_registers + 3 * kept
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA uses."""
-        queries = self.teams * _TEAM_ROWS * self.head_dim * 2
-        tiles = 2 * self.stages * (self.tile * self.head_dim * 2 + 2 * _BARRIER_BYTES)
+        queries = self.teams * _TEAM_ROWS * self.width * 2
+        tiles = 2 * self.stages * (self.tile * self.width * 2 + 2 * _BARRIER_BYTES)
         places = _PLACES * (self.item_bytes + _BARRIER_BYTES)
         return round_up(queries + tiles + self.stages * self.tile_warps * 4 + places, 1024)
 
     @property
     def part_bytes(self) -> int:
         """Bytes of a partial result: outputs, references and sums of each row, those twice for each of four lanes."""
-        return self.ctas * self.teams * _TEAM_ROWS * (self.head_dim + 8) * 4
+        return self.ctas * self.teams * _TEAM_ROWS * (self.width + 8) * 4
 
     def most_parts(self, workspace_bytes: int) -> int:
         """Partial results that a workspace holds, of those that have a counter for each warp that has rows of them."""
@@ -206,10 +211,8 @@ def rejects(problem: Problem, tactic: WgmmaTactic, arch: Arch, kind: type[WgmmaS
     if spec.sums + spec.spare_registers > spec.consumer_registers:
         needed = f"{spec.sums} for outputs, scores and weights, {spec.spare_registers} for the rest"
         return f"a thread has {spec.consumer_registers} registers, and needs {needed}"
-    if spec.head_dim // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
-        return (
-            f"one product has {spec.head_dim // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
-        )
+    if spec.width // 2 + _PRODUCT_REGISTERS > spec.launch_registers:
+        return f"one product has {spec.width // 2} sums, and a launch gives a thread {spec.launch_registers} registers"
     if spec.shared_bytes > _SHARED_BYTES:
         return f"a CTA needs {spec.shared_bytes} bytes of shared memory"
     return None

@@ -22,7 +22,8 @@ from jitfp4.selection import Row, Table
 from jitfp4.spec import F32, I64, Geometry, Ptr
 
 UNIT = 16  # elements of a lane
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+ROTARY = 32  # rotated elements come in multiples of it
 
 
 class CacheType(StrEnum):
@@ -82,17 +83,27 @@ class Tactic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeAppendSpec(CacheSpec):
-    """A row has ``lanes`` lanes of 16 elements each."""
+    """A row has ``units`` of 16 elements, and a lane for each."""
 
     in_dtype: DType
     cache: CacheType
-    lanes: int
+    units: int
     threads: int
 
     def __post_init__(self) -> None:
-        for name, allowed in (("lanes", (4, 8, 16)), ("threads", (64, 128, 256))):
+        for name, allowed in (("units", tuple(d // UNIT for d in HEAD_DIMS)), ("threads", (64, 128, 256))):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(name, getattr(self, name), f"one of {allowed}")
+
+    @property
+    def lanes(self) -> int:
+        """Neighbouring lanes that share a row: a power of two, so that no row is in two warps."""
+        return lanes_of(self.units)
+
+
+def lanes_of(units: int) -> int:
+    """The smallest power of two that is at least ``units``."""
+    return 1 << (units - 1).bit_length()
 
 
 TACTICS = (Tactic(64), Tactic(128), Tactic(256))
@@ -109,9 +120,10 @@ def problem(arguments: Arguments) -> Problem:
 
 
 def problems(_arch: Arch) -> Iterator[Problem]:
-    """Few and many rows of every kind."""
-    for dtype, cache, d, rows in product(HALVES.values(), CacheType, HEAD_DIMS, (64, 1 << 16)):
+    """Few and many rows of every kind, of the usual sizes, and of one that does not fill its lanes."""
+    for dtype, cache, d, rows in product(HALVES.values(), CacheType, (64, 128, 256), (64, 1 << 16)):
         yield Problem(dtype, cache, d, rows)
+    yield Problem(DType.BF16, CacheType.NVFP4, 96, 64)
 
 
 def specialise(problem: Problem, tactic: Tactic) -> RopeAppendSpec:
@@ -119,7 +131,7 @@ def specialise(problem: Problem, tactic: Tactic) -> RopeAppendSpec:
     return RopeAppendSpec(
         in_dtype=problem.in_dtype,
         cache=problem.cache,
-        lanes=problem.d // UNIT,
+        units=problem.d // UNIT,
         threads=tactic.threads,
     )
 
@@ -130,7 +142,7 @@ def rejects(_problem: Problem, _tactic: Tactic, _arch: Arch) -> None:
 
 def geometry(problem: Problem, tactic: Tactic, _arch: Arch) -> Geometry:
     """Grid: x over rows."""
-    rows = tactic.threads * UNIT // problem.d
+    rows = tactic.threads // lanes_of(problem.d // UNIT)
     return Geometry(grid=(ceil_div(problem.rows, rows), 1, 1), block=(tactic.threads, 1, 1))
 
 

@@ -406,6 +406,50 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   }
 }
 
+// A row of kBytes bytes on its way into registers, by accesses that its alignment allows; 0 where it is not `present`.
+template <int kBytes> struct RowBytes {
+  static constexpr int kUnit = kBytes & -kBytes;
+  using Access = Select<kUnit == 1, uint8, Select<kUnit == 2, uint16, uint32>>;
+  Access parts[kBytes / kUnit];
+
+  __device__ __forceinline__ void load(const uint8* from, bool present) {
+#pragma unroll
+    for (int i = 0; i < kBytes / kUnit; ++i) {
+      parts[i] = 0;
+      if (present) parts[i] = ld<Access>(from + i * kUnit);
+    }
+  }
+  __device__ __forceinline__ uint32 word(int w) const {
+    uint32 word = 0;
+#pragma unroll
+    for (int i = w * 4; i < w * 4 + 4; i += kUnit) {
+      if (i < kBytes) word |= uint32(parts[i / kUnit]) << i % 4 * 8;
+    }
+    return word;
+  }
+};
+
+__device__ __forceinline__ void st_shared_word(uint32 p, uint32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+}
+// Copies a row of kBytes bytes where `present`, by accesses that its alignment allows, and clears what follows up to
+// kRoom. Below four bytes there is no asynchronous copy.
+template <int kBytes, int kRoom, bool kPresent>
+__device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, bool present) {
+  constexpr int kUnit = kBytes & -kBytes;
+  if constexpr (kBytes == kRoom && kUnit == kBytes) {
+    copy_or_clear<kBytes, kPresent>(to, from, present);
+  } else if constexpr (kUnit >= 4) {
+#pragma unroll
+    for (int i = 0; i < kRoom; i += kUnit) copy_or_clear<kUnit, false>(to + i, from + i, present && i < kBytes);
+  } else {
+    RowBytes<kBytes> row;
+    row.load(from, present);
+#pragma unroll
+    for (int i = 0; i < kRoom; i += 4) st_shared_word(to + i, row.word(i / 4));
+  }
+}
+
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
@@ -465,6 +509,7 @@ constexpr bool kIsBf16Cache = false;
 using Query = bf16;
 using Out   = bf16;
 constexpr int  kHeadDim     = 128;
+constexpr int  kWidth       = 128;  // of rows in shared memory and in products: zeros follow their elements
 constexpr int  kRows        = 16;  // query rows of a segment
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kSoftCap     = false;  // logits are capped
@@ -482,10 +527,11 @@ constexpr int   kSubs     = kTile / 16;
 constexpr int   kThreads  = kWarps * kWarp;
 constexpr int   kTokenWarps = kWarps / kHeadWarps;  // warps that take different tokens
 constexpr int   kBlocks   = kRows / 8;
-constexpr int   kSteps    = kHeadDim / 16;
+constexpr int   kSteps    = kWidth / 16;
 constexpr bool  kHalves   = kCacheBits == 16;
 constexpr int   kRowBytes = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
-constexpr int   kQueryWords = kHeadDim / 32;
+constexpr int   kStageRow = kWidth * kCacheBits / 8, kStageScales = kCacheBits == 4 ? kWidth / 16 : 0;  // in bytes too
+constexpr int   kQueryWords = kWidth / 32;
 
 struct Operands {
   const Query* q;
@@ -785,15 +831,17 @@ __device__ __forceinline__ bool find_share(
 // ---- attention/pages -------------------------------------------------------
 // Tiles on their way from pages to a warp's own ring of stages, ahead of the work and across segments.
 // A stage: K, then V, kTile rows each; their block scales.
-constexpr int kChunks     = kRowBytes / 16;  // of a row
+constexpr int kChunks     = kStageRow / 16;  // of a row
 constexpr int kPassRows   = kWarp / kChunks;  // rows of a pass: those that a warp copies at a time
 constexpr int kPasses     = kTile / kPassRows;
-constexpr int kValuesAt   = kTile * kRowBytes;
-constexpr int kScalesAt   = 2 * kTile * kRowBytes;
-constexpr int kVScalesAt  = kScalesAt + kTile * kScaleBytes;
-constexpr int kStageBytes = kVScalesAt + kTile * kScaleBytes;
+constexpr int kValuesAt   = kTile * kStageRow;
+constexpr int kScalesAt   = 2 * kTile * kStageRow;
+constexpr int kVScalesAt  = kScalesAt + kTile * kStageScales;
+constexpr int kVScalesRow = kInterleaved ? kScaleBytes : kStageScales;  // groups of four rows have no gaps
+constexpr int kStageBytes = kVScalesAt + kTile * kStageScales;
 constexpr int kPartialAt  = kStages * kStageBytes;
 constexpr int kLookups    = kPages == Pages::kHalves ? 2 : 1;
+constexpr bool kHoldsScales = kScaleBytes % 4 != 0;  // no asynchronous copy takes a row of them
 static_assert(kTile == kWarp && kPassRows > 0, "a lane for each row, and for each chunk of one");
 static_assert(kStageBytes % 128 == 0, "a line that is copied to two of shared memory costs half as many sectors more");
 
@@ -889,7 +937,7 @@ class Producer {
       : p_(p), segment_(segment), inner_(p, segment.request), inverse_(inverse_of_page(p)) {
     const int lane = threadIdx.x % kWarp;
     rows_to_   = keep(ring + place(lane / kChunks, lane % kChunks));
-    scales_to_ = keep(ring + kScalesAt + lane * kScaleBytes);
+    scales_to_ = keep(ring + kScalesAt + lane * kStageScales);
     enter();
     if (kCluster > 0 && first.known && token_ < end_) look_up<true>(first);
     else seek();
@@ -898,6 +946,7 @@ class Producer {
   // Starts the copies of the next tile, if there is one, to the stage that is `stage` bytes behind the first one. Every
   // call makes one group.
   __device__ __forceinline__ void issue(int stage) {
+    put_scales();
     partial_ <<= 1;
     if (token_ < end_) {
       bool there[kLookups], all = inner_.has(token_);
@@ -917,6 +966,19 @@ class Producer {
       seek();
     }
     ptx::copy_async_commit();
+  }
+
+  // Stores the scales of the last tile of issue(), which registers have held since then.
+  __device__ __forceinline__ void put_scales() {
+    if constexpr (kHoldsScales) {
+      if (held_at_ < 0) return;
+#pragma unroll
+      for (int i = 0; i < kStageScales; i += 4) {
+        ptx::st_shared_word(scales_to_ + held_at_ + i, k_held_.word(i / 4));
+        ptx::st_shared_word(scales_to_ + held_at_ + kVScalesAt - kScalesAt + i, v_held_.word(i / 4));
+      }
+      held_at_ = -1;
+    }
   }
 
   // Whether the tile that is used next lacks tokens: then the ring has its Partial.
@@ -985,7 +1047,7 @@ class Producer {
   // With kAll every token of the tile has a page and is seen. Else tokens without one, and those before the first that
   // is seen, are not read, and become 0.
   template <bool kAll>
-  __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) const {
+  __device__ __forceinline__ void copy(int stage, const bool (&there)[kLookups]) {
     const int lane = threadIdx.x % kWarp, rows = tokens_ - token_;  // that there are from here on
     const int hidden = kAll ? 0 : segment_.request.first_token(p_) - token_;
     if constexpr (!kAll) {
@@ -996,17 +1058,17 @@ class Producer {
     for (int i = 0; i < kPasses; ++i) {
       const int row = i * kPassRows + lane / kChunks;
       // The permutation of chunks repeats every eight rows.
-      const int on = kPassRows % 8 == 0 ? i * kPassRows * kRowBytes
+      const int on = kPassRows % 8 == 0 ? i * kPassRows * kStageRow
                                         : place(row, lane % kChunks) - place(lane / kChunks, lane % kChunks);
       // In a packed page, one address serves all passes.
       const int  start = kPacked && kPages != Pages::kMany ? row_of_lookup(i * kPassRows) : i * kPassRows;
       const Page page  = page_of(there, kPages == Pages::kMany ? row : start, start);
       const int  skip  = (i * kPassRows - start) * kRowBytes;
       const bool copied = kAll || (page.there && row >= hidden && row < rows);
-      ptx::copy_or_clear<16, kAll>(
-          rows_to_ + stage + on, at(k_, page.k, p_.k_page_stride, page.slot, k_token_stride()) + skip, copied);
-      ptx::copy_or_clear<16, kAll>(rows_to_ + stage + on + kValuesAt,
-                                   at(v_, page.v, p_.v_page_stride, page.slot, v_token_stride()) + skip, copied);
+      copy_chunk<kAll>(rows_to_ + stage + on,
+                       at(k_, page.k, p_.k_page_stride, page.slot, k_token_stride()) + skip, copied);
+      copy_chunk<kAll>(rows_to_ + stage + on + kValuesAt,
+                       at(v_, page.v, p_.v_page_stride, page.slot, v_token_stride()) + skip, copied);
     }
     if constexpr (kScaleBytes > 0) {
       const Page page = page_of(there, lane, 0);
@@ -1014,15 +1076,30 @@ class Producer {
       const int  first = kInterleaved ? lane & ~3 : lane, last = kInterleaved ? lane | 3 : lane;
       const bool k_copied = kAll || (page.there && lane >= hidden && lane < rows);
       const bool v_copied = kAll || (page.there && last >= hidden && first < rows);
-      ptx::copy_or_clear<kScaleBytes, kAll>(
-          scales_to_ + stage,
-          at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride()), k_copied);
-      ptx::copy_or_clear<kScaleBytes, kAll>(
-          scales_to_ + stage + kVScalesAt - kScalesAt,
-          at(v_scales_, page.v, p_.v_scales_page_stride, page.slot, v_scales_token_stride()), v_copied);
+      const int v_to = scales_to_ + stage + kVScalesAt - kScalesAt - lane * (kStageScales - kVScalesRow);
+      const uint8* k = at(k_scales_, page.k, p_.k_scales_page_stride, page.slot, k_scales_token_stride());
+      if constexpr (kHoldsScales) k_held_.load(k, k_copied);
+      else ptx::copy_row_or_clear<kScaleBytes, kStageScales, kAll>(scales_to_ + stage, k, k_copied);
+      const uint8* v = at(v_scales_, page.v, p_.v_scales_page_stride, page.slot, v_scales_token_stride());
+      if constexpr (kHoldsScales) v_held_.load(v, v_copied), held_at_ = stage;
+      else ptx::copy_row_or_clear<kScaleBytes, kVScalesRow, kAll>(v_to, v, v_copied);
     }
   }
 
+  // Copies this lane's chunk of a row. What is behind the row's last element becomes 0.
+  template <bool kAll>
+  __device__ __forceinline__ static void copy_chunk(uint32 to, const uint8* from, bool copied) {
+    if constexpr (kRowBytes == kStageRow) {
+      ptx::copy_or_clear<16, kAll>(to, from, copied);
+    } else {
+      constexpr int kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
+      const int at = threadIdx.x % kChunks * 16;
+#pragma unroll
+      for (int i = 0; i < 16; i += kBytes) {
+        ptx::copy_or_clear<kBytes, false>(to + i, from + i, copied && at + i < kRowBytes);
+      }
+    }
+  }
   __device__ __forceinline__ static constexpr int row_of_lookup(int row) {
     return row / (kTile / kLookups) * (kTile / kLookups);
   }
@@ -1052,6 +1129,8 @@ class Producer {
   int k_page_[kLookups], v_page_[kLookups], slot_[kLookups];
   const int32* table_;
   const uint8 *k_, *v_, *k_scales_, *v_scales_;
+  ptx::RowBytes<kHoldsScales ? kScaleBytes : 1> k_held_, v_held_;
+  int held_at_ = -1;  // the stage of what is held
 };
 
 // ---- attention/cvt_e2m1 ----------------------------------------------------
@@ -1099,7 +1178,7 @@ __device__ __forceinline__ uint32 decode_scales(uint32 two) {
 // ---- attention/nvfp4_tile --------------------------------------------------
 // Fragments of an NVFP4 tile. The left factor of a product is 16 x 16: K with tokens as rows, or V with dimensions as
 // rows. The right factor has query rows as its eight columns. Products need no order of dimensions, if both factors
-// have the same: lane c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8, and
+// have the same: lane c of a row of K takes kWidth / 4 neighbouring dimensions, lane g of V takes kWidth / 8, and
 // queries and outputs use the same order.
 //
 // Software makes the bits of a code sign, last exponent bits and first mantissa bit of a float16, which is then 2^-14
@@ -1109,8 +1188,9 @@ namespace nvfp4_tile {
 using Mma = f16;
 constexpr float kKeyUnit   = kHasE2m1Cvt ? 1.0f : 0x1p-14f;  // the number that stands for 1 in fragments of K
 constexpr float kValueUnit = kKeyUnit;
-constexpr int   kKeyWords   = kHeadDim / 32;  // words of codes that a lane has of a row of K
-constexpr int   kValueWords = kHeadDim / 64;  // and of a row of V
+constexpr int   kKeyWords   = kWidth / 32;  // words of codes that a lane has of a row of K
+constexpr int   kValueWords = kWidth / 64;  // and of a row of V
+constexpr int   kValueBlocks = (kValueWords + 1) / 2;  // and of its scales
 
 // Which of the 8 dimensions of a word of K goes to half `half` of register r in step 2 w + j, for word w.
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
@@ -1119,10 +1199,11 @@ __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) {
 // Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+  if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
+  ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
 }
 // The dimension of row g (or of row g + 8, the upper one) of the outputs of step m
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
 
 // Twice the low, or the high, half of a pair. This form costs no instruction: the multiplication selects the half.
 __device__ __forceinline__ uint32 low_twice(uint32 pair) {
@@ -1145,7 +1226,7 @@ __device__ __forceinline__ uint32 high_twice(uint32 pair) {
 }
 
 // Whether V's scales are loaded as K's, two neighbouring blocks of a token, and transposed to two tokens of a block
-constexpr bool kTransposed = !kInterleaved && kScaleBytes == 8;
+constexpr bool kTransposed = !kInterleaved && kStageScales == 8;
 
 // The offsets in a stage of what a lane reads.
 struct Lane {
@@ -1155,16 +1236,18 @@ struct Lane {
 
   __device__ __forceinline__ Lane() {
     const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
-    const int k = c * (kHeadDim / 8), v = g * (kHeadDim / 16), block = g * (kHeadDim / 8) / 16;
+    const int k = c * (kWidth / 8), v = g * (kWidth / 16);
+    int block = g * (kWidth / 8) / 16;
+    if (kHeadDim < kWidth) block = min(block, kScaleBytes - kValueBlocks);  // behind a row: any
     key       = keep(place(g, k / 16) + k % 16);
-    key_scale = keep(kScalesAt + g * kScaleBytes + c * (kScaleBytes / 4));
+    key_scale = keep(kScalesAt + g * kStageScales + c * (kStageScales / 4));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
     }
     value_scale = kTransposed ? key_scale + kVScalesAt - kScalesAt
-                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kScaleBytes + block * 4 + c % 2 * 2
-                                                                : 2 * c * kScaleBytes + block));
+                              : keep(kVScalesAt + (kInterleaved ? c / 2 * 4 * kVScalesRow + block * 4 + c % 2 * 2
+                                                                : 2 * c * kStageScales + block));
   }
 };
 
@@ -1174,12 +1257,12 @@ __device__ __forceinline__ void scores(
   uint32 codes[2][kKeyWords], scale[2][kKeyWords / 2];  // both halves have the scale of one block
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, codes[i]);
-    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kScaleBytes;
-    if constexpr (kScaleBytes == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
-    if constexpr (kScaleBytes > 4) {
+    ld_row(stage + (first + 8 * i) * kStageRow, lane.key, codes[i]);
+    const uint8* scales = stage + lane.key_scale + (first + 8 * i) * kStageScales;
+    if constexpr (kStageScales == 4) scale[i][0] = low_twice(decode_e4m3x2(*scales));
+    if constexpr (kStageScales > 4) {
 #pragma unroll
-      for (int j = 0; j < kScaleBytes / 4; j += 2) {
+      for (int j = 0; j < kStageScales / 4; j += 2) {
         const uint32 two = decode_e4m3x2(*reinterpret_cast<const uint16*>(scales + j));
         scale[i][j]     = low_twice(two);
         scale[i][j + 1] = high_twice(two);
@@ -1223,18 +1306,18 @@ __device__ __forceinline__ void interleave(uint32 a, uint32 b, uint32 (&pairs)[8
 // V of 16 tokens, as codes and scales. It is loaded before the weights are known.
 struct Values {
   uint32 codes[4][kValueWords];  // of tokens 2 c, 2 c + 1, 2 c + 8, 2 c + 9
-  uint32 scales[2][(kValueWords + 1) / 2];
+  uint32 scales[2][kValueBlocks];
 
   __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], codes[i]);
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], codes[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int b = 0; b < (kValueWords + 1) / 2; ++b) {
-        const uint8* at = stage + lane.value_scale + (first + i * 8) * kScaleBytes + b * (kInterleaved ? 4 : 1);
+      for (int b = 0; b < kValueBlocks; ++b) {
+        const uint8* at = stage + lane.value_scale + (first + i * 8) * kVScalesRow + b * (kInterleaved ? 4 : 1);
         if constexpr (kInterleaved || kTransposed) scales[i][b] = *reinterpret_cast<const uint16*>(at);
-        else scales[i][b] = at[0] | at[kScaleBytes] << 8;
+        else scales[i][b] = at[0] | at[kStageScales] << 8;
       }
     }
   }
@@ -1245,7 +1328,7 @@ struct Values {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int b = 0; b < (kValueWords + 1) / 2 && kInterleaved; ++b) {
+      for (int b = 0; b < kValueBlocks && kInterleaved; ++b) {
         scales[i][b] &= (present >> 8 * i & 1 ? 0xFFu : 0u) | (present >> 8 * i & 2 ? 0xFF00u : 0u);
       }
     }
@@ -1279,20 +1362,21 @@ struct Values {
 
 // ---- attention/byte_tile ---------------------------------------------------
 // Fragments of an E4M3 tile, which float16 holds exactly. The order of dimensions is that of attention/nvfp4_tile: lane
-// c of a row of K takes kHeadDim / 4 neighbouring dimensions, lane g of V takes kHeadDim / 8.
+// c of a row of K takes kWidth / 4 neighbouring dimensions, lane g of V takes kWidth / 8.
 namespace byte_tile {
 using Mma = f16;
 constexpr float kKeyUnit = 1.0f, kValueUnit = 1.0f;
-constexpr int   kKeyWords   = kHeadDim / 16;  // words that a lane has of a row of K
-constexpr int   kValueWords = kHeadDim / 32;  // and of a row of V
+constexpr int   kKeyWords   = kWidth / 16;  // words that a lane has of a row of K
+constexpr int   kValueWords = kWidth / 32;  // and of a row of V
 
 __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { return 4 * j + 2 * r + half; }
 // Loads what a lane needs of a query row for steps 2 w and 2 w + 1.
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
-  ld_halves<2 * kRegs>(row + c * (kHeadDim / 4) + 8 * w, x);
+  if (kHeadDim < kWidth && c * (kWidth / 4) + 8 * w >= kHeadDim) return;
+  ld_halves<2 * kRegs>(row + c * (kWidth / 4) + 8 * w, x);
 }
-__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kHeadDim / 8) + 2 * m + upper; }
+__device__ __forceinline__ int value_dim(int m, bool upper, int g) { return g * (kWidth / 8) + 2 * m + upper; }
 
 // The offsets in a stage of what a lane reads.
 struct Lane {
@@ -1300,7 +1384,7 @@ struct Lane {
   int value[2];  // of tokens 2 c and 2 c + 1, likewise
 
   __device__ __forceinline__ Lane() {
-    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, k = c * (kHeadDim / 4), v = g * (kHeadDim / 8);
+    const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4, k = c * (kWidth / 4), v = g * (kWidth / 8);
     key = keep(place(g, k / 16) + k % 16);
 #pragma unroll
     for (int i = 0; i < 2; ++i) value[i] = keep(kValuesAt + place(2 * c + i, v / 16) + v % 16);
@@ -1312,7 +1396,7 @@ __device__ __forceinline__ void scores(
     const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
   uint32 bytes[2][kKeyWords];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) ld_row(stage + (first + 8 * i) * kRowBytes, lane.key, bytes[i]);
+  for (int i = 0; i < 2; ++i) ld_row(stage + (first + 8 * i) * kStageRow, lane.key, bytes[i]);
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -1330,7 +1414,7 @@ struct Values {
 
   __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kRowBytes, lane.value[i % 2], bytes[i]);
+    for (int i = 0; i < 4; ++i) ld_row(stage + (first + i / 2 * 8) * kStageRow, lane.value[i % 2], bytes[i]);
   }
   __device__ __forceinline__ void keep(uint32) {}
 
@@ -1362,7 +1446,10 @@ __device__ __forceinline__ constexpr int word_dim(int j, int r, int half) { retu
 template <int kRegs>
 __device__ __forceinline__ void ld_query(const Query* row, int w, int c, uint32 (&x)[kRegs]) {
 #pragma unroll
-  for (int i = 0; i < kRegs; ++i) x[i] = ptx::ld<uint32>(row + 8 * (4 * w + i) + 2 * c);
+  for (int i = 0; i < kRegs; ++i) {
+    const int at = 8 * (4 * w + i);
+    if (kHeadDim == kWidth || at < kHeadDim) x[i] = ptx::ld<uint32>(row + at + 2 * c);
+  }
 }
 __device__ __forceinline__ int value_dim(int m, bool upper, int g) { return 16 * m + 8 * upper + g; }
 
@@ -1380,7 +1467,7 @@ struct Lane {
 // s = K q for the tokens from `first` on
 __device__ __forceinline__ void scores(
     const uint8* stage, int first, const Lane& lane, const Queries& q, float (&s)[kBlocks][4]) {
-  const uint32 rows = ptx::shared_address(stage) + first * kRowBytes;
+  const uint32 rows = ptx::shared_address(stage) + first * kStageRow;
 #pragma unroll
   for (int n = 0; n < kBlocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
@@ -1397,7 +1484,7 @@ struct Values {
   const uint32 rows, at;
 
   __device__ __forceinline__ Values(const uint8* stage, int first, const Lane& lane)
-      : rows(ptx::shared_address(stage) + first * kRowBytes), at(lane.value) {}
+      : rows(ptx::shared_address(stage) + first * kStageRow), at(lane.value) {}
   __device__ __forceinline__ void keep(uint32) {}
 
   // o += V p
@@ -1699,9 +1786,9 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 // CTAs that share an item are in the workspace. The last CTA to write its part of a line adds up the line, in the order
 // of the tokens. If many CTAs share an item, the parts of each group of CTAs are added first, then the sums of the
 // groups: one warp would take long to read all parts.
-constexpr int kPitch = kHeadDim + 4;  // floats of a row in shared memory; rows start in different banks
+constexpr int kPitch = kWidth + 4;  // floats of a row in shared memory; rows start in different banks
 constexpr int kLines = kHeadWarps * kRows;  // lines of a CTA: the query rows of all its heads
-constexpr int kQuads = kLines * kHeadDim / 4;
+constexpr int kQuads = kLines * kWidth / 4;
 constexpr int kCounterWords = (kLines + 3) / 4;
 constexpr int kMostLines = 8 * kWarp;  // lines of all parts that are added up in one round, at most
 
@@ -1725,10 +1812,10 @@ struct Slot {
   float* p;
   __device__ __forceinline__ Slot(const Operands& operands, int cta, bool goes_on)
       : p(reinterpret_cast<float*>(operands.workspace) +
-          (2 * int64(cta) + goes_on) * (kLines * (kHeadDim + 2))) {}
-  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kHeadDim + dim; }
-  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kHeadDim + line; }
-  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kHeadDim + 1) + line; }
+          (2 * int64(cta) + goes_on) * (kLines * (kWidth + 2))) {}
+  __device__ __forceinline__ float* o(int line, int dim) const { return p + line * kWidth + dim; }
+  __device__ __forceinline__ float* reference(int line) const { return p + kLines * kWidth + line; }
+  __device__ __forceinline__ float* sum(int line) const { return p + kLines * (kWidth + 1) + line; }
   __device__ __forceinline__ void put(const Quad& quad, int line, int dim) const {
     *reinterpret_cast<float4*>(o(line, dim)) = quad.o;
     if (dim == 0) *reference(line) = quad.reference, *sum(line) = quad.sum;
@@ -1747,7 +1834,7 @@ __device__ __forceinline__ void store_out(Out* out, float4 v) {
 
 __device__ __forceinline__ void finish(const Operands& p, const Segment& s, Quad quad, int line, int dim) {
   const int block_row = s.first_row() + line % kRows;
-  if (block_row >= s.request.q_len * p.group) return;
+  if (block_row >= s.request.q_len * p.group || (kHeadDim < kWidth && dim >= kHeadDim)) return;
   const int   token = token_of(p, block_row);
   const int   head  = s.head(line / kRows) * p.group + block_row - token * p.group;
   const int64 at    = int64(s.request.q_begin + token) * p.kv_heads * p.group + head;
@@ -1820,7 +1907,7 @@ struct Round {
 // (`finishes`) or the last of the parts. A warp takes a line, and reads kAtOnce parts at a time.
 __device__ __forceinline__ void merge(
     const Operands& p, const Segment& s, const Round& round, bool finishes, int line) {
-  constexpr int kDims = kHeadDim < 4 * kWarp ? kHeadDim : 4 * kWarp, kAtOnce = 8;
+  constexpr int kDims = kWidth < 4 * kWarp ? kWidth : 4 * kWarp, kAtOnce = 8;
   const int lane = threadIdx.x % kWarp, count = round.count();
   const bool used = lane * 4 < kDims;
   uint4 parts[kAtOnce];
@@ -1845,7 +1932,7 @@ __device__ __forceinline__ void merge(
 #pragma unroll
   for (int distance = 1; distance < kWarp; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
 #pragma unroll 1
-  for (int dim = lane * 4; dim - lane * 4 < kHeadDim; dim += kDims) {
+  for (int dim = lane * 4; dim - lane * 4 < kWidth; dim += kDims) {
     Quad quad = {top, sum, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll 1
     for (int from = 0; from < count; from += kAtOnce) {
@@ -1886,7 +1973,7 @@ enum : int { kUnsettled = 1, kSettled, kAmongSettlers };  // barriers of the CTA
 __device__ __forceinline__ void settle(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
   ptx::barrier_sync(kUnsettled, kThreads);
   for (int i = threadIdx.x - kFirstSettler * kWarp; i < kQuads; i += kSettlers * kWarp) {
-    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    const int line = i / (kWidth / 4), dim = i % (kWidth / 4) * 4;
     finish(p, s, sum_of_warps(parts, line, dim), line, dim);
   }
   ptx::barrier_arrive(kSettled, kThreads);
@@ -1896,7 +1983,7 @@ __device__ __forceinline__ void settle(const Operands& p, const Segment& s, cons
 // Adds up the parts of the warps of a CTA that has an item whole, and writes its outputs.
 __device__ __forceinline__ void write(const Operands& p, const Segment& s, const Part (&parts)[kWarps]) {
   for (int i = threadIdx.x; i < kQuads; i += kThreads) {
-    const int line = i / (kHeadDim / 4), dim = i % (kHeadDim / 4) * 4;
+    const int line = i / (kWidth / 4), dim = i % (kWidth / 4) * 4;
     finish(p, s, sum_of_warps(parts, line, dim), line, dim);
   }
 }
@@ -1921,7 +2008,7 @@ __device__ __forceinline__ void combine(
   const int begin = first + (cta - first) / group * group;
 #pragma unroll 1
   for (int line = threadIdx.x / kWarp; line < kLines; line += kWarps) {
-    for (int dim = lane * 4; dim < kHeadDim; dim += 4 * kWarp) {
+    for (int dim = lane * 4; dim < kWidth; dim += 4 * kWarp) {
       Slot(p, cta, s.tile == 0).put(sum_of_warps(parts, line, dim), line, dim);
     }
     Round round = {first, first, 1, end};
@@ -2006,7 +2093,7 @@ constexpr int kOwned = kLines / kSenders;  // lines that a CTA owns
 static_assert(kOwned * kSenders == kLines, "all CTAs own as many lines");
 
 struct alignas(16) Incoming {
-  float o[kSenders][kOwned][kHeadDim];
+  float o[kSenders][kOwned][kWidth];
   float reference[kSenders][kOwned], sum[kSenders][kOwned];
 };
 
@@ -2029,7 +2116,7 @@ __device__ __forceinline__ bool find_share(const Operands& p, Incoming&, Segment
 __device__ __forceinline__ void combine(
     const Operands& p, const Segment& s, Incoming& incoming, const Part (&parts)[kWarps], bool more) {
   if constexpr (kCluster == 1) return write(p, s, parts);
-  constexpr int kRowQuads = kHeadDim / 4;
+  constexpr int kRowQuads = kWidth / 4;
   const int rank = blockIdx.x % kSenders;
   const auto is_used = [&](int line) { return s.first_row() + line % kRows < s.request.q_len * p.group; };
   ptx::cluster_wait();  // all CTAs have started, or have read what came last
@@ -2204,6 +2291,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas) attention_decod
 #pragma unroll 1
       for (; left > 0; --left) {
         ptx::copy_async_wait_for<kStages - 2>();
+        ahead.put_scales();
         __syncwarp();  // the copies of all lanes are complete, and all have read the stage that is filled next
         ahead.issue(free);
         attend(p, now, lane, ring, stage, ahead.partial(), queries, scales, state);

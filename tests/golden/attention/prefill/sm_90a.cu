@@ -405,6 +405,50 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   }
 }
 
+// A row of kBytes bytes on its way into registers, by accesses that its alignment allows; 0 where it is not `present`.
+template <int kBytes> struct RowBytes {
+  static constexpr int kUnit = kBytes & -kBytes;
+  using Access = Select<kUnit == 1, uint8, Select<kUnit == 2, uint16, uint32>>;
+  Access parts[kBytes / kUnit];
+
+  __device__ __forceinline__ void load(const uint8* from, bool present) {
+#pragma unroll
+    for (int i = 0; i < kBytes / kUnit; ++i) {
+      parts[i] = 0;
+      if (present) parts[i] = ld<Access>(from + i * kUnit);
+    }
+  }
+  __device__ __forceinline__ uint32 word(int w) const {
+    uint32 word = 0;
+#pragma unroll
+    for (int i = w * 4; i < w * 4 + 4; i += kUnit) {
+      if (i < kBytes) word |= uint32(parts[i / kUnit]) << i % 4 * 8;
+    }
+    return word;
+  }
+};
+
+__device__ __forceinline__ void st_shared_word(uint32 p, uint32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+}
+// Copies a row of kBytes bytes where `present`, by accesses that its alignment allows, and clears what follows up to
+// kRoom. Below four bytes there is no asynchronous copy.
+template <int kBytes, int kRoom, bool kPresent>
+__device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, bool present) {
+  constexpr int kUnit = kBytes & -kBytes;
+  if constexpr (kBytes == kRoom && kUnit == kBytes) {
+    copy_or_clear<kBytes, kPresent>(to, from, present);
+  } else if constexpr (kUnit >= 4) {
+#pragma unroll
+    for (int i = 0; i < kRoom; i += kUnit) copy_or_clear<kUnit, false>(to + i, from + i, present && i < kBytes);
+  } else {
+    RowBytes<kBytes> row;
+    row.load(from, present);
+#pragma unroll
+    for (int i = 0; i < kRoom; i += 4) st_shared_word(to + i, row.word(i / 4));
+  }
+}
+
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
@@ -504,6 +548,7 @@ constexpr bool kIsBf16Cache = false;
 using Query = bf16;
 using Out   = bf16;
 constexpr int  kHeadDim     = 128;
+constexpr int  kWidth       = 128;  // of rows in shared memory, of which products take kHeadDim elements
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kSoftCap     = false;  // logits are capped
 constexpr int  kWarps       = 4;
@@ -634,10 +679,11 @@ struct Sight {
 // rows of kHeadDim elements, K, then V, in one of two buffers, or turns. A cache of 16-bit floats is copied to them
 // directly. Others are first copied in their own format, codes of K and V, then their scales, and decoded once for all
 // warps.
-constexpr int kHalfRow      = 2 * kHeadDim;  // bytes
+constexpr int kHalfRow      = 2 * kWidth;  // bytes
 constexpr int kSideBytes    = kTile * kHalfRow;
 constexpr int kRawSideBytes = kTile * kRowBytes, kRawScalesAt = 2 * kRawSideBytes;
-constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScaleBytes);
+constexpr int kScalesRow    = (kScaleBytes + 3) / 4 * 4;
+constexpr int kRawBytes     = kHalves ? 0 : 2 * kTile * (kRowBytes + kScalesRow);
 constexpr int kAhead        = kHalves ? 1 : 2;  // how many tiles ahead of its use a tile is copied
 constexpr int kPlaceTurns   = 4;
 constexpr int kWords        = kTile > kWarp ? kTile / kWarp : 1;  // that have a bit for each token
@@ -691,7 +737,8 @@ __device__ __forceinline__ const uint8* address(
 
 // Starts the copies of a tile. Tokens that have no page are not read, and become 0.
 __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head, int tile) {
-  constexpr int kChunks = kRowBytes / 16, kCopies = kTile * kChunks;
+  constexpr int kBytes = kRowBytes % 16 == 0 ? 16 : 8;  // that rows are aligned to
+  constexpr int kChunks = kRowBytes / kBytes, kCopies = kTile * kChunks;
   const Place* places = s.places[tile % kPlaceTurns];
   const uint32 to = ptx::shared_address(kHalves ? s.halves[tile % 2] : s.rest + tile % 2 * kRawBytes);
   const uint8* k = p.k + head * p.k_head_stride;
@@ -701,12 +748,12 @@ __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head
     const int copy = i + threadIdx.x, row = copy / kChunks, chunk = copy % kChunks;
     if (kCopies % kThreads != 0 && copy >= kCopies) break;
     const Place place = places[row];
-    const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * 16);
-    ptx::copy_or_clear<16, false>(
-        at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * 16, place.there & 1);
-    ptx::copy_or_clear<16, false>(
+    const uint32 at = to + (kHalves ? place_of(row, chunk) : copy * kBytes);
+    ptx::copy_or_clear<kBytes, false>(
+        at, address(k, place, place.k_page, p.k_page_stride, p.k_token_stride) + chunk * kBytes, place.there & 1);
+    ptx::copy_or_clear<kBytes, false>(
         at + (kHalves ? kSideBytes : kRawSideBytes),
-        address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * 16, place.there & 1);
+        address(v, place, place.v_page, p.v_page_stride, p.v_token_stride) + chunk * kBytes, place.there & 1);
   }
   if constexpr (kScaleBytes > 0) {
 #pragma unroll
@@ -720,8 +767,8 @@ __device__ __forceinline__ void copy_tile(const Operands& p, Shared& s, int head
                          p.v_scales_token_stride)
                : address(p.k_scales + head * p.k_scales_head_stride, place, place.k_page, p.k_scales_page_stride,
                          p.k_scales_token_stride);
-      ptx::copy_or_clear<kScaleBytes, false>(
-          to + kRawScalesAt + copy * kScaleBytes, from, place.there & (kInterleaved && of_v ? 2 : 1));
+      ptx::copy_row_or_clear<kScaleBytes, kScalesRow, false>(
+          to + kRawScalesAt + copy * kScalesRow, from, place.there & (kInterleaved && of_v ? 2 : 1));
     }
   }
 }
@@ -761,14 +808,16 @@ __device__ __forceinline__ void decode_tile(Shared& s, int tile) {
     // Eight lanes take four blocks of two rows each, so that they write to different banks.
     const int at = i + threadIdx.x;
     if (kSideBlocks % kThreads != 0 && at >= kSideBlocks) break;
-    const int row = at / (2 * kRowBlocks) * 2 + at / 4 % 2, block = at / 8 % (kRowBlocks / 4) * 4 + at % 4;
+    constexpr bool kFours = kRowBlocks % 4 == 0;
+    const int row   = kFours ? at / (2 * kRowBlocks) * 2 + at / 4 % 2 : at / kRowBlocks;
+    const int block = kFours ? at / 8 % (kRowBlocks / 4) * 4 + at % 4 : at % kRowBlocks;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       uint32 scale = 0;
       if constexpr (kScaleBytes > 0) {
-        const uint8* scales = raw + kRawScalesAt + side * kTile * kScaleBytes;
+        const uint8* scales = raw + kRawScalesAt + side * kTile * kScalesRow;
         const bool grouped = kInterleaved && side == 1;
-        scale = scales[grouped ? row / 4 * 4 * kScaleBytes + block * 4 + row % 4 : row * kScaleBytes + block];
+        scale = scales[grouped ? row / 4 * 4 * kScalesRow + block * 4 + row % 4 : row * kScalesRow + block];
         if (grouped && !(present[row / kWarp] >> row % kWarp & 1)) scale = 0;
       }
       uint4 halves[2];

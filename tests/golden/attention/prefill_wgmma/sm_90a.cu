@@ -567,6 +567,7 @@ using Query = bf16;
 using Out   = bf16;
 using Mma   = f16;  // what K, V, the queries and the weights are in products
 constexpr int  kHeadDim     = 128;
+constexpr int  kWidth       = 128;  // of rows in shared memory, and of outputs: zeros follow their elements
 constexpr bool kInterleaved = false;  // V's scales, by four tokens
 constexpr bool kSoftCap     = false;  // logits are capped
 constexpr bool kTwoTables   = false;   // K and V have pages of their own
@@ -584,7 +585,7 @@ constexpr int kThreads   = kConsumers + kProducers * 128;
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
 constexpr int kRowBytes   = kHeadDim * kCacheBits / 8, kScaleBytes = kCacheBits == 4 ? kHeadDim / 16 : 0;
-constexpr int kBlocks     = kHeadDim / 64;  // of columns: 128 bytes of 16-bit floats
+constexpr int kBlocks     = kWidth / 64;  // of columns: 128 bytes of 16-bit floats
 constexpr int kBlockBytes = kTile * 128;
 constexpr int kSteps      = kTile / 16;
 
@@ -1001,6 +1002,50 @@ __device__ __forceinline__ void copy_or_clear(uint32 to, const void* from, bool 
   }
 }
 
+// A row of kBytes bytes on its way into registers, by accesses that its alignment allows; 0 where it is not `present`.
+template <int kBytes> struct RowBytes {
+  static constexpr int kUnit = kBytes & -kBytes;
+  using Access = Select<kUnit == 1, uint8, Select<kUnit == 2, uint16, uint32>>;
+  Access parts[kBytes / kUnit];
+
+  __device__ __forceinline__ void load(const uint8* from, bool present) {
+#pragma unroll
+    for (int i = 0; i < kBytes / kUnit; ++i) {
+      parts[i] = 0;
+      if (present) parts[i] = ld<Access>(from + i * kUnit);
+    }
+  }
+  __device__ __forceinline__ uint32 word(int w) const {
+    uint32 word = 0;
+#pragma unroll
+    for (int i = w * 4; i < w * 4 + 4; i += kUnit) {
+      if (i < kBytes) word |= uint32(parts[i / kUnit]) << i % 4 * 8;
+    }
+    return word;
+  }
+};
+
+__device__ __forceinline__ void st_shared_word(uint32 p, uint32 v) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
+}
+// Copies a row of kBytes bytes where `present`, by accesses that its alignment allows, and clears what follows up to
+// kRoom. Below four bytes there is no asynchronous copy.
+template <int kBytes, int kRoom, bool kPresent>
+__device__ __forceinline__ void copy_row_or_clear(uint32 to, const uint8* from, bool present) {
+  constexpr int kUnit = kBytes & -kBytes;
+  if constexpr (kBytes == kRoom && kUnit == kBytes) {
+    copy_or_clear<kBytes, kPresent>(to, from, present);
+  } else if constexpr (kUnit >= 4) {
+#pragma unroll
+    for (int i = 0; i < kRoom; i += kUnit) copy_or_clear<kUnit, false>(to + i, from + i, present && i < kBytes);
+  } else {
+    RowBytes<kBytes> row;
+    row.load(from, present);
+#pragma unroll
+    for (int i = 0; i < kRoom; i += 4) st_shared_word(to + i, row.word(i / 4));
+  }
+}
+
 // base + a b bytes
 __device__ __forceinline__ const uint8* mad_wide(int a, int b, const uint8* base) {
   const uint8* d;
@@ -1022,7 +1067,7 @@ __device__ __forceinline__ uint32 atom_add_acq_rel(uint32* p, uint32 v) {
 // a row lies costs much; rows of 16-bit floats are copied, each by four lanes. Eight lanes with neighbouring tokens
 // write to all banks. The loads of a warp's next tile are under way while it waits for a free slot.
 constexpr bool kIsNvfp4 = kCacheBits == 4, kIsHalf = kCacheBits == 16;
-constexpr int  kUnits     = kRowBytes / 16;  // of a row
+constexpr int  kUnits     = (kRowBytes + 15) / 16;  // of a row
 constexpr int  kOwnTokens = kTile / kWarps;
 constexpr int  kAcross    = kIsHalf ? 4 : 1;        // lanes that share a row
 constexpr int  kGroup     = kWarp / kAcross;        // tokens that a warp takes at a time
@@ -1158,7 +1203,7 @@ template <Side kSide> class Raw {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if constexpr (!kIsNvfp4) bytes_[i] = {0, 0, 0, 0};  // of NVFP4, scales of zero suffice: codes are finite
-      if (there) bytes_[i] = ptx::ld<uint4>(from + i * 16);
+      if (there) bytes_[i] = load_unit(from, i);
     }
     if constexpr (kIsNvfp4) {
 #pragma unroll
@@ -1175,6 +1220,7 @@ template <Side kSide> class Raw {
       if constexpr (kIsNvfp4) two = decode_scales(scales_of(i));
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
+        if ((i * kChunks + c) * 8 >= kHeadDim) break;
         const uint32 scale = c < 2 ? twice<false>(two) : twice<true>(two);
         const uint4  chunk = kIsNvfp4 ? expand_e2m1(words[c], scale) : expand_e4m3(words[2 * c], words[2 * c + 1]);
         ptx::st_shared(chunk_at(to, i * kChunks + c, 0), chunk);
@@ -1190,8 +1236,10 @@ template <Side kSide> class Raw {
       const bool   there = tile.has(p, i);
       const uint8* from  = row(p, tile, base, i);
 #pragma unroll
-      for (int j = 0; j < kUnits; j += kAcross)
+      for (int j = 0; j < kUnits; j += kAcross) {
+        if (kUnits % kAcross != 0 && j + first_unit() >= kUnits) break;
         ptx::copy_or_clear<16, false>(chunk_at(to, j, i), from + j * 16, there);
+      }
     }
   }
   // Where a lane's first chunk stands in a tile
@@ -1211,14 +1259,27 @@ template <Side kSide> class Raw {
         ptx::mad_wide(tile.page_of<kSide>(i), kSide == kValues ? p.v_page_stride : p.k_page_stride, base);
     return ptx::mad_wide(tile.slot[i], kSide == kValues ? p.v_token_stride : p.k_token_stride, page);
   }
+  // Unit i of a row, of which the last may be a half
+  __device__ __forceinline__ static uint4 load_unit(const uint8* row, int i) {
+    if constexpr (kRowBytes % 16 == 0) return ptx::ld<uint4>(row + i * 16);
+    const uint2 lower = ptx::ld<uint2>(row + i * 16);
+    if (i * 16 + 8 >= kRowBytes) return {lower.x, lower.y, 0, 0};
+    const uint2 upper = ptx::ld<uint2>(row + i * 16 + 8);
+    return {lower.x, lower.y, upper.x, upper.y};
+  }
   // The scales of a row's blocks. Interleaved, four tokens' scales of a block are neighbours, in rows of kScaleBytes
   // over all blocks of the four: a word for each block.
   __device__ __forceinline__ void load_scales(const Operands& p, const Tile& tile) {
     const uint8* page = ptx::mad_wide(
         tile.page_of<kSide>(0), kSide == kValues ? p.v_scales_page_stride : p.k_scales_page_stride, scale_base_);
     const int stride = kSide == kValues ? p.v_scales_token_stride : p.k_scales_token_stride, slot = tile.slot[0];
-    if constexpr (!kByFour) {
+    if constexpr (!kByFour && (kScaleBytes & (kScaleBytes - 1)) == 0) {
       ld_halves<kUnits>(ptx::mad_wide(slot, stride, page), scales_);
+    } else if constexpr (!kByFour) {
+      ptx::RowBytes<kScaleBytes> bytes;
+      bytes.load(ptx::mad_wide(slot, stride, page), true);
+#pragma unroll
+      for (int i = 0; i < kScaleWords; ++i) scales_[i] = bytes.word(i);
     } else {
 #pragma unroll
       for (int i = 0; i < kScaleWords; ++i) {
@@ -1299,7 +1360,10 @@ constexpr float kHeadroom = 8.0f, kLargest = 15.0f;
 
 using Scores  = float[kTile / 2];
 using Weights = uint32[kSteps][4];
-using Sums    = float[kHeadDim / 2];
+using Sums    = float[kWidth / 2];
+
+// Whether a row has these eight of kWidth elements
+__device__ __forceinline__ bool is_own(int eight) { return kHeadDim == kWidth || eight * 8 < kHeadDim; }
 
 // Which tokens of a tile have no page
 struct Absent {
@@ -1365,10 +1429,10 @@ struct Rows {
   // The warp's rows to shared memory, as K's columns lie. As float16, a row is brought near 2^14 by a power of two,
   // which keeps all bits of bfloat16 over 28 binades. Two lanes have a row.
   __device__ __forceinline__ void load(const Operands& p, const Item& item, uint8* to) {
-    constexpr int kEights = kHeadDim / 16;  // of a lane
+    constexpr int kEights = kWidth / 16;  // of a lane
     const int lane = ptx::thread_index() % kWarp, row = first_row(item), own = row + lane / 2;
     const Query* from = p.q + int64(item.request.q_begin + own / p.group) * p.q_token_stride +
-                        (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kHeadDim / 2);
+                        (item.head * p.group + own % p.group) * p.q_head_stride + lane % 2 * (kWidth / 2);
     const bool used = own < item.request.q_len * p.group;
     constexpr int kWords = sizeof(Query) == 1 ? 2 : 4;
     uint32 x[kEights][kWords];
@@ -1377,7 +1441,7 @@ struct Rows {
     for (int i = 0; i < kEights; ++i) {
 #pragma unroll
       for (int j = 0; j < kWords; ++j) x[i][j] = 0;
-      if (used) ld_halves<2 * kWords>(from + 8 * i, x[i]);
+      if (used && is_own(lane % 2 * kEights + i)) ld_halves<2 * kWords>(from + 8 * i, x[i]);
       get(x[i], v);
 #pragma unroll
       for (int j = 0; j < 8; ++j) amax = fmaxf(amax, fabsf(v[j]));
@@ -1432,7 +1496,7 @@ struct State {
   __device__ __forceinline__ void clear() {
     reference[0] = reference[1] = sum[0] = sum[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kWidth / 2; ++i) o[i] = 0.0f;
   }
 
   // Products to weights. Returns whether references moved: then the sums of outputs must follow.
@@ -1460,7 +1524,7 @@ struct State {
   }
   __device__ __forceinline__ void move() {
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < kWidth / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
   // Adds up the weights that the lanes of a row have seen.
@@ -1492,7 +1556,7 @@ struct State {
         p.lse[at] = row_lse(reference[i], sum[i]);
       Out* out = p.out + at * kHeadDim;
 #pragma unroll
-      for (int block = 0; block < kHeadDim / 8; block += 4) {
+      for (int block = 0; block < kWidth / 8; block += 4) {
         uint32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -1500,7 +1564,7 @@ struct State {
           pairs[j] = encode(x[0] * scale, x[1] * scale);
         }
         exchange(pairs, c);
-        if (used) store(out + (block + c) * 8, pairs);
+        if (used && is_own(block + c)) store(out + (block + c) * 8, pairs);
       }
     }
   }
@@ -1570,8 +1634,8 @@ struct State {
 // wrote. The first counter numbers the parts that clusters take, the others are those of parts; they are zero between
 // launches.
 constexpr int kItemWarps = kCtas * kTeams * 4;
-constexpr int kQuads     = kHeadDim / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then the outputs
-constexpr int kAtOnce    = kTeams == 2 && kHeadDim == 128 ? 16 : 8;  // quads on their way, as registers allow
+constexpr int kQuads     = kWidth / 8 + 1;  // 16 bytes of a lane, of a part: references and sums, then the outputs
+constexpr int kAtOnce    = kTeams == 2 && kWidth == 128 ? 16 : 8;  // quads on their way, as registers allow
 constexpr int kStep      = kItemWarps * kQuads * kWarp;  // from a part to the next
 
 __device__ __forceinline__ uint4 to_words(float a, float b, float c, float d) {
@@ -1610,7 +1674,7 @@ __device__ __forceinline__ void add_up(State& state, const uint4* parts, int cou
   }
   state.reference[0] = all.x, state.sum[0] = all.y, state.reference[1] = all.z, state.sum[1] = all.w;
 #pragma unroll
-  for (int first = 0; first < kHeadDim / 8; first += kAtOnce) {
+  for (int first = 0; first < kWidth / 8; first += kAtOnce) {
     for (int part = 0; in_all(part < count); ++part) {
       const float4 head = load(part, 0);
       float4 v[kAtOnce];
@@ -1636,7 +1700,7 @@ __device__ __forceinline__ bool join(const Operands& p, const Item& item, int te
   uint4* const own = parts + item.part * kStep;
   own[0] = to_words(state.reference[0], state.sum[0], state.reference[1], state.sum[1]);
 #pragma unroll
-  for (int i = 0; i < kHeadDim / 8; ++i)
+  for (int i = 0; i < kWidth / 8; ++i)
     own[(i + 1) * kWarp] = to_words(state.o[4 * i], state.o[4 * i + 1], state.o[4 * i + 2], state.o[4 * i + 3]);
   __syncwarp();
   bool last = false;
@@ -1748,7 +1812,7 @@ struct Consumer {
     ptx::mbarrier_wait(&shared.full[kKeys][keys.slot], keys.parity);
     const Absent absent(shared.absent[keys.slot]);
     uint32 rows = ptx::shared_address(shared.q[team]);
-    if constexpr (kHeadDim > 128) asm volatile("" : "+r"(rows));  // else registers keep what follows from it
+    if constexpr (kWidth > 128) asm volatile("" : "+r"(rows));  // else registers keep what follows from it
     const uint64 q = ptx::wgmma_matrix(rows, kTeamRows * 128);
     const uint64 k = ptx::wgmma_matrix(ptx::shared_address(shared.tiles[kKeys][keys.slot]), kBlockBytes);
     ptx::wgmma_fence();
@@ -1836,6 +1900,17 @@ struct Consumer {
 };
 
 // ---- kernel ----------------------------------------------------------------
+// Clears what is behind the rows of all tiles. Nobody writes it later.
+__device__ __forceinline__ void clear_margins(Shared& shared) {
+  constexpr int kMargin = (kWidth - kHeadDim) / 8;  // chunks of a row
+  for (int i = threadIdx.x; i < 2 * kStages * kTile * kMargin; i += kThreads) {
+    const int row = i / kMargin, token = row % kTile, chunk = kHeadDim / 8 + i % kMargin;
+    uint8* const tile = shared.tiles[0][0] + row / kTile * sizeof(shared.tiles[0][0]);
+    *reinterpret_cast<uint4*>(tile + chunk / 8 * kBlockBytes + token * 128 + (chunk % 8 ^ token % 8) * 16) = {};
+  }
+  ptx::fence_proxy_async();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmma(
     const Query* __restrict__ q,            // [tokens, heads, D], rows aligned to 16 bytes (E4M3: 8)
     const uint8* __restrict__ k,            // rows aligned to 16 bytes
@@ -1903,6 +1978,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention_prefill_wgmm
     for (Barrier& known : shared.places.known) ptx::mbarrier_init(&known, 1);
     if constexpr (kCtas == 2) ptx::fence_mbarrier_init();
   }
+  if constexpr (kHeadDim < kWidth) clear_margins(shared);
   if constexpr (kCtas == 1) __syncthreads();
   else ptx::cluster_sync();
   ptx::griddep_wait();

@@ -1,9 +1,9 @@
 // kv_rope_append, generated from templates/kv/rope_append.cu.j2
-// spec: {"cache":"nvfp4","in_dtype":"bf16","lanes":4,"threads":64}
+// spec: {"cache":"nvfp4","in_dtype":"bf16","threads":64,"units":4}
 //
 // Behind the product that makes queries, keys and values: rotates queries and keys by their positions, where weights
 // are given after an RMSNorm of each head, and writes keys and values into a paged cache. A row is one head of one
-// token. A lane takes a unit of a row, and kLanes lanes share the row. Every value is rounded to 16 bits after the norm
+// token. A lane takes a unit of a row, and kLanes lanes share the row, of which the last may have none. Every value is rounded to 16 bits after the norm
 // and after the rotation, so that the result is that of the same steps one by one.
 // Grid: x over rows, in the order of tokens, and for each token its heads of queries, keys and values.
 
@@ -688,7 +688,8 @@ __device__ __forceinline__ uint32 load_codes(const uint8* p) {
 enum class CacheType { kNvfp4, kE4m3, kHalf };
 using In = bf16;
 constexpr CacheType kCache = CacheType::kNvfp4;
-constexpr int kLanes   = 4;  // of a row
+constexpr int kUnits   = 4;  // of a row
+constexpr int kLanes   = 4;
 constexpr int kThreads = 64;
 
 // ---- kernel ----------------------------------------------------------------
@@ -818,18 +819,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv_rope_append(
   const uint32 unit = threadIdx.x % kLanes, heads = uint32(q_heads + 2 * kv_heads);
   const uint32 own = (blockIdx.x * kThreads + threadIdx.x) / kLanes, rows = uint32(tokens) * heads;
   const uint32 row = min(own, rows - 1);  // threads without a row take the last one, and write nothing
+  const bool   has_unit = kUnits == kLanes || unit < kUnits;
   const uint32 token = row / heads, head = row % heads;
   const bool   is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
   const uint32 side = is_value, kv_head = is_query ? 0 : head - uint32(q_heads) - side * uint32(kv_heads);
 
   Unit w = {};
-  if (q_weight != nullptr && !is_value) ptx::ld_unit(w, (is_query ? q_weight : k_weight) + unit * kUnit);
+  if (q_weight != nullptr && !is_value && has_unit) ptx::ld_unit(w, (is_query ? q_weight : k_weight) + unit * kUnit);
   if constexpr (kHasPdl) ptx::griddep_launch(), ptx::griddep_wait();
 
-  Unit u;
-  ptx::ld_unit(u, is_query   ? q + token * q_token + head * q_head + unit * kUnit
-                  : is_value ? v + token * v_token + kv_head * v_head + unit * kUnit
-                             : k + token * k_token + kv_head * k_head + unit * kUnit);
+  Unit u = {};
+  if (has_unit) {
+    ptx::ld_unit(u, is_query   ? q + token * q_token + head * q_head + unit * kUnit
+                    : is_value ? v + token * v_token + kv_head * v_head + unit * kUnit
+                               : k + token * k_token + kv_head * k_head + unit * kUnit);
+  }
   const int64 position = index_at(positions, token, wide_lists & 1);
   const int64 slot     = is_query ? -1 : index_at(slots, token, wide_lists & 2);
   if (q_weight != nullptr) {
@@ -838,15 +842,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv_rope_append(
     float sum = sum_of_squares(f);
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    const Rstd rstd{float(kLanes * kUnit), 1.0f / float(kLanes * kUnit), eps};
+    const Rstd rstd{float(kUnits * kUnit), 1.0f / float(kUnits * kUnit), eps};
     if (!is_value) scale<In>(u, f, rstd(sum), by);
   }
   const bool has = uint64(position) < uint64(max_position);
   const Rotation rotation{has ? cos_sin + position * rotary : nullptr, is_value ? 0 : int(rotary / 2), is_neox == 0};
   rotation(u, unit);
-  if (own != row) return;
+  if (own != row || !has_unit) return;
   if (is_query) {
-    write_unit(q_out + (int64(token) * q_heads + head) * (kLanes * kUnit) + unit * kUnit, u);
+    write_unit(q_out + (int64(token) * q_heads + head) * (kUnits * kUnit) + unit * kUnit, u);
     return;
   }
   if (uint64(slot) >= uint64(num_pages * page_size)) return;  // nowhere
@@ -857,5 +861,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) kv_rope_append(
                       {uint32(data_page), uint32(data_token)},
                       {uint32(sf_page), uint32(sf_token)},
                       scale_of(side ? v_scale : k_scale, side ? v_factor : k_factor)};
-  target.store(at, u, ScaleColumn(unit, kLanes, side == interleaved_side));
+  target.store(at, u, ScaleColumn(unit, kUnits, side == interleaved_side));
 }
