@@ -11,6 +11,7 @@ import torch
 
 from jitfp4 import ArgumentError, chunk_gated_delta_rule, sim
 from jitfp4.families.gdn.kernels.prefill import TACTICS, PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import TACTICS as WGMMA_TACTICS
 from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.gdn.prefill_arguments import (
     CHUNK,
@@ -45,7 +46,7 @@ WARPGROUPS = "sm_90a, warpgroups"
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """As that of the family, and the kernel that the table has for more states than these tests have."""
     if request.param == WARPGROUPS:
-        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(WgmmaTactic()):
+        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(WgmmaTactic(64)):
             yield "cpu"
     elif request.param.startswith("sm_"):
         with sim.device(request.param):
@@ -147,7 +148,7 @@ def test_heads_and_dtypes(
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("tactic", [WgmmaTactic(), *TACTICS], ids=str)
+@pytest.mark.parametrize("tactic", [*WGMMA_TACTICS, *TACTICS], ids=str)
 @pytest.mark.parametrize("name", SIM_ARCHS)
 def test_every_tactic_has_no_race(name: str, tactic: PrefillTactic | WgmmaTactic) -> None:
     given = case((200, 3), heads=(1, 1, 1), dims=(128, 128))

@@ -14,43 +14,54 @@ from jitfp4.kernel import Kernel
 from jitfp4.layouts import round_up
 from jitfp4.spec import Geometry, KernelSpec
 
-_ROWS = 64  # of a CTA
 _STAGES = 3
 _SQUARE_BYTES = CHUNK * CHUNK * 2
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTactic:
-    """There is one way."""
+    """``rows``: of a state, in a CTA, 64 for each warpgroup that computes."""
+
+    rows: int
+
+
+TACTICS = (WgmmaTactic(64), WgmmaTactic(128))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WgmmaSpec(KernelSpec):
-    """A CTA has 64 rows of a state, in a warpgroup; a second one computes the outputs."""
+    """A CTA has ``rows`` rows of a state, 64 in each warpgroup; one more copies what they take."""
 
     dtype: DType
     head_dim: int
     value_dim: int
-
-    threads = 2 * 128
+    rows: int
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
             raise ArgumentError("head_dim", self.head_dim, f"one of {HEAD_DIMS}")
         if self.value_dim not in VALUE_DIMS[self.head_dim]:
             raise ArgumentError("value_dim", self.value_dim, f"one of {VALUE_DIMS[self.head_dim]}")
+        if self.value_dim % self.rows:
+            raise ArgumentError("rows", self.rows, f"a divisor of {self.value_dim}, the value dimension")
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 128 * (self.rows // 64 + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: stages of what is copied, and left operands of two chunks."""
+        """Shared memory of a CTA in bytes: stages of what is copied, and their barriers."""
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
-        values, factors = CHUNK * (_ROWS + 8) * 2, 3 * CHUNK * 4 + 16
-        left = 2 * _ROWS * (self.head_dim + CHUNK) * 2
-        return round_up(_STAGES * (squares + values + factors) + left, 1024)
+        values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
+        return round_up(_STAGES * round_up(squares + values + factors, 1024) + _STAGES * 16, 1024)
 
 
-def _specialise(problem: PrefillProblem, _tactic: WgmmaTactic) -> WgmmaSpec:
-    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim)
+def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
+    return WgmmaSpec(
+        dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, rows=tactic.rows
+    )
 
 
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:
@@ -65,7 +76,7 @@ def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | 
 
 def _geometry(problem: PrefillProblem, tactic: WgmmaTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
-    ctas = problem.states * (problem.value_dim // _ROWS)
+    ctas = problem.states * (problem.value_dim // spec.rows)
     return Geometry(grid=(ctas, 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
 
 
@@ -73,7 +84,7 @@ PREFILL_WGMMA = Kernel(
     name="gdn/prefill_wgmma",
     spec=WgmmaSpec,
     params=PARAMETERS,
-    tactics=(WgmmaTactic(),),
+    tactics=TACTICS,
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
