@@ -74,7 +74,7 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),
     "gdn/prefill": partial(gdn_prefill_cases, PrefillTactic(32, 2)),
     "gdn/prefill_products": partial(gdn_prefill_cases, PrefillTactic(32, 1)),
-    "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic()),
+    "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic(64)),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),
     "gemm/blockscaled_k96": partial(engine_calls.blockscaled_cases, K96Tactic(64, 1, 2, 2), K96Tactic(64, 2, 2, 3)),
     "gemm/blockscaled_masked": partial(engine_calls.masked_cases, MaskedTactic(64, 1, 2), MaskedTactic(64, 2, 2)),

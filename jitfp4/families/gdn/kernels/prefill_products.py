@@ -7,7 +7,14 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK, LOWER_BYTES, PRODUCTS_BYTES, ProductsArguments, ProductsProblem, places
+from jitfp4.families.gdn.prefill_arguments import (
+    CHUNK,
+    LOWER_BYTES,
+    PRODUCTS_BYTES,
+    ProductsArguments,
+    ProductsProblem,
+    places,
+)
 from jitfp4.families.gdn.problem import HEAD_DIMS
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan

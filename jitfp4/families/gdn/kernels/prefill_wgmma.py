@@ -59,9 +59,7 @@ class WgmmaSpec(KernelSpec):
 
 
 def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
-    return WgmmaSpec(
-        dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, rows=tactic.rows
-    )
+    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, rows=tactic.rows)
 
 
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:
