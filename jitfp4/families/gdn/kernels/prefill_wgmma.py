@@ -2,64 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
 
 from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK, PrefillProblem
-from jitfp4.families.gdn.prefill_parameters import BEFORE, PARAMETERS, bind, scratch
-from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
-from jitfp4.formats import DType
-from jitfp4.kernel import Kernel
-from jitfp4.layouts import round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.families.gdn.parts_operation import PREFILL_JOIN_OPERATION, PREFILL_PARTS_OPERATION
+from jitfp4.families.gdn.prefill_arguments import (
+    CHUNK,
+    JoinArguments,
+    PartsArguments,
+    PrefillArguments,
+    PrefillProblem,
+    places,
+)
+from jitfp4.families.gdn.prefill_parameters import BEFORE, bind, initial_of, pool_of, scratch
+from jitfp4.families.gdn.wgmma_parts import PARAMETERS, WgmmaSpec
+from jitfp4.kernel import Before, Kernel, Plan, Scratch
+from jitfp4.layouts import ceil_div
+from jitfp4.spec import Geometry
 
-_STAGES = 3
-_SQUARE_BYTES = CHUNK * CHUNK * 2
+_HALF = 66  # of the SMs of an H200: a part's CTAs of 128 rows are as many for its map as for its state
+_FEWEST = 4  # chunks of a part
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTactic:
-    """``rows``: of a state, in a CTA, 64 for each warpgroup that computes."""
+    """``rows``: of a state, in a CTA, 64 for each warpgroup that computes; ``divided``: sequences in parts."""
 
     rows: int
+    divided: bool = False
 
 
-TACTICS = (WgmmaTactic(64), WgmmaTactic(128))
+TACTICS = tuple(WgmmaTactic(rows, divided) for divided in (False, True) for rows in (64, 128))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WgmmaSpec(KernelSpec):
-    """A CTA has ``rows`` rows of a state, 64 in each warpgroup; one more copies what they take."""
-
-    dtype: DType
-    head_dim: int
-    value_dim: int
-    rows: int
-
-    def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ArgumentError("head_dim", self.head_dim, f"one of {HEAD_DIMS}")
-        if self.value_dim not in VALUE_DIMS[self.head_dim]:
-            raise ArgumentError("value_dim", self.value_dim, f"one of {VALUE_DIMS[self.head_dim]}")
-        if self.value_dim % self.rows:
-            raise ArgumentError("rows", self.rows, f"a divisor of {self.value_dim}, the value dimension")
-
-    @property
-    def threads(self) -> int:
-        """Of a CTA."""
-        return 128 * (self.rows // 64 + 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: stages of what is copied, and their barriers."""
-        squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
-        values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
-        return round_up(_STAGES * round_up(squares + values + factors, 1024) + _STAGES * 16, 1024)
+def part_chunks(problem: PrefillProblem) -> int:
+    """Chunks of a part, so that the parts of all sequences fill an H200 once."""
+    return max(_FEWEST, ceil_div(problem.tokens // CHUNK, max(1, _HALF // problem.heads)))
 
 
 def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
-    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, rows=tactic.rows)
+    return WgmmaSpec(
+        dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, alone=False, **asdict(tactic)
+    )
 
 
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:
@@ -74,8 +62,60 @@ def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | 
 
 def _geometry(problem: PrefillProblem, tactic: WgmmaTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
-    ctas = problem.states * (problem.value_dim // spec.rows)
+    items = places(problem.tokens, problem.sequences, part_chunks(problem) * CHUNK)
+    ctas = (items if tactic.divided else problem.sequences) * problem.heads * (problem.value_dim // spec.rows)
     return Geometry(grid=(ctas, 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
+
+
+def _scratch(arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
+    problem = plan.problem
+    items = places(problem.tokens, problem.sequences, part_chunks(problem) * CHUNK) if plan.spec.divided else 0
+    shape = (items, problem.heads, problem.value_dim + problem.head_dim, problem.head_dim)
+    return {**scratch(arguments, plan), "part_states": Scratch(shape, torch.float32)}
+
+
+def _parts(
+    arguments: PrefillArguments, plan: Plan, products: torch.Tensor, part_states: torch.Tensor
+) -> PartsArguments:
+    a = arguments
+    return PartsArguments(
+        k=a.k,
+        v=a.v,
+        g=a.g,
+        beta=a.beta,
+        cu_seqlens=a.cu_seqlens,
+        products=products,
+        part_states=part_states,
+        part_chunks=part_chunks(plan.problem),
+        use_qk_l2norm=a.use_qk_l2norm,
+        enable_pdl=a.enable_pdl,
+    )
+
+
+def _join(
+    arguments: PrefillArguments,
+    plan: Plan,
+    products: torch.Tensor,
+    part_states: torch.Tensor,  # noqa: ARG001
+) -> JoinArguments:
+    return JoinArguments(
+        part_states=part_states,
+        cu_seqlens=arguments.cu_seqlens,
+        initial_state=initial_of(arguments),
+        state_indices=arguments.state_indices,
+        part_chunks=part_chunks(plan.problem),
+        tokens=plan.problem.tokens,
+        pool=pool_of(arguments, plan.problem),
+        enable_pdl=arguments.enable_pdl,
+    )
+
+
+def _bind(arguments: PrefillArguments, plan: Plan, products: torch.Tensor, part_states: torch.Tensor) -> dict[str, Any]:
+    return bind(arguments, plan, products) | {
+        "part_states": part_states,
+        "part_chunks": part_chunks(plan.problem),
+        "sequences": plan.problem.sequences,
+    }
 
 
 PREFILL_WGMMA = Kernel(
@@ -86,7 +126,7 @@ PREFILL_WGMMA = Kernel(
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
-    bind=bind,
-    scratch=scratch,
-    before=BEFORE,
+    bind=_bind,
+    scratch=_scratch,
+    before=(*BEFORE, Before(PREFILL_PARTS_OPERATION, _parts), Before(PREFILL_JOIN_OPERATION, _join)),
 )
