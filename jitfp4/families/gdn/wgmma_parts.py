@@ -48,11 +48,17 @@ class WgmmaSpec(KernelSpec):
     @property
     def threads(self) -> int:
         """Of a CTA."""
-        return 128 * (self.rows // 64 + 1)
+        return 128 * (self.rows // 64 + self._apart + 1)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether another warpgroup computes the outputs."""
+        return not self.alone and self.rows == 64
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: stages of what is copied, and their barriers."""
         squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
-        return round_up(_STAGES * round_up(squares + values + factors, 1024) + _STAGES * 16, 1024)
+        left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
+        return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 16) + left, 1024)
