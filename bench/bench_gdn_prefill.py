@@ -3,7 +3,7 @@
 Run on a GPU: ``python -m bench.bench_gdn_prefill [--flashinfer LIBRARY] [--tactics] [--out DIR]``. bf16 inputs, 16 q
 and k heads and 32 value heads of dimension 128, normalised in the kernel, float32 states; FlashInfer's case has 2 and 8
 heads. A case is a graph of ten calls on the same tensors, the median of several replays. ``--tactics`` times every
-tactic of the second kernel too. Errors are of one sequence of 1,024 tokens, against the recurrence in float64: root
+tactic of gdn/prefill_wgmma too. Errors are of one sequence of 1,024 tokens, against the recurrence in float64: root
 mean square over that of the result. The peers are those of peers_gdn_prefill.py, where they are; ``speedup`` is over
 the faster one.
 """
@@ -22,6 +22,7 @@ from bench.harness import geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import chunk_gated_delta_rule
 from jitfp4.arch import Arch
+from jitfp4.families.gdn.kernels.prefill_wgmma import PREFILL_WGMMA
 from jitfp4.families.gdn.prefill_arguments import PrefillProblem
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.formats import DType
@@ -123,7 +124,7 @@ def measure(
     yield row
     problem = PrefillProblem(DType.BF16, HEAD_DIM, HEAD_DIM, sequences * length, sequences, value_heads)
     arch = Arch.of_capability(*torch.cuda.get_device_capability())
-    for tactic in GATED_DELTA_RULE_PREFILL.candidates(problem, arch) if options.tactics else ():
+    for tactic in PREFILL_WGMMA.candidates(problem, arch) if options.tactics else ():
         with GATED_DELTA_RULE_PREFILL.forced(tactic):
             us = us_of(ours(given))
         yield row | {"tactic": str(tactic), "us": round(us, 1), "speedup": None}

@@ -1,27 +1,46 @@
 """The peers of chunk_gated_delta_rule(): flash-linear-attention's Triton kernels, FlashInfer's CUTLASS kernel.
 
-FlashInfer's is in a shared library, as nvcc makes it from flashinfer_gdn.cu beside this file and FlashInfer 0.6.6's
-headers. Later versions have another one, in the CuTe DSL.
+flash-linear-attention's kernels are tuned over those of their configurations that have four warps and at most three
+stages. FlashInfer's is in a shared library, as nvcc makes it from flashinfer_gdn.cu beside this file and FlashInfer
+0.6.6's headers. Later versions have another one, in the CuTe DSL.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_WARPS, _MOST_STAGES = 4, 3  # of the configurations that flash-linear-attention's kernels are tuned over
+
 Given = dict[str, Any]
 Peer = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _tune_over_fewer() -> None:
+    """Cut what flash-linear-attention's kernels are tuned over, as all of it takes minutes; before their import."""
+    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner
+    make = tuner.__init__
+
+    def cut(self: Any, fn: Any, names: Any, configs: Any, *args: Any, **kwargs: Any) -> None:
+        few = [one for one in configs if one.num_warps == _WARPS and one.num_stages <= _MOST_STAGES]
+        make(self, fn, names, few or configs, *args, **kwargs)
+
+    tuner.__init__ = cut
 
 
 def fla(given: Given, sequences: int) -> Peer | None:
     """flash-linear-attention on the same values, as sequences of equal length; None if it is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
+    if "fla" not in sys.modules:
+        _tune_over_fewer()
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
 
     q, k, v, g, beta = (given[name].unflatten(0, (sequences, -1)) for name in ("q", "k", "v", "g", "beta"))

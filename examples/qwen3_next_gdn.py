@@ -3,9 +3,9 @@
     python examples/qwen3_next_gdn.py [--device cuda] [--batch 3]
 
 Random weights in the real configuration: 2048 hidden, 16 q and k heads, 32 value heads of dimension 128.
-Each request is prefilled in one call, decoded one token at a time, and then verifies 4 drafted tokens of which only some
-are accepted: the states after every token are kept, and the accepted one is put back. transformers runs the accepted
-tokens in one pass. Both must agree at every position.
+Each request is prefilled in one call, decoded one token at a time, and then verifies 4 drafted tokens of which only
+some are accepted: the states after every token are kept, and the accepted one is put back. transformers runs the
+accepted tokens in one pass. Both must agree at every position.
 """
 
 from __future__ import annotations

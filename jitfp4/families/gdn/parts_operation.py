@@ -1,4 +1,4 @@
-"""The operations before gdn/prefill_wgmma where it divides sequences: parts from no state, and the states before them."""
+"""The operations before gdn/prefill_wgmma where it divides sequences: parts alone, and the states before them."""
 
 from __future__ import annotations
 

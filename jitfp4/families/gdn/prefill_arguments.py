@@ -99,6 +99,11 @@ class PrefillProblem(NamedTuple):
         """Heads of all sequences."""
         return self.sequences * self.heads
 
+    @property
+    def few_and_long(self) -> bool:
+        """Whether the states leave most of an H200 idle for so long that it pays to divide the sequences."""
+        return self.states <= 16 and self.tokens >= 32 * CHUNK * self.sequences
+
 
 class PartsProblem(NamedTuple):
     """The same of the kernel for parts of sequences."""

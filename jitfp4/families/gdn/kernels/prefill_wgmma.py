@@ -92,12 +92,7 @@ def _parts(
     )
 
 
-def _join(
-    arguments: PrefillArguments,
-    plan: Plan,
-    products: torch.Tensor,
-    part_states: torch.Tensor,  # noqa: ARG001
-) -> JoinArguments:
+def _join(arguments: PrefillArguments, plan: Plan, part_states: torch.Tensor, **_others: torch.Tensor) -> JoinArguments:
     return JoinArguments(
         part_states=part_states,
         cu_seqlens=arguments.cu_seqlens,
