@@ -117,9 +117,9 @@ def _more() -> Calls:
         "fp4_quantize inversed": lambda: {**good["fp4_quantize"](), "is_global_scale_inversed": True},
         "rmsnorm_fp4quant rows": lambda: {"input": _half(4, 1024), "weight": _half(1024)},
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
-        "chunk_gated_delta_rule heads": lambda: _prompt(70, 16),
-        "chunk_gated_delta_rule many heads": lambda: _prompt(70, 72),
-        "chunk_gated_delta_rule parts": lambda: _prompt(2048, 2),
+        "chunk_gated_delta_rule heads": lambda: prompt(70, 16),
+        "chunk_gated_delta_rule many heads": lambda: prompt(70, 72),
+        "chunk_gated_delta_rule parts": lambda: prompt(2048, 2),
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
@@ -164,7 +164,7 @@ def _delta_rule(tokens: int) -> Arguments:
     }
 
 
-def _prompt(tokens: int, heads: int) -> Arguments:
+def prompt(tokens: int, heads: int) -> Arguments:
     """One sequence; a table divides a long one, and looks at the number of states."""
     return {
         "q": _half(tokens, 1, 64),

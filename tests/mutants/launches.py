@@ -360,6 +360,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     "gdn, chunk": lambda: _gdn(ChunkTactic(2), 5, 64),
     "gdn, prefill": lambda: _gdn_prefill(PrefillTactic(32, 2)),
     "gdn, prefill on warpgroups": lambda: _gdn_prefill(WgmmaPrefillTactic(64)),
+    "gdn, prefill in parts": lambda: _gdn_prefill(WgmmaPrefillTactic(64, divided=True)),
     "gdn, prefill in one stage": lambda: _gdn_prefill(PrefillTactic(16, 1)),
     "kv, append": lambda: _kv_append(QuantizeTactic(1, 64)),
     "kv, read": lambda: _kv_read(DequantizeTactic(2, 64)),
