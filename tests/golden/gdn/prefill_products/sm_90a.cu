@@ -4,8 +4,8 @@
 // The delta rule for whole prompts, first kernel: what a chunk of tokens needs that does not depend on the state. A CTA
 // takes one chunk and head. Products of keys with keys and queries run on the tensor cores, exact up to float32 sums.
 // The triangular inverse: that of 16 x 16 blocks by substitution in float32, a row by a thread; the rest by products of
-// blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of it. Warp w has
-// the tokens of a block of rows where products are made, and a block of columns where the inverse is.
+// blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of it. A warp
+// has the tokens of a block of rows where products are made, and a block of columns where the inverse is.
 
 // ---- partials/fence_proxy --------------------------------------------------
 namespace ptx {
@@ -790,7 +790,9 @@ struct Chunk {
 
 __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int head, Shared& s) {
   using Rows = Source<In, kChunk, kHeadDim, kThreads>;
-  const auto in = [](Wide& to) { return [&](int row, int column) { return to[column / kChunk].at(row, column % kChunk); }; };
+  const auto in = [](Wide& to) {
+    return [&](int row, int column) { return to[column / kChunk].at(row, column % kChunk); };
+  };
   const In* keys    = p.k + chunk.first * p.k_stride + head / p.k_ratio * kHeadDim;
   const In* queries = p.q + chunk.first * p.q_stride + head / p.q_ratio * kHeadDim;
   Rows(keys, p.k_stride, threadIdx.x).copy(chunk.tokens, in(s.rows.keys));
@@ -915,8 +917,8 @@ struct Split {
       : high(to_pair<bf16>(x, y)), low(to_pair<bf16>(x - ::low<bf16>(high), y - ::high<bf16>(high))) {}
 };
 
-// Multiplies the products by their factors and stores them: those of keys in `lower` and `diagonal`, those of queries as
-// `attend`.
+// Multiplies the products by their factors and stores them: those of keys in `lower` and `diagonal`, those of queries
+// as `attend`.
 __device__ __forceinline__ void put_products(
     const Operands& p, Shared& s, int block, const Products& of_keys, const Products& of_queries) {
   const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
@@ -954,7 +956,8 @@ __device__ __forceinline__ void put_products(
         span.x *= norm.x, span.y *= norm.y;
         s.made.diagonal[block][at][t]     = at < t ? x[0] * (key[half] * span.x) : 0.0f;
         s.made.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (key[half] * span.y) : 0.0f;
-        attend = to_pair<In>(at <= t ? y[0] * (query[half] * span.x) : 0.0f, at < t ? y[1] * (query[half] * span.y) : 0.0f);
+        attend = to_pair<In>(
+            at <= t ? y[0] * (query[half] * span.x) : 0.0f, at < t ? y[1] * (query[half] * span.y) : 0.0f);
       } else {
         const float of_key = key[half] * since[half], of_query = query[half] * since[half];
         const Split parts(x[0] * (of_key * norm.x), x[1] * (of_key * norm.y));

@@ -9,12 +9,15 @@
 //   h becomes decay h + (end_factor u) k^T
 // Every product has h or u as its left operand, which stays in registers as the tensor cores left it; right operands
 // are k, q and the products of the first kernel, in shared memory. Left operands are rounded to 16 bits; sums are
-// float32. The last warpgroup, the producer, copies them into a ring of stages; a stage's barrier `full` tells that
-// they are there, its barrier `empty` that all consumers are through with them.
-// The tensor cores work through a consumer's products in this order, while it does what stands below them:
-//   products  | h k       | h q           | u  | u attend^T  u k^T | h k of the next chunk | ..
-//   consumer  | decay h   | rest of v     | h q's factor  | u's factor  | h to 16 bits | stores of outputs
-// The state does not wait for outputs: those of a chunk are stored while the next chunk's products run.
+// float32. The last warpgroup, the producer, copies them into a ring of stages: `full` tells that a stage's copies are
+// there, `empty` that all who take them are through.
+// Two consumers take turns to start their products, so that what one does beside them falls into the other's:
+//   turn      | u k^T  u attend^T  h k  h q of the next chunk |
+//   no turn   | outputs, decay h, rest of v, u                |
+// One consumer alone leaves h and u in shared memory, in two places in turn, to a warpgroup for the outputs: `full` and
+// `empty` of `between`.
+// gdn/prefill_parts, kAlone, has only h, for parts of sequences from no state; gdn/prefill_join makes of that the state
+// before each part; then, kDivided, parts take the place of sequences here.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -412,6 +415,50 @@ template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillIt
   }
 };
 
+// ---- gdn/prefill_part ------------------------------------------------------
+// The work of a CTA: kTileV rows of one head's state over a sequence, or, with kDivided, over a part of one:
+// part_chunks chunks, but the last part may be shorter. With kAlone, a part has the K rows of a map, too, after the V
+// rows.
+template <typename In, int kHeadDim, int kValueDim, int kTileV, bool kDivided, bool kAlone>
+struct PartItem : PrefillItem<In, kHeadDim, kValueDim, kTileV> {
+  using Base = PrefillItem<In, kHeadDim, kValueDim, kTileV>;
+  static constexpr int kTiles = Base::kTiles + (kAlone ? kHeadDim / kTileV : 0);
+
+  int64 place;  // of the part, or the sequence
+  bool  last;   // part of its sequence
+  bool  none;   // nothing is at the place
+
+  template <typename Operands>
+  __device__ __forceinline__ explicit PartItem(const Operands& p)
+      : PartItem(p, p.part_chunks * kChunk, blockIdx.x / kTiles / p.heads) {}
+
+  // What a part gives and takes, from row `row` of the tile on: with kAlone, the state after the part from none before
+  // it, [V, K], and the map of a state before to what it adds after, [K, K]; then, instead of the former, the state
+  // before the part.
+  template <typename Operands> __device__ __forceinline__ uint8* part_state(const Operands& p, int row) const {
+    const int64 first = (place * p.heads + this->head) * (kValueDim + kHeadDim);
+    return p.part_states + (first + this->tile + row) * (kHeadDim * 4);
+  }
+
+ private:
+  template <typename Operands>
+  __device__ __forceinline__ PartItem(const Operands& p, int64 size, int64 place)
+      : PartItem(p, size, place, kDivided ? sequence_of(p, place, size) : place) {}
+
+  template <typename Operands>
+  __device__ __forceinline__ PartItem(const Operands& p, int64 size, int64 place, int64 n)
+      : Base(n, int(blockIdx.x / kTiles % p.heads), blockIdx.x % kTiles * kTileV, {}, 0), place(place), last(true),
+        none(n < 0) {
+    if (none) return;
+    const Sequence whole = sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens);
+    this->sequence = whole;
+    if (!kDivided) return;
+    this->before = (place - place_of(whole.first, n, size)) * size;
+    none = this->before > 0 && this->before >= whole.end - whole.first;
+    last = whole.first + this->before + size >= whole.end;
+    this->sequence = {whole.first + this->before, last ? whole.end : whole.first + this->before + size};
+  }
+};
 // ---- partials/async_copy ---------------------------------------------------
 // Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
 namespace ptx {
@@ -484,73 +531,6 @@ template <typename In, int kRows, int kCount, int kThreads> class Source {
   const In*   row_;
   const int64 step_;
 };
-
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
-// ---- gdn/prefill_states ----------------------------------------------------
-// Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
-// g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
-
-// Calls f(the offset of two neighbouring columns, the first of them); a row has kRow elements.
-template <int kRow, int kTiles, int kBlocks, typename T, typename F>
-__device__ __forceinline__ void each_pair(T (&h)[kTiles][kBlocks][4], F f) {
-  const int at = threadIdx.x % kWarp / 4 * kRow + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 2 * kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) f(at + i * 8 * kRow + 8 * n, &h[i / 2][n][i % 2 * 2]);
-  }
-}
-
-// `from` and `to`: the part's first element, of `bytes`: 4, float32, or 2, bf16.
-template <int kRow, int kTiles, int kBlocks>
-__device__ __forceinline__ void load_state(float (&h)[kTiles][kBlocks][4], const uint8* from, int bytes) {
-  if (bytes == 4) {
-    each_pair<kRow>(h, [&](int at, float* x) {
-      const uint2 v = ptx::ld<uint2>(from + at * 4);
-      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
-    });
-  } else {
-    each_pair<kRow>(h, [&](int at, float* x) {
-      const uint32 v = ptx::ld<uint32>(from + at * 2);
-      x[0] = low<bf16>(v), x[1] = high<bf16>(v);
-    });
-  }
-}
-
-template <int kRow, int kTiles, int kBlocks>
-__device__ __forceinline__ void store_state(const float (&h)[kTiles][kBlocks][4], uint8* to, int bytes) {
-  if (bytes == 4) {
-    each_pair<kRow>(h, [&](int at, const float* x) { *reinterpret_cast<float2*>(to + at * 4) = {x[0], x[1]}; });
-  } else {
-    each_pair<kRow>(h, [&](int at, const float* x) {
-      *reinterpret_cast<uint32*>(to + at * 2) = to_pair<bf16>(x[0], x[1]);
-    });
-  }
-}
 
 // ---- gdn/swizzle -----------------------------------------------------------
 // 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
@@ -780,23 +760,175 @@ template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(fl
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 }  // namespace ptx
+// ---- gdn/prefill_producer --------------------------------------------------
+// The warpgroup that copies what consumers of a chunk take, into a ring of stages. Config: types In, Item, Operands and
+// Shared, dimensions, kTileV rows of a CTA, and kAlone: no outputs, and tiles without values.
+constexpr int kGroup  = 128;  // threads of a warpgroup
+constexpr int kStages = 3;
+
+// Where a thread copies from: the chunks of an item, one after the other.
+template <class Config> class Copies {
+ public:
+  using In = typename Config::In;
+
+  __device__ __forceinline__ Copies(const typename Config::Operands& p, const typename Config::Item& item)
+      : keys_(item.template rows<Config::kHeadDim>(p.k, p.k_stride, p.k_ratio), p.k_stride, thread()),
+        queries_(item.template rows<Config::kHeadDim>(p.q, p.q_stride, p.q_ratio), p.q_stride, thread()),
+        values_(item.template rows<Config::kValueDim>(p.v, p.v_stride, p.v_ratio) + item.tile, p.v_stride, thread()),
+        products_(reinterpret_cast<const ChunkProducts<In>*>(item.products(p))), step_(p.heads),
+        has_values_(item.tile < Config::kValueDim) {}
+
+  // Starts the copies of the next chunk, of `tokens` tokens.
+  template <class Stage> __device__ __forceinline__ void next(Stage& to, int tokens) {
+    keys_.copy(tokens, [&](int row, int column) { return to.keys[column / kChunk].at(row, column % kChunk); });
+    if (!Config::kAlone || has_values_) values_.copy(to.values, tokens);
+    copy_lower(products_->solve, to.solve);
+    if constexpr (!Config::kAlone) {
+      queries_.copy(tokens, [&](int row, int column) { return to.queries[column / kChunk].at(row, column % kChunk); });
+      copy_lower(products_->attend, to.attend);
+    }
+    constexpr int kPieces = sizeof(to.factors) / 16;
+    if (thread() < kPieces) {
+      ptx::copy_async(ptx::shared_address(&to.factors) + thread() * 16, &products_->state_factor[thread() * 4]);
+    }
+    products_ += step_;
+  }
+
+ private:
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroup; }
+
+  // A warp takes a block of the lower part, and then the fourth after it.
+  static __device__ __forceinline__ void copy_lower(const Lower<In>& from, Swizzled<In>& to) {
+    const int row = thread() % kWarp / 2, half = thread() % 2 ^ row / 4 % 2;  // as Lower::place() has it
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int block = thread() / kWarp + 4 * i, down = block >= 6 ? 3 : block >= 3 ? 2 : block >= 1 ? 1 : 0;
+      if (block >= kBlocks * (kBlocks + 1) / 2) continue;
+      const int across = block - Lower<In>::block(down, 0);
+      ptx::copy_async(to.at(down * kBlock + row, across * kBlock + half * 8),
+                      &from.blocks[block][row][thread() % 2 * 8]);
+    }
+  }
+
+  Source<In, kChunk, Config::kHeadDim, kGroup> keys_, queries_;
+  Source<In, kChunk, Config::kTileV, kGroup>   values_;
+  const ChunkProducts<In>*                     products_;
+  const int64                                  step_;
+  const bool                                   has_values_;
+};
+
+// Above the diagonal, nothing is copied; a map has no values.
+template <class Config> __device__ __forceinline__ void clear_stages(typename Config::Shared& shared) {
+#pragma unroll
+  for (auto& stage : shared.stages) {
+    for (auto* square : {&stage.solve, &stage.attend}) {
+      for (int at = threadIdx.x % kGroup; at < int(sizeof(*square) / 16); at += kGroup) {
+        reinterpret_cast<uint4*>(square)[at] = {};
+      }
+    }
+    if constexpr (Config::kAlone) {
+      for (int at = threadIdx.x % kGroup; at < int(sizeof(stage.values) / 16); at += kGroup) {
+        reinterpret_cast<uint4*>(stage.values)[at] = {};
+      }
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(
+    const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
+  Copies<Config> copies(p, item);
+  Ring<kStages> ring;
+  const int chunks = item.chunks();
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+    copies.next(shared.stages[ring.slot], item.tokens_of(chunk));
+    ptx::copy_async_arrive(&shared.full[ring.slot]);
+    ring.advance();
+  }
+  ptx::copy_async_wait();
+}
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- gdn/prefill_states ----------------------------------------------------
+// Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
+// g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
+
+// Calls f(the offset of two neighbouring columns, the first of them); a row has kRow elements.
+template <int kRow, int kTiles, int kBlocks, typename T, typename F>
+__device__ __forceinline__ void each_pair(T (&h)[kTiles][kBlocks][4], F f) {
+  const int at = threadIdx.x % kWarp / 4 * kRow + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) f(at + i * 8 * kRow + 8 * n, &h[i / 2][n][i % 2 * 2]);
+  }
+}
+
+// `from` and `to`: the part's first element, of `bytes`: 4, float32, or 2, bf16.
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void load_state(float (&h)[kTiles][kBlocks][4], const uint8* from, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint2 v = ptx::ld<uint2>(from + at * 4);
+      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
+    });
+  } else {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint32 v = ptx::ld<uint32>(from + at * 2);
+      x[0] = low<bf16>(v), x[1] = high<bf16>(v);
+    });
+  }
+}
+
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void store_state(const float (&h)[kTiles][kBlocks][4], uint8* to, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, const float* x) { *reinterpret_cast<float2*>(to + at * 4) = {x[0], x[1]}; });
+  } else {
+    each_pair<kRow>(h, [&](int at, const float* x) {
+      *reinterpret_cast<uint32*>(to + at * 2) = to_pair<bf16>(x[0], x[1]);
+    });
+  }
+}
+
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
-constexpr int kHeadDim  = 128;  // K
-constexpr int kValueDim = 128;  // V
+constexpr int  kHeadDim  = 128;  // K
+constexpr int  kValueDim = 128;  // V
+constexpr int  kTileV    = 64;  // rows of a CTA
+constexpr bool kDivided  = true;  // a CTA has a part of a sequence
+constexpr bool kAlone    = false;  // from no state, and without outputs
 
-constexpr int kTileV    = 64;  // rows of a CTA
-constexpr bool kDivided = true;  // a CTA has a part of a sequence
-constexpr bool kAlone   = false;  // from no state, and without outputs
-
-constexpr int kGroup     = 128;  // threads of a warpgroup
-constexpr int kRows      = 64;   // of a consumer
-constexpr int kConsumers = kTileV / kRows;
-constexpr bool kApart    = !kAlone && kConsumers == 1;  // outputs are another warpgroup's work
-constexpr int kUsers     = kConsumers + (kApart ? 1 : 0);  // warpgroups that take what is copied
-constexpr int kThreads   = (kUsers + 1) * kGroup;
-constexpr int kStages    = 3;
-constexpr int kValueRow  = kTileV + 8;  // elements of a row of values in shared memory
+constexpr int  kRows      = 64;  // of a consumer
+constexpr int  kConsumers = kTileV / kRows;
+constexpr bool kApart     = !kAlone && kConsumers == 1;  // outputs are another warpgroup's work
+constexpr int  kUsers     = kConsumers + (kApart ? 1 : 0);  // warpgroups that take what is copied
+constexpr int  kThreads   = (kUsers + 1) * kGroup;
+constexpr int  kValueRow  = kTileV + 8;  // elements of a row of values in shared memory
 // Registers of a thread where there are too few for all to have the same.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -833,42 +965,7 @@ struct Operands {
   int64 part_chunks;
   int64 sequences;
 };
-constexpr int kCtas = ((kAlone ? kHeadDim : 0) + kValueDim) / kTileV;  // of a head
-
-// ---- work of the CTA -------------------------------------------------------
-// A sequence, or a part of it: of part_chunks chunks, but the last one may be shorter.
-struct Item : PrefillItem<In, kHeadDim, kValueDim, kTileV> {
-  int64 place;  // of the part, or the sequence
-  bool  last;   // part of its sequence
-  bool  none;   // nothing is at the place
-
-  __device__ __forceinline__ explicit Item(const Operands& p)
-      : Item(p, p.part_chunks * kChunk, blockIdx.x / kCtas / p.heads) {}
-
-  // What a part gives and takes, from the first row of the tile and row `row` of it on: with kAlone, the state after the
-  // part from none before it, [V, K], and the K rows of the map that takes a state before to what it adds after, [K, K];
-  // then, instead of the former, the state before the part.
-  __device__ __forceinline__ uint8* part_state(const Operands& p, int row) const {
-    return p.part_states + (((place * p.heads + head) * (kValueDim + kHeadDim)) + tile + row) * (kHeadDim * 4);
-  }
-
- private:
-  using Base = PrefillItem<In, kHeadDim, kValueDim, kTileV>;
-
-  __device__ __forceinline__ Item(const Operands& p, int64 size, int64 place)
-      : Item(p, size, place, kDivided ? sequence_of(p, place, size) : place) {}
-  __device__ __forceinline__ Item(const Operands& p, int64 size, int64 place, int64 n)
-      : Base(n, int(blockIdx.x / kCtas % p.heads), blockIdx.x % kCtas * kTileV, {}, 0), place(place), last(true),
-        none(n < 0) {
-    if (none) return;
-    sequence = sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens);
-    if (!kDivided) return;
-    before = (place - place_of(sequence.first, n, size)) * size;
-    none   = before > 0 && before >= sequence.end - sequence.first;
-    last   = sequence.first + before + size >= sequence.end;
-    sequence = {sequence.first + before, last ? sequence.end : sequence.first + before + size};
-  }
-};
+using Item = PartItem<In, kHeadDim, kValueDim, kTileV, kDivided, kAlone>;
 
 // ---- shared memory ---------------------------------------------------------
 using Square = Swizzled<In>;
@@ -883,7 +980,8 @@ struct Stage {
   In      values[kChunk][kValueRow];
   Factors factors;
 };
-// What a consumer leaves to the warpgroup of the outputs: left operands of a chunk, each thread's in its place.
+// What a consumer leaves to the warpgroup of the outputs: left operands of a chunk, each thread's in its place. Where
+// there is none, names that are not used.
 struct alignas(16) Left { uint4 state[kHeadDim / 16][kGroup], updates[kBlocks][kGroup]; };
 template <bool kIs> struct Between {
   Left    left[2];
@@ -897,85 +995,14 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == 228352, "the launch counts on it");
 
-// ---- the producer ----------------------------------------------------------
-// Where a thread copies from: the chunks of an item, one after the other.
-class Copies {
- public:
-  __device__ __forceinline__ Copies(const Operands& p, const Item& item)
-      : keys_(item.rows<kHeadDim>(p.k, p.k_stride, p.k_ratio), p.k_stride, thread()),
-        queries_(item.rows<kHeadDim>(p.q, p.q_stride, p.q_ratio), p.q_stride, thread()),
-        values_(item.rows<kValueDim>(p.v, p.v_stride, p.v_ratio) + item.tile, p.v_stride, thread()),
-        products_(reinterpret_cast<const ChunkProducts<In>*>(item.products(p))), step_(p.heads),
-        has_values_(item.tile < kValueDim) {}
-
-  // Starts the copies of the next chunk, of `tokens` tokens.
-  __device__ __forceinline__ void next(Stage& to, int tokens) {
-    keys_.copy(tokens, [&](int row, int column) { return to.keys[column / kChunk].at(row, column % kChunk); });
-    if (!kAlone || has_values_) values_.copy(to.values, tokens);
-    copy_lower(products_->solve, to.solve);
-    if constexpr (!kAlone) {
-      queries_.copy(tokens, [&](int row, int column) { return to.queries[column / kChunk].at(row, column % kChunk); });
-      copy_lower(products_->attend, to.attend);
-    }
-    constexpr int kPieces = sizeof(Factors) / 16;
-    if (thread() < kPieces) {
-      ptx::copy_async(ptx::shared_address(&to.factors) + thread() * 16, &products_->state_factor[thread() * 4]);
-    }
-    products_ += step_;
-  }
-
- private:
-  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroup; }
-
-  // A warp takes a block of the lower part, and then the fourth after it.
-  static __device__ __forceinline__ void copy_lower(const Lower<In>& from, Square& to) {
-    const int row = thread() % kWarp / 2, half = thread() % 2 ^ row / 4 % 2;  // as Lower::place() has it
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int block = thread() / kWarp + 4 * i, down = block >= 6 ? 3 : block >= 3 ? 2 : block >= 1 ? 1 : 0;
-      if (block >= kBlocks * (kBlocks + 1) / 2) continue;
-      const int across = block - Lower<In>::block(down, 0);
-      ptx::copy_async(to.at(down * kBlock + row, across * kBlock + half * 8),
-                      &from.blocks[block][row][thread() % 2 * 8]);
-    }
-  }
-
-  Source<In, kChunk, kHeadDim, kGroup> keys_, queries_;
-  Source<In, kChunk, kTileV, kGroup>   values_;
-  const ChunkProducts<In>*             products_;
-  const int64                          step_;
-  const bool                           has_values_;
+struct Config {
+  using In = ::In;
+  using Item = ::Item;
+  using Operands = ::Operands;
+  using Shared = ::Shared;
+  static constexpr int  kHeadDim = ::kHeadDim, kValueDim = ::kValueDim, kTileV = ::kTileV;
+  static constexpr bool kAlone = ::kAlone;
 };
-
-// Above the diagonal, nothing is copied; a map has no values.
-__device__ __forceinline__ void clear_stages(Shared& shared) {
-#pragma unroll
-  for (Stage& stage : shared.stages) {
-    for (Square* square : {&stage.solve, &stage.attend}) {
-      for (int at = threadIdx.x % kGroup; at < int(sizeof(Square) / 16); at += kGroup) {
-        reinterpret_cast<uint4*>(square)[at] = {};
-      }
-    }
-    if constexpr (kAlone) {
-      for (int at = threadIdx.x % kGroup; at < int(sizeof(stage.values) / 16); at += kGroup) {
-        reinterpret_cast<uint4*>(stage.values)[at] = {};
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void produce(const Operands& p, const Item& item, Shared& shared) {
-  Copies copies(p, item);
-  Ring<kStages> ring;
-  const int chunks = item.chunks();
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-    copies.next(shared.stages[ring.slot], item.tokens_of(chunk));
-    ptx::copy_async_arrive(&shared.full[ring.slot]);
-    ring.advance();
-  }
-  ptx::copy_async_wait();
-}
 
 // A chunk is there, and the tensor cores see it.
 __device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& ring) {
@@ -1024,8 +1051,8 @@ __device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const Operands& p, const Item& item, Shared& shared, int place)
-      : place_(place), p_(p), item_(item), shared_(shared), first_(place * kRows + threadIdx.x % kGroup / kWarp * kBlock),
-        out_step_(8 * int64(p.heads) * kValueDim),
+      : place_(place), p_(p), item_(item), shared_(shared),
+        first_(place * kRows + threadIdx.x % kGroup / kWarp * kBlock), out_step_(8 * int64(p.heads) * kValueDim),
         to_(item.output(p, item.sequence.first + threadIdx.x % kWarp / 4) + first_ + threadIdx.x % 4 * 2) {}
 
   __device__ __forceinline__ void consume(int64 slot) {
@@ -1304,7 +1331,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
       for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.empty[i], kGroup / kWarp);
     }
   }
-  if (group == kUsers) clear_stages(shared);
+  if (group == kUsers) clear_stages<Config>(shared);
   __syncthreads();
   ptx::griddep_wait();
   const Item item(p);
@@ -1314,7 +1341,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
   if (!kAlone && uint64(slot) >= uint64(p.pool)) return item.clear_outputs(p, threadIdx.x, kThreads);
   if (group == kUsers) {
     if constexpr (kUsers > 1) ptx::registers_fewer<kProducerRegisters>();
-    produce(p, item, shared);
+    produce<Config>(p, item, shared);
   } else {
     if constexpr (kUsers > 1) ptx::registers_more<kConsumerRegisters>();
     if (group < kConsumers) Consumer(p, item, shared, group).consume(slot);
