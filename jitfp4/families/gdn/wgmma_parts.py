@@ -1,8 +1,9 @@
-"""What the kernels of gdn/prefill_wgmma's template share: their specification and their parameters."""
+"""What the kernels of gdn/prefill_wgmma's template share: their specifications and their parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.prefill_arguments import CHUNK
@@ -24,18 +25,18 @@ PARAMETERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WgmmaSpec(KernelSpec):
+class RowsSpec(KernelSpec):
     """A CTA has ``rows`` rows of a state, 64 in each warpgroup; one more copies what they take.
 
-    ``divided``: the sequences are in parts. ``alone``: each part starts from no state, and has no outputs.
+    ``alone``: each part of a sequence starts from no state, and has no outputs.
     """
 
     dtype: DType
     head_dim: int
     value_dim: int
     rows: int
-    divided: bool
-    alone: bool
+
+    alone: ClassVar[bool]
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -62,3 +63,20 @@ class WgmmaSpec(KernelSpec):
         values, factors = CHUNK * (self.rows + 8) * 2, 3 * CHUNK * 4 + 16
         left = 2 * 64 * (self.head_dim + CHUNK) * 2 + 32 if self._apart else 24
         return round_up(_STAGES * (round_up(squares + values + factors, 1024) + 16) + left, 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgmmaSpec(RowsSpec):
+    """``divided``: the sequences are in parts."""
+
+    divided: bool
+
+    alone = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsSpec(RowsSpec):
+    """Parts, and their maps."""
+
+    divided = True
+    alone = True

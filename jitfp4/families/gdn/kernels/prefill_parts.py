@@ -8,7 +8,7 @@ from typing import Any
 from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
 from jitfp4.families.gdn.prefill_arguments import CHUNK, PartsArguments, PartsProblem, places
-from jitfp4.families.gdn.wgmma_parts import PARAMETERS, WgmmaSpec
+from jitfp4.families.gdn.wgmma_parts import PARAMETERS, PartsSpec
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.spec import Geometry
 
@@ -20,15 +20,8 @@ class PartsTactic:
     rows: int
 
 
-def _specialise(problem: PartsProblem, tactic: PartsTactic) -> WgmmaSpec:
-    return WgmmaSpec(
-        dtype=problem.dtype,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
-        rows=tactic.rows,
-        divided=True,
-        alone=True,
-    )
+def _specialise(problem: PartsProblem, tactic: PartsTactic) -> PartsSpec:
+    return PartsSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, rows=tactic.rows)
 
 
 def _rejects(problem: PartsProblem, tactic: PartsTactic, arch: Arch) -> str | None:
@@ -74,7 +67,7 @@ def _bind(arguments: PartsArguments, plan: Plan) -> dict[str, Any]:
 
 PREFILL_PARTS = Kernel(
     name="gdn/prefill_parts",
-    spec=WgmmaSpec,
+    spec=PartsSpec,
     params=PARAMETERS,
     tactics=(PartsTactic(128), PartsTactic(64)),
     rejects=_rejects,

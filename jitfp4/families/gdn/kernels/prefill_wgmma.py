@@ -45,9 +45,7 @@ def part_chunks(problem: PrefillProblem) -> int:
 
 
 def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
-    return WgmmaSpec(
-        dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, alone=False, **asdict(tactic)
-    )
+    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, **asdict(tactic))
 
 
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:

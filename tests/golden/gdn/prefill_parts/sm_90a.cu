@@ -1,5 +1,5 @@
 // gdn_prefill_parts, generated from templates/gdn/prefill_parts.cu.j2
-// spec: {"alone":true,"divided":true,"dtype":"bf16","head_dim":128,"rows":128,"value_dim":128}
+// spec: {"dtype":"bf16","head_dim":128,"rows":128,"value_dim":128}
 //
 // The delta rule for whole prompts, second kernel, on the warpgroup products of sm_90a: the chunks of a sequence in
 // their order. A CTA takes kTileV rows (V index) of one head's state and a chunk of tokens at once. Each consumer, a
