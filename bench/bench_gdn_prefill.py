@@ -1,26 +1,28 @@
-"""chunk_gated_delta_rule over sequences and lengths, beside flash-linear-attention in the same run; errors of both.
+"""chunk_gated_delta_rule over sequences and lengths, beside flash-linear-attention and FlashInfer in the same run.
 
-Run on a GPU: ``python -m bench.bench_gdn_prefill [--tactics] [--out DIR]``. bf16 inputs, 16 q and k heads and 32 value
-heads of dimension 128, normalised in the kernel, float32 states; FlashInfer's case has 2 and 8 heads. A case is a graph
-of ten calls on the same tensors, the median of several replays. ``--tactics`` times every tactic of the second kernel
-too. Errors are of one sequence of 1,024 tokens, against the recurrence in float64: root mean square over that of the
-result. flash-linear-attention is measured where it is installed, on sequences of equal length without cu_seqlens.
+Run on a GPU: ``python -m bench.bench_gdn_prefill [--flashinfer LIBRARY] [--tactics] [--out DIR]``. bf16 inputs, 16 q
+and k heads and 32 value heads of dimension 128, normalised in the kernel, float32 states; FlashInfer's case has 2 and 8
+heads. A case is a graph of ten calls on the same tensors, the median of several replays. ``--tactics`` times every
+tactic of gdn/prefill_wgmma too. Errors are of one sequence of 1,024 tokens, against the recurrence in float64: root
+mean square over that of the result. The peers are those of peers_gdn_prefill.py, where they are; ``speedup`` is over
+the faster one.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import peers_gdn_prefill as peers
 from bench.harness import geomean, time_us, write_results
 from bench.stamp import stamp
 from jitfp4 import chunk_gated_delta_rule
 from jitfp4.arch import Arch
+from jitfp4.families.gdn.kernels.prefill_wgmma import PREFILL_WGMMA
 from jitfp4.families.gdn.prefill_arguments import PrefillProblem
 from jitfp4.families.gdn.prefill_operation import GATED_DELTA_RULE_PREFILL
 from jitfp4.formats import DType
@@ -58,26 +60,6 @@ def ours(given: dict[str, Any]) -> Callable[[], object]:
     return lambda: chunk_gated_delta_rule(**given, output=out, output_state=state)
 
 
-def fla(given: dict[str, Any], sequences: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]] | None:
-    """flash-linear-attention's chunkwise kernels on the same values; None if it is not installed."""
-    if importlib.util.find_spec("fla") is None:
-        return None
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
-
-    q, k, v, g, beta = (given[name].unflatten(0, (sequences, -1)) for name in ("q", "k", "v", "g", "beta"))
-    ratio = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(ratio, 2) for x in (q, k))
-    rate, state = g.log(), given["initial_state"].mT.contiguous()
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        result = peer(
-            q, k, v, g=rate, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
-        return result[0], result[1]
-
-    return call
-
-
 def us_of(call: Callable[[], object]) -> float:
     return time_us(lambda: call, 0, l2="warm", replays=REPLAYS)
 
@@ -102,8 +84,8 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float | None:
     return round(float(((got.double() - want).square().mean() / want.square().mean()).sqrt()), 6)
 
 
-def errors() -> Iterator[dict[str, object]]:
-    """Errors of ours and the peer's, for decays near 1, far from it, and for repeated keys."""
+def errors(flashinfer: Path | None) -> Iterator[dict[str, object]]:
+    """Errors of ours and the peers', for decays near 1, far from it, and for repeated keys."""
     for kind in ("normal", "repeated keys", "strong decay"):
         given = arguments(1, ERROR_TOKENS, 2, 4)
         if kind == "repeated keys":
@@ -111,20 +93,24 @@ def errors() -> Iterator[dict[str, object]]:
         if kind == "strong decay":
             given["g"].square_().square_().square_().square_()
         want = recurrence(given)
-        peer = fla(given, 1)
-        found = {"jitfp4": chunk_gated_delta_rule(**given), "fla": peer and peer()}
-        for name, got in found.items():
-            if got is None:
-                continue
-            state = got[1].mT if name == "fla" else got[1]
-            pairs = zip(("output", "state"), (got[0].reshape(want[0].shape), state[0]), want, strict=True)
-            yield {"case": kind, "of": name, **{part: _error(x, y) for part, x, y in pairs}}
+        calls = {
+            "jitfp4": lambda given=given: chunk_gated_delta_rule(**given),
+            "fla": peers.fla(given, 1),
+            "flashinfer": peers.flashinfer(flashinfer, given),
+        }
+        for name, call in calls.items():
+            if call is not None:
+                got = zip(("output", "state"), call(), want, strict=True)
+                yield {"case": kind, "of": name, **{part: _error(x.view_as(y), y) for part, x, y in got}}
 
 
-def measure(sequences: int, length: int, heads: int, value_heads: int, tactics: bool) -> Iterator[dict[str, object]]:
+def measure(
+    sequences: int, length: int, heads: int, value_heads: int, options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
     given = arguments(sequences, length, heads, value_heads)
-    peer = fla(given, sequences)
-    us, peer_us = us_of(ours(given)), peer and us_of(peer)
+    us = us_of(ours(given))
+    calls = {"fla": peers.fla(given, sequences), "flashinfer": peers.flashinfer(options.flashinfer, given)}
+    peer_us = {name: us_of(call) for name, call in calls.items() if call is not None}
     row = {
         "heads": heads,
         "value_heads": value_heads,
@@ -132,13 +118,13 @@ def measure(sequences: int, length: int, heads: int, value_heads: int, tactics: 
         "length": length,
         "tactic": "table",
         "us": round(us, 1),
-        "fla_us": peer_us and round(peer_us, 1),
-        "speedup": peer_us and round(peer_us / us, 3),
+        **{f"{name}_us": round(peer_us[name], 1) if name in peer_us else None for name in calls},
+        "speedup": round(min(peer_us.values()) / us, 3) if peer_us else None,
     }
     yield row
     problem = PrefillProblem(DType.BF16, HEAD_DIM, HEAD_DIM, sequences * length, sequences, value_heads)
     arch = Arch.of_capability(*torch.cuda.get_device_capability())
-    for tactic in GATED_DELTA_RULE_PREFILL.candidates(problem, arch) if tactics else ():
+    for tactic in PREFILL_WGMMA.candidates(problem, arch) if options.tactics else ():
         with GATED_DELTA_RULE_PREFILL.forced(tactic):
             us = us_of(ours(given))
         yield row | {"tactic": str(tactic), "us": round(us, 1), "speedup": None}
@@ -147,22 +133,23 @@ def measure(sequences: int, length: int, heads: int, value_heads: int, tactics: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tactics", action="store_true")
+    parser.add_argument("--flashinfer", type=Path, help="the library that peers_gdn_prefill.py loads")
     parser.add_argument("--out", type=Path, default=Path("bench/results/h200"))
     options = parser.parse_args()
     rows = []
     for heads, value_heads in HEADS:
         for sequences, length in CELLS:
             if sequences * length <= MOST_TOKENS:
-                for row in measure(sequences, length, heads, value_heads, options.tactics):
+                for row in measure(sequences, length, heads, value_heads, options):
                     rows.append(row)
                     print(*row.values(), sep="\t", flush=True)
-    found = list(errors())
+    found = list(errors(options.flashinfer))
     for row in found:
         print(*row.values(), sep="\t")
     write_results(options.out / "gdn_prefill", rows, stamp())
     write_results(options.out / "gdn_prefill_errors", found, stamp())
     if gains := [float(str(row["speedup"])) for row in rows if row["speedup"]]:
-        print(f"against fla: {min(gains):.2f} to {max(gains):.2f}, geometric mean {geomean(gains):.3f}")
+        print(f"against the faster peer: {min(gains):.2f} to {max(gains):.2f}, geometric mean {geomean(gains):.3f}")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,21 @@ def products(
         yield _pack(keys, queries, norms[0].double(), norms[1].double(), decay, beta, scale, q.dtype)
 
 
+def part(
+    k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, use_qk_l2norm: bool
+) -> torch.Tensor:
+    """[heads, V + K, K] float32: the state after tokens from none before them, and their map of a state before."""
+    heads, value_dim, head_dim = decay.shape[1], v.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    values = torch.cat([v, torch.zeros(*v.shape[:2], head_dim, dtype=v.dtype)], -1)
+    h = torch.cat([torch.zeros(value_dim, head_dim), torch.eye(head_dim)]).expand(1, heads, -1, -1)
+    args = [x.unsqueeze(0) for x in (k, k, values, decay, beta)]
+    walk = delta_rule(args[0], args[1], args[2], args[3], args[4], h, 1.0, use_qk_l2norm=use_qk_l2norm, vec=_VEC)
+    for _, after in walk:
+        h = after
+    return h[0]
+
+
 def _padded(x: torch.Tensor, fill: float) -> torch.Tensor:
     """The tokens of a chunk in float64, and behind them ``fill``."""
     whole = torch.full((_CHUNK, *x.shape[1:]), fill, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 
 from jitfp4 import ArgumentError, chunk_gated_delta_rule, sim
 from jitfp4.families.gdn.kernels.prefill import TACTICS, PrefillTactic
+from jitfp4.families.gdn.kernels.prefill_wgmma import TACTICS as WGMMA_TACTICS
 from jitfp4.families.gdn.kernels.prefill_wgmma import WgmmaTactic
+from jitfp4.families.gdn.parts_operation import PREFILL_JOIN_OPERATION, PREFILL_PARTS_OPERATION
 from jitfp4.families.gdn.prefill_arguments import (
     CHUNK,
     LOWER_BYTES,
     PRODUCTS_BYTES,
+    JoinArguments,
+    PartsArguments,
     ProductsArguments,
     chunk_place,
     places,
@@ -30,22 +35,25 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Case = dict[str, Any]
 
 SIM = [pytest.mark.sim, pytest.mark.compile]
-WARPGROUPS = "sm_90a, warpgroups"
+ON_WARPGROUPS = {"sm_90a, warpgroups": WgmmaTactic(64), "sm_90a, parts": WgmmaTactic(64, divided=True)}
 
 
 @pytest.fixture(
     params=[
         "cpu",
         pytest.param("sm_90a", marks=SIM),
-        pytest.param(WARPGROUPS, marks=SIM),
+        *(pytest.param(name, marks=SIM) for name in ON_WARPGROUPS),
         pytest.param("sm_100a", marks=[*SIM, pytest.mark.one_in(4)]),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As that of the family, and the kernel that the table has for more states than these tests have."""
-    if request.param == WARPGROUPS:
-        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(WgmmaTactic()):
+    """As that of the family, with tactics of warpgroups; sm_90a without them runs the kernel of other architectures."""
+    if request.param in ON_WARPGROUPS:
+        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(ON_WARPGROUPS[request.param]):
+            yield "cpu"
+    elif request.param == "sm_90a":
+        with sim.device("sm_90a"), GATED_DELTA_RULE_PREFILL.forced(PrefillTactic(16, 3)):
             yield "cpu"
     elif request.param.startswith("sm_"):
         with sim.device(request.param):
@@ -147,7 +155,7 @@ def test_heads_and_dtypes(
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.parametrize("tactic", [WgmmaTactic(), *TACTICS], ids=str)
+@pytest.mark.parametrize("tactic", [*WGMMA_TACTICS, *TACTICS], ids=str)
 @pytest.mark.parametrize("name", SIM_ARCHS)
 def test_every_tactic_has_no_race(name: str, tactic: PrefillTactic | WgmmaTactic) -> None:
     given = case((200, 3), heads=(1, 1, 1), dims=(128, 128))
@@ -156,6 +164,35 @@ def test_every_tactic_has_no_race(name: str, tactic: PrefillTactic | WgmmaTactic
             check(given, "cpu")
         except ArgumentError as error:
             assert "shared memory" in str(error) or (name != "sm_90a" and "instructions of sm_90a" in str(error))
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("where", [pytest.param("sm_90a", marks=SIM), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parts_of_sequences(where: str, rows: int) -> None:
+    """Parts of 256 tokens, states that last through them, checkpoints in several."""
+    lengths = (300, 0, 530)
+    given = case(lengths, heads=(1, 1, 1), dims=(128, 128))
+    given["g"] = 1.0 - 0.005 * torch.rand(830, 1, generator=torch.Generator().manual_seed(1))
+    stored = torch.full((3, 1, 128, 128), 7.0)
+    given |= {
+        "state_checkpoints": stored,
+        "checkpoint_cu_starts": torch.tensor([0, 1, 1, 3]),
+        "checkpoint_every_n_tokens": 256,
+    }
+    simulated = where != "cuda"
+    given = moved(given, "cpu" if simulated else where)
+    on = sim.device(where, races=True) if simulated else nullcontext()
+    with on, GATED_DELTA_RULE_PREFILL.forced(WgmmaTactic(rows, divided=True)):
+        got = chunk_gated_delta_rule(**given)
+    given = moved(given, "cpu")
+    want = recurrence(given)
+    for x, y in zip(got, want, strict=True):
+        assert_near(x, y, limit_of(BF16))
+    for place, (n, tokens) in enumerate(((0, 256), (2, 256), (2, 512))):
+        start = int(given["cu_seqlens"][n])
+        part = {name: given[name][start : start + tokens] for name in ("q", "k", "v", "g", "beta")}
+        part |= {"initial_state": given["initial_state"][n : n + 1], "cu_seqlens": torch.tensor([0, tokens])}
+        assert_near(given["state_checkpoints"][place], recurrence({**given, **part})[1][0], 1.5 * limit_of(BF16))
 
 
 def adversarial(kind: str) -> Case:
@@ -238,6 +275,23 @@ def test_no_tokens(device: str) -> None:
     given = moved(case((0, 0)), device)
     out, final = chunk_gated_delta_rule(**given)
     assert out.shape == (0, 2, 64) and torch.equal(final, given["initial_state"])
+
+
+def test_parts_as_they_are_defined() -> None:
+    """On CPU tensors: states before parts, from parts alone and their maps, are those of the recurrence."""
+    given = case((300, 0, 530), heads=(1, 1, 2), dims=(64, 64))
+    given["g"] = 1.0 - 0.005 * torch.rand(830, 2, generator=torch.Generator().manual_seed(1))
+    states = torch.zeros(places(830, 3, 256), 2, 128, 64)
+    rest = given["cu_seqlens"], torch.zeros(0, dtype=torch.uint8), states, 4, True, None
+    PREFILL_PARTS_OPERATION(PartsArguments(given["k"], given["v"], given["g"], given["beta"], *rest))
+    PREFILL_JOIN_OPERATION(JoinArguments(states, given["cu_seqlens"], given["initial_state"], None, 4, 830, 3, None))
+    for n, (first, end) in enumerate(itertools.pairwise(given["cu_seqlens"].tolist())):
+        place = chunk_place(first, n, 256)
+        assert torch.equal(states[place, :, :64], given["initial_state"][n])
+        for at, tokens in enumerate(range(256, end - first, 256), 1):
+            part = {name: given[name][first : first + tokens] for name in ("q", "k", "v", "g", "beta")}
+            part |= {"initial_state": given["initial_state"][n : n + 1], "cu_seqlens": torch.tensor([0, tokens])}
+            assert_near(states[place + at, :, :64], recurrence({**given, **part})[1][0], 1e-5)
 
 
 @pytest.mark.sim

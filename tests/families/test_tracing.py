@@ -21,7 +21,14 @@ from jitfp4.families.experts.arguments import GatherArguments, ResultArguments, 
 from jitfp4.families.experts.gather_operation import EXPERTS_GATHER
 from jitfp4.families.experts.operation import EXPERTS_ROUTE
 from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
-from jitfp4.families.gdn.prefill_arguments import PRODUCTS_BYTES, ProductsArguments, places
+from jitfp4.families.gdn.parts_operation import PREFILL_JOIN_OPERATION, PREFILL_PARTS_OPERATION
+from jitfp4.families.gdn.prefill_arguments import (
+    PRODUCTS_BYTES,
+    JoinArguments,
+    PartsArguments,
+    ProductsArguments,
+    places,
+)
 from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.families.gemm.arguments import ExpandArguments
 from jitfp4.families.gemm.expand_operation import EXPAND
@@ -301,9 +308,16 @@ def within() -> list[tuple[Any, tuple[Any, ...]]]:
     )
     codes, scales = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(128, 8, dtype=torch.uint8)
     output = OutputArguments(prompt[:6].view(3, 128), codes, scales, first_row=2, encode_scale=3.0, enable_pdl=None)
+    states = torch.zeros(places(70, 2, 4 * 64), 2, 128, 64)
+    parts = PartsArguments(
+        prompt, prompt, products.g, products.beta, products.cu_seqlens, products.products, states, 4, True, None
+    )
+    join = JoinArguments(states, products.cu_seqlens, torch.zeros(2, 2, 64, 64), None, 4, 70, 2, None)
     return [
         (ATTENTION_QUANTIZE.operator, output),
         (PREFILL_PRODUCTS_OPERATION.operator, products),
+        (PREFILL_PARTS_OPERATION.operator, parts),
+        (PREFILL_JOIN_OPERATION.operator, join),
         (EXPAND.operator, expand),
         (EXPERTS_ROUTE.operator, route),
         (EXPERTS_GATHER.operator, gather),

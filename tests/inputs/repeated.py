@@ -118,7 +118,9 @@ def _more() -> Calls:
         "fp4_quantize inversed": lambda: {**good["fp4_quantize"](), "is_global_scale_inversed": True},
         "rmsnorm_fp4quant rows": lambda: {"input": _half(4, 1024), "weight": _half(1024)},
         "gated_delta_rule_mtp tokens": lambda: _delta_rule(8),
-        "chunk_gated_delta_rule heads": _many_heads,
+        "chunk_gated_delta_rule heads": lambda: prompt(70, 16),
+        "chunk_gated_delta_rule many heads": lambda: prompt(70, 72),
+        "chunk_gated_delta_rule parts": lambda: prompt(2048, 2),
         "mm_bf16_fp4 wide": lambda: product(64, 128, 128),
         "mm_bf16_fp4 divided": lambda: product(32, 8704, 128),
         "mm_fp8_fp4 divided": lambda: eights(64, 8704, 128),
@@ -176,15 +178,15 @@ def _delta_rule(tokens: int) -> Arguments:
     }
 
 
-def _many_heads() -> Arguments:
-    """More states than a table has for the kernel with few rows."""
+def prompt(tokens: int, heads: int) -> Arguments:
+    """One sequence; a table divides a long one, and looks at the number of states."""
     return {
-        "q": _half(70, 1, 64),
-        "k": _half(70, 1, 64),
-        "v": _half(70, 16, 64),
-        "g": torch.ones(70, 16),
-        "beta": torch.ones(70, 16),
-        "cu_seqlens": torch.tensor([0, 70]),
+        "q": _half(tokens, 1, 64),
+        "k": _half(tokens, 1, 64),
+        "v": _half(tokens, heads, 64),
+        "g": torch.ones(tokens, heads),
+        "beta": torch.ones(tokens, heads),
+        "cu_seqlens": torch.tensor([0, tokens]),
         "use_qk_l2norm_in_kernel": True,
     }
 

@@ -36,6 +36,7 @@ from jitfp4.sim.machine import Machine, linear
 from jitfp4.spec import KernelSpec
 from jitfp4.tensors import device_arch
 from tests.inputs.good import good_calls
+from tests.inputs.repeated import prompt
 from tests.sim import engine_calls, quantize_calls
 from tests.sim.call import Call, Case
 from tests.support.attention import relative_error
@@ -65,6 +66,12 @@ def gdn_prefill_cases(tactic: PrefillTactic | WgmmaTactic) -> Iterator[Case]:
         yield partial(lambda case: case()._replace(forced=forced), case)
 
 
+def gdn_part_cases() -> Iterator[Case]:
+    """A sequence of three parts."""
+    forced = GATED_DELTA_RULE_PREFILL, WgmmaTactic(64, divided=True)
+    yield partial(lambda: Call("chunk_gated_delta_rule", prompt(600, 1), forced=forced, bounds=PREFILL))
+
+
 CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "attention/decode": engine_calls.decode_cases,
     "attention/decode_masked": engine_calls.decode_masked_cases,
@@ -76,8 +83,10 @@ CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "gdn/chunk": partial(quantize_calls.gdn_cases, CHUNK),
     "gdn/delta_rule": partial(quantize_calls.gdn_cases, DELTA_RULE),
     "gdn/prefill": partial(gdn_prefill_cases, PrefillTactic(32, 2)),
+    "gdn/prefill_join": gdn_part_cases,
+    "gdn/prefill_parts": gdn_part_cases,
     "gdn/prefill_products": partial(gdn_prefill_cases, PrefillTactic(32, 1)),
-    "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic()),
+    "gdn/prefill_wgmma": partial(gdn_prefill_cases, WgmmaTactic(64)),
     "gemm/blockscaled": partial(engine_calls.blockscaled_cases, K64Tactic(64, 1, 2), K64Tactic(64, 2, 2)),
     "gemm/blockscaled_k96": partial(engine_calls.blockscaled_cases, K96Tactic(64, 1, 2, 2), K96Tactic(64, 2, 2, 3)),
     "gemm/blockscaled_masked": partial(engine_calls.masked_cases, MaskedTactic(64, 1, 2), MaskedTactic(64, 2, 2)),

@@ -71,7 +71,7 @@ def chunk_gated_delta_rule(
         use_cp: FlashInfer's choice between its kernels, "auto", True or False. All run the kernels of this package.
         state_indices: [N] int32 or int64, the slot of each sequence in the pools of states. A sequence with a slot
             outside the pool is skipped; its output is zero, and no state is read or written.
-        _cp_chunk_len: FlashInfer's for its tests; None, as sequences are not divided.
+        _cp_chunk_len: FlashInfer's for its tests; None, as parts of sequences have this package's lengths.
         backend: FlashInfer's names "auto", "flashinfer", "cake_gdn" and "cudnn" are accepted; all run the kernels of
             this package.
         max_seqlen: FlashInfer's bound on the lengths; not needed.
@@ -86,7 +86,9 @@ def chunk_gated_delta_rule(
         On CPU tensors exactly that, in float32. The kernel takes 64 tokens at once (Yang et al., Gated Delta Networks,
         2024): products have 16-bit operands and float32 sums; the state stays in float32, but is rounded to 16 bits
         where it is multiplied, as are u and the inverse of the chunk's triangular system, which is computed in
-        float32. So NaN or infinity in a token may reach the outputs of up to 63 tokens before it.
+        float32. On Hopper, few long sequences are computed in parts, each from zero and then from the state before
+        it, which the parts' maps of a state to the next give in float32. So NaN or infinity in a token may reach the
+        outputs of up to 63 tokens before it.
     Raises:
         ArgumentError, ArgumentTypeError: before anything is written.
     """
@@ -99,7 +101,7 @@ def chunk_gated_delta_rule(
     if max_seqlen is not None and max_seqlen < 0:
         raise ArgumentError("max_seqlen", max_seqlen, "None or a number of tokens")
     if _cp_chunk_len is not None:
-        raise ArgumentError("_cp_chunk_len", _cp_chunk_len, "None: sequences are not divided")
+        raise ArgumentError("_cp_chunk_len", _cp_chunk_len, "None: the parts of sequences have this package's lengths")
     heads, sequences = _check_inputs(q, k, v, g, beta, cu_seqlens)
     head_shape = heads, v.shape[2], q.shape[2]
     pooled = state_indices is not None

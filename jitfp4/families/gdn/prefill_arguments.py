@@ -56,6 +56,34 @@ class ProductsArguments(NamedTuple):
     enable_pdl: bool | None
 
 
+class PartsArguments(NamedTuple):
+    """``part_states``: [places of parts, heads, V + K, K] float32, parts of ``part_chunks`` chunks of a sequence."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    products: torch.Tensor
+    part_states: Written
+    part_chunks: int
+    use_qk_l2norm: bool
+    enable_pdl: bool | None
+
+
+class JoinArguments(NamedTuple):
+    """``part_states``: as of PartsArguments; ``pool``: slots of ``initial_state``; ``tokens``: of all sequences."""
+
+    part_states: Written
+    cu_seqlens: torch.Tensor
+    initial_state: torch.Tensor | None
+    state_indices: torch.Tensor | None
+    part_chunks: int
+    tokens: int
+    pool: int
+    enable_pdl: bool | None
+
+
 class PrefillProblem(NamedTuple):
     """The properties of a call that selection depends on; ``heads``: those of the output."""
 
@@ -71,6 +99,32 @@ class PrefillProblem(NamedTuple):
         """Heads of all sequences."""
         return self.sequences * self.heads
 
+    @property
+    def few_and_long(self) -> bool:
+        """Whether the states leave most of an H200 idle for so long that it pays to divide the sequences."""
+        return self.states <= 16 and self.tokens >= 32 * CHUNK * self.sequences
+
+
+class PartsProblem(NamedTuple):
+    """The same of the kernel for parts of sequences."""
+
+    dtype: DType
+    head_dim: int
+    value_dim: int
+    tokens: int
+    sequences: int
+    heads: int
+    part_chunks: int
+
+
+class JoinProblem(NamedTuple):
+    """The same of the kernel that joins parts."""
+
+    head_dim: int
+    value_dim: int
+    sequences: int
+    heads: int
+
 
 class ProductsProblem(NamedTuple):
     """The same of a call's first kernel."""
@@ -82,11 +136,11 @@ class ProductsProblem(NamedTuple):
     heads: int
 
 
-def places(tokens: int, sequences: int) -> int:
-    """Places of chunks: a sequence may leave one before the next sequence's empty."""
-    return tokens // CHUNK + sequences
+def places(tokens: int, sequences: int, size: int = CHUNK) -> int:
+    """Places of chunks, or of parts of ``size`` tokens: a sequence may leave one before the next sequence's empty."""
+    return tokens // size + sequences
 
 
-def chunk_place(first: int, sequence: int) -> int:
-    """The place of the first chunk of a sequence whose first token is ``first``."""
-    return first // CHUNK + sequence
+def chunk_place(first: int, sequence: int, size: int = CHUNK) -> int:
+    """The place of the first chunk, or part, of a sequence whose first token is ``first``."""
+    return first // size + sequence

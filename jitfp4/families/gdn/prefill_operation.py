@@ -17,12 +17,16 @@ from jitfp4.selection import Row, Table
 
 _FEWEST = 8  # states whose CTAs of 16 rows are a half of the SMs of an H200: shorter chunks count most
 _FEW = 33  # states whose CTAs of 32 rows are no more than the SMs of an H200
+_HALF = 66  # states whose CTAs of 64 rows are no more, if V is 128
 
 
 def _rows() -> Iterator[Row[PrefillTactic | WgmmaTactic]]:
+    yield Row(WgmmaTactic(64, divided=True), {"few_and_long": True})
+    yield Row(WgmmaTactic(64), {"states": _HALF})
+    yield Row(WgmmaTactic(128))
+    yield Row(WgmmaTactic(64))
     for stages in (3, 2, 1):  # fewer, where they do not fit
         yield Row(PrefillTactic(16, stages), {"states": _FEWEST})
-    yield Row(WgmmaTactic())
     for rows, stages in ((32, 2), (32, 1)):
         yield Row(PrefillTactic(rows, stages), {"states": _FEW})
     for rows, stages in ((64, 2), (32, 2), (32, 1)):

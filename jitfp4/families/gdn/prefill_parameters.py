@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from jitfp4.families.gdn.prefill_arguments import PRODUCTS_BYTES, PrefillArguments, ProductsArguments, places
+from jitfp4.families.gdn.prefill_arguments import (
+    PRODUCTS_BYTES,
+    PrefillArguments,
+    PrefillProblem,
+    ProductsArguments,
+    places,
+)
 from jitfp4.families.gdn.products_operation import PREFILL_PRODUCTS_OPERATION
 from jitfp4.kernel import Before, Plan, Scratch
 from jitfp4.spec import I64, Ptr
@@ -49,7 +55,9 @@ def scratch(_arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
     return {"products": Scratch((chunks * PRODUCTS_BYTES,), torch.uint8)}
 
 
-def _products(arguments: PrefillArguments, plan: Plan, products: torch.Tensor) -> ProductsArguments:
+def _products(
+    arguments: PrefillArguments, plan: Plan, products: torch.Tensor, **_others: torch.Tensor
+) -> ProductsArguments:
     a = arguments
     return ProductsArguments(
         q=a.q,
@@ -65,10 +73,20 @@ def _products(arguments: PrefillArguments, plan: Plan, products: torch.Tensor) -
     )
 
 
+def initial_of(arguments: PrefillArguments) -> torch.Tensor | None:
+    """The states before the first tokens."""
+    return arguments.final_state if arguments.in_place else arguments.initial_state
+
+
+def pool_of(arguments: PrefillArguments, problem: PrefillProblem) -> int:
+    """Slots of states."""
+    states = initial_of(arguments), arguments.final_state
+    return next((state.shape[0] for state in states if state is not None), problem.sequences)
+
+
 def bind(arguments: PrefillArguments, plan: Plan, products: torch.Tensor) -> dict[str, Any]:
     a, heads = arguments, plan.problem.heads
-    initial = a.final_state if a.in_place else a.initial_state
-    pool = next((state.shape[0] for state in (initial, a.final_state) if state is not None), plan.problem.sequences)
+    initial = initial_of(a)
     checkpoints, starts = a.state_checkpoints, a.checkpoint_cu_starts
     states = [state for state in (initial, a.final_state, checkpoints) if state is not None]
     return {
@@ -93,7 +111,7 @@ def bind(arguments: PrefillArguments, plan: Plan, products: torch.Tensor) -> dic
         "k_stride": a.k.stride(0),
         "v_stride": a.v.stride(0),
         "state_bytes": states[0].element_size() if states else 4,
-        "pool": pool,
+        "pool": pool_of(a, plan.problem),
         "slot_bytes": 0 if a.state_indices is None else a.state_indices.element_size(),
         "initial_stride": 0 if initial is None else initial.stride(0),
         "final_stride": 0 if a.final_state is None else a.final_state.stride(0),

@@ -7,11 +7,21 @@ from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK, PRODUCTS_BYTES, ProductsArguments, ProductsProblem, places
+from jitfp4.families.gdn.prefill_arguments import (
+    CHUNK,
+    LOWER_BYTES,
+    PRODUCTS_BYTES,
+    ProductsArguments,
+    ProductsProblem,
+    places,
+)
 from jitfp4.families.gdn.problem import HEAD_DIMS
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel, Plan
+from jitfp4.layouts import round_up
 from jitfp4.spec import F32, I64, Geometry, KernelSpec, Ptr
+
+_SPANS_BYTES = 4 * CHUNK * (16 + 4)  # of 16 x 16 blocks in rows of 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +45,9 @@ class ProductsSpec(KernelSpec):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes: keys and queries or what is made of them, spans, six numbers of a token."""
-        rows = 2 * CHUNK * (self.head_dim + 8) * 2
-        return max(rows, PRODUCTS_BYTES + 4 * CHUNK * (CHUNK + 4)) + 4 * CHUNK * (16 + 4 + 6)
+        rows = 2 * CHUNK * self.head_dim * 2
+        made = PRODUCTS_BYTES + 2 * LOWER_BYTES + _SPANS_BYTES
+        return round_up(max(rows, made) + _SPANS_BYTES + 6 * CHUNK * 4, 1024)
 
 
 def _rejects(problem: ProductsProblem, _tactic: ProductsTactic, arch: Arch) -> str | None:

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
 
 from jitfp4.arch import Arch, names_with
 from jitfp4.errors import ArgumentError
-from jitfp4.families.gdn.prefill_arguments import CHUNK, PrefillProblem
-from jitfp4.families.gdn.prefill_parameters import BEFORE, PARAMETERS, bind, scratch
-from jitfp4.families.gdn.problem import HEAD_DIMS, VALUE_DIMS
-from jitfp4.formats import DType
-from jitfp4.kernel import Kernel
-from jitfp4.layouts import round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.families.gdn.parts_operation import PREFILL_JOIN_OPERATION, PREFILL_PARTS_OPERATION
+from jitfp4.families.gdn.prefill_arguments import (
+    CHUNK,
+    JoinArguments,
+    PartsArguments,
+    PrefillArguments,
+    PrefillProblem,
+    places,
+)
+from jitfp4.families.gdn.prefill_parameters import BEFORE, bind, initial_of, pool_of, scratch
+from jitfp4.families.gdn.wgmma_parts import PARAMETERS, WgmmaSpec
+from jitfp4.kernel import Before, Kernel, Plan, Scratch
+from jitfp4.layouts import ceil_div
+from jitfp4.spec import Geometry
 
-_ROWS = 64  # of a CTA
-_STAGES = 3
-_SQUARE_BYTES = CHUNK * CHUNK * 2
+_HALF = 66  # of the SMs of an H200: a part's CTAs of 128 rows are as many for its map as for its state
+_FEWEST = 4  # chunks of a part
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTactic:
-    """There is one way."""
+    """``rows``: of a state, in a CTA, 64 for each warpgroup that computes; ``divided``: sequences in parts."""
+
+    rows: int
+    divided: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WgmmaSpec(KernelSpec):
-    """A CTA has 64 rows of a state, in a warpgroup; a second one computes the outputs."""
-
-    dtype: DType
-    head_dim: int
-    value_dim: int
-
-    threads = 2 * 128
-
-    def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
-            raise ArgumentError("head_dim", self.head_dim, f"one of {HEAD_DIMS}")
-        if self.value_dim not in VALUE_DIMS[self.head_dim]:
-            raise ArgumentError("value_dim", self.value_dim, f"one of {VALUE_DIMS[self.head_dim]}")
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes: stages of what is copied, and left operands of two chunks."""
-        squares = 2 * (self.head_dim // CHUNK + 1) * _SQUARE_BYTES
-        values, factors = CHUNK * (_ROWS + 8) * 2, 3 * CHUNK * 4 + 16
-        left = 2 * _ROWS * (self.head_dim + CHUNK) * 2
-        return round_up(_STAGES * (squares + values + factors) + left, 1024)
+TACTICS = tuple(WgmmaTactic(rows, divided) for divided in (False, True) for rows in (64, 128))
 
 
-def _specialise(problem: PrefillProblem, _tactic: WgmmaTactic) -> WgmmaSpec:
-    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim)
+def part_chunks(problem: PrefillProblem) -> int:
+    """Chunks of a part, so that the parts of all sequences fill an H200 once."""
+    return max(_FEWEST, ceil_div(problem.tokens // CHUNK, max(1, _HALF // problem.heads)))
+
+
+def _specialise(problem: PrefillProblem, tactic: WgmmaTactic) -> WgmmaSpec:
+    return WgmmaSpec(dtype=problem.dtype, head_dim=problem.head_dim, value_dim=problem.value_dim, **asdict(tactic))
 
 
 def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | None:
@@ -65,19 +60,66 @@ def _rejects(problem: PrefillProblem, tactic: WgmmaTactic, arch: Arch) -> str | 
 
 def _geometry(problem: PrefillProblem, tactic: WgmmaTactic, _arch: Arch) -> Geometry:
     spec = _specialise(problem, tactic)
-    ctas = problem.states * (problem.value_dim // _ROWS)
+    items = places(problem.tokens, problem.sequences, part_chunks(problem) * CHUNK)
+    ctas = (items if tactic.divided else problem.sequences) * problem.heads * (problem.value_dim // spec.rows)
     return Geometry(grid=(ctas, 1, 1), block=(spec.threads, 1, 1), shared_bytes=spec.shared_bytes)
+
+
+def _scratch(arguments: PrefillArguments, plan: Plan) -> dict[str, Scratch]:
+    problem = plan.problem
+    items = places(problem.tokens, problem.sequences, part_chunks(problem) * CHUNK) if plan.spec.divided else 0
+    shape = (items, problem.heads, problem.value_dim + problem.head_dim, problem.head_dim)
+    return {**scratch(arguments, plan), "part_states": Scratch(shape, torch.float32)}
+
+
+def _parts(
+    arguments: PrefillArguments, plan: Plan, products: torch.Tensor, part_states: torch.Tensor
+) -> PartsArguments:
+    a = arguments
+    return PartsArguments(
+        k=a.k,
+        v=a.v,
+        g=a.g,
+        beta=a.beta,
+        cu_seqlens=a.cu_seqlens,
+        products=products,
+        part_states=part_states,
+        part_chunks=part_chunks(plan.problem),
+        use_qk_l2norm=a.use_qk_l2norm,
+        enable_pdl=a.enable_pdl,
+    )
+
+
+def _join(arguments: PrefillArguments, plan: Plan, part_states: torch.Tensor, **_others: torch.Tensor) -> JoinArguments:
+    return JoinArguments(
+        part_states=part_states,
+        cu_seqlens=arguments.cu_seqlens,
+        initial_state=initial_of(arguments),
+        state_indices=arguments.state_indices,
+        part_chunks=part_chunks(plan.problem),
+        tokens=plan.problem.tokens,
+        pool=pool_of(arguments, plan.problem),
+        enable_pdl=arguments.enable_pdl,
+    )
+
+
+def _bind(arguments: PrefillArguments, plan: Plan, products: torch.Tensor, part_states: torch.Tensor) -> dict[str, Any]:
+    return bind(arguments, plan, products) | {
+        "part_states": part_states,
+        "part_chunks": part_chunks(plan.problem),
+        "sequences": plan.problem.sequences,
+    }
 
 
 PREFILL_WGMMA = Kernel(
     name="gdn/prefill_wgmma",
     spec=WgmmaSpec,
     params=PARAMETERS,
-    tactics=(WgmmaTactic(),),
+    tactics=TACTICS,
     rejects=_rejects,
     specialise=_specialise,
     geometry=_geometry,
-    bind=bind,
-    scratch=scratch,
-    before=BEFORE,
+    bind=_bind,
+    scratch=_scratch,
+    before=(*BEFORE, Before(PREFILL_PARTS_OPERATION, _parts), Before(PREFILL_JOIN_OPERATION, _join)),
 )

@@ -3,8 +3,23 @@
 //
 // The delta rule for whole prompts, first kernel: what a chunk of tokens needs that does not depend on the state. A CTA
 // takes one chunk and head. Products of keys with keys and queries run on the tensor cores, exact up to float32 sums.
-// The triangular inverse has the accuracy of float32: that of 16 x 16 blocks by substitution, a column by a thread; the
-// rest by products of blocks on the tensor cores, with each number as the sum of two TF32 numbers.
+// The triangular inverse: that of 16 x 16 blocks by substitution in float32, a row by a thread; the rest by products of
+// blocks on the tensor cores, with each number as the sum of two bf16 numbers, which is exact to 2^-16 of it. A warp
+// has the tokens of a block of rows where products are made, and a block of columns where the inverse is.
+
+// ---- partials/fence_proxy --------------------------------------------------
+namespace ptx {
+// Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+}  // namespace ptx
+
+// ---- partials/arch ---------------------------------------------------------
+// sm_90a
+constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
+constexpr bool kHasE4m3Cvt = true;
+constexpr bool kHasE2m1Cvt = false;
+constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -21,26 +36,6 @@ constexpr int   kWarp   = 32;
 constexpr float kFltMax = 0x1.fffffep+127f;
 
 __host__ __device__ constexpr int64 ceil_div(int64 a, int64 b) { return (a + b - 1) / b; }
-
-// ---- partials/mma ----------------------------------------------------------
-namespace ptx {
-// d += a b for a 16 x 8 and an 8 x 8 matrix in TF32, the upper 19 bits of each element. With g = lane / 4 and
-// t = lane % 4, a is a[g][t], a[g + 8][t], a[g][t + 4], a[g + 8][t + 4]; b is b[t][g], b[t + 4][g]; d is d[g][2 t],
-// d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-      " {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-}  // namespace ptx
-
-// ---- partials/arch ---------------------------------------------------------
-// sm_90a
-constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
-constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
-constexpr bool kHasPdl     = true;
 
 // ---- partials/ptx ----------------------------------------------------------
 // A function for each instruction that several kernels use.
@@ -170,6 +165,31 @@ __device__ __forceinline__ uint32 cvt_e2m1x8(const float (&v)[8]) {
   return d;
 }
 }  // namespace ptx
+
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
 
 // ---- partials/vectors ------------------------------------------------------
 // Accesses of 1 to 16 bytes. Loads are volatile, so that the compiler keeps them after griddep_wait, and coherent,
@@ -308,10 +328,23 @@ __device__ __forceinline__ Sequence sequence_at(const void* cu_seqlens, int64 by
   return {first, max(first, token_at(cu_seqlens, bytes, n + 1, tokens))};
 }
 
-// The place of a sequence's first chunk among the chunks of all sequences. Its chunks follow, and none meets another
-// sequence's: ceil(length / kChunk) <= the distance to the next sequence's place.
-__device__ __forceinline__ int64 place_of(int64 first, int64 n) { return first / kChunk + n; }
+// The place of a sequence's first chunk among the chunks of all sequences, or of its first part of `size` tokens among
+// all parts. Its others follow, and none meets another sequence's: ceil(length / size) <= the distance to the next
+// sequence's place.
+__device__ __forceinline__ int64 place_of(int64 first, int64 n, int64 size = kChunk) { return first / size + n; }
 
+// The sequence whose chunk or part may be at a place; -1: there is none. By whole warps.
+template <typename Operands>
+__device__ __forceinline__ int64 sequence_of(const Operands& p, int64 place, int64 size = kChunk) {
+  int64 after = 0;  // sequences whose place is not behind this one
+  for (int64 n = threadIdx.x % kWarp;; n += kWarp) {
+    const bool before = n < p.sequences &&
+        place_of(token_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens), n, size) <= place;
+    const uint32 votes = __ballot_sync(~0u, before);
+    after += __popc(votes);
+    if (votes != ~0u) return after - 1;
+  }
+}
 // ---- partials/async_copy ---------------------------------------------------
 // Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
 namespace ptx {
@@ -466,13 +499,234 @@ template <int kStride, typename In> __device__ __forceinline__ void put(In* to, 
   *reinterpret_cast<uint32*>(to + 8 * kStride) = to_pair<In>(x[2], x[3]);
 }
 
+// ---- gdn/swizzle -----------------------------------------------------------
+// 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
+template <typename In> struct alignas(1024) Swizzled {
+  In rows[kChunk][kChunk];
+  __device__ __forceinline__ uint32 at(int row, int column) {
+    return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
+  }
+};
+// ---- partials/mbarrier -----------------------------------------------------
+// A phase of a barrier completes when the expected number of threads have arrived and the expected number of bytes were
+// copied. A wait for a parity returns once the phase of that parity is complete; on a new barrier, a wait for parity 1
+// returns at once.
+using Barrier = uint64;
+
+namespace ptx {
+__device__ __forceinline__ void mbarrier_init(Barrier* b, uint32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Barrier* b, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(Barrier* b, uint32 parity) {
+  uint32 done = 0;
+  while (!done)
+    asm volatile("{\n"
+                 "  .reg .pred p;\n"
+                 "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "  selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done) : "r"(shared_address(b)), "r"(parity) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/named_barriers -----------------------------------------------
+// Barriers of the CTA, by number; 0 is that of __syncthreads(). `threads` counts those that arrive or wait, all of them
+// in whole warps.
+namespace ptx {
+__device__ __forceinline__ void barrier_arrive(int i, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+// Arrives, and waits for the others.
+__device__ __forceinline__ void barrier_sync(int i, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(i), "r"(threads) : "memory");
+}
+}  // namespace ptx
+
+// ---- partials/warpgroup ----------------------------------------------------
+// Warpgroups: the order of their matrix products, and the number of their registers.
+namespace ptx {
+// To be called before the first product, and whenever registers of a product were written.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until all but the last kAllowed groups of products are complete.
+template <int kAllowed>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kAllowed) : "memory");
+}
+
+// Sets the number of registers of each thread: one warpgroup gives some back, the others get them.
+template <int N> __device__ __forceinline__ void registers_fewer() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void registers_more() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Reads threadIdx.x again, so that no register must hold it, or what is computed from it, where registers are few.
+__device__ __forceinline__ uint32 thread_index() {
+  uint32 i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+}  // namespace ptx
+
+// ---- gdn/wgmma -------------------------------------------------------------
+// Matrix products of warpgroups with their left operand in registers.
+namespace ptx {
+// The descriptor of a matrix of 16-bit floats in rows of 128 bytes with the 128-byte swizzle, in blocks of 64 columns
+// that are `across` bytes apart. It is in units of 16 bytes.
+__device__ __forceinline__ uint64 wgmma_matrix(uint32 address, uint32 across) {
+  return uint64(address & 0x3FFFFu) >> 4 | uint64(across / 16) << 16 | uint64(1024 / 16) << 32 | uint64(1) << 62;
+}
+// d += a b of 64 x 16 by 16 x 8 N. The rows of b's matrix are columns of the product, and 16 of its columns are taken;
+// or with kDepth they are its depth, and 16 of them are. With g = lane / 4 and c = lane % 4, warp w of a warpgroup has
+// in a rows 16 w + g and + 8 of columns 2 c and the next, then of columns 2 c + 8 and the next; and in d[n][i] row
+// 16 w + g + i / 2 * 8, column 8 n + 2 c + i % 2. Neither may be accessed before a wait.
+template <typename In, bool kDepth, int N> __device__ void wgmma(float (&d)[N][4], uint4 a, uint64 b);
+template <> __device__ __forceinline__ void wgmma<bf16, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<bf16, 1, 16>(
+    float (&d)[16][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
+               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
+               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
+               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
+               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
+               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
+               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 0, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 1, 8>(
+    float (&d)[8][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+template <> __device__ __forceinline__ void wgmma<f16, 1, 16>(
+    float (&d)[16][4], uint4 a, uint64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+               , "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+               , "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+               , "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+               , "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3])
+               , "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+               , "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3])
+               , "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
+               , "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
+               , "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3])
+               , "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3])
+               , "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]), "+f"(d[11][3])
+               , "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3])
+               , "+f"(d[13][0]), "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3])
+               , "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3])
+               , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
+}
+// Arrives at a barrier once this thread's copies are complete.
+__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Waits for all but the last kAllowed groups of products, before the sums in d are read.
+template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(float (&d)[N][4]) {
+  wgmma_wait<kAllowed>();
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
+}
+}  // namespace ptx
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr int kHeadDim = 128;  // K
 constexpr int kThreads = 128;
 
-constexpr int   kRow     = kHeadDim + 8;  // elements of a row of keys in shared memory
-constexpr int   kLowerRow = kChunk + 4;
+constexpr bool  kHasWgmma = true;
 constexpr int   kSpanRow  = kBlock + 4;
 constexpr float kNormEps  = 1e-6f;
 static_assert(kThreads == kBlocks * kWarp && kThreads == 2 * kChunk, "a block of tokens for each warp");
@@ -497,20 +751,26 @@ struct Operands {
 };
 
 // ---- shared memory ---------------------------------------------------------
-struct Rows { In keys[kChunk][kRow], queries[kChunk][kRow]; };
+using Wide = Swizzled<In>[kHeadDim / kChunk];  // rows of kHeadDim elements, in blocks of columns
+struct Rows { Wide keys, queries; };
+// Numbers of a lower part, as sums of two.
+struct Parts {
+  Lower<bf16> high, low;
+};
 struct alignas(16) Made {
   ChunkProducts<In> products;
-  // [t][s]: first beta_t E_ts k_s k_t, then the inverse of 1 + that; in blocks above the diagonal, room for products.
-  float lower[kChunk][kLowerRow];
+  // Below the diagonal blocks, beta_t E_ts k_s k_t; in them, the inverse of 1 + their part of that.
+  Parts lower;
+  float diagonal[kBlocks][kBlock][kSpanRow];  // [t / kBlock][s % kBlock][t % kBlock] of that, 0 where s >= t
 };
-struct alignas(16) Shared {
+struct Shared {
   union { Rows rows; Made made; };  // what is made overwrites the rows
   float spans[kBlocks][kBlock][kSpanRow];  // [t / kBlock][t % kBlock][s % kBlock]: E_ts in a block; 0 where s > t
   float decay[kChunk], beta[kChunk];           // 1 and 0 beyond the last token
   float key_norm[kChunk], query_norm[kChunk];  // 1 / length; without normalisation 1
   float since_first[kChunk], until_end[kChunk];  // D_t and E_tT, as if t's block were all
 };
-static_assert(sizeof(Shared) == 41472, "the launch counts on it");
+static_assert(sizeof(Shared) == 39936, "the launch counts on it");
 
 // ---- work of the CTA -------------------------------------------------------
 struct Chunk {
@@ -519,18 +779,10 @@ struct Chunk {
 
   // Finds the chunk at a place; false if there is none.
   __device__ __forceinline__ bool find(const Operands& p, int64 place) {
-    const int lane = threadIdx.x % kWarp;
-    int64 after = 0;  // sequences whose place is not behind this one
-    for (int64 n = lane;; n += kWarp) {
-      const bool before = n < p.sequences &&
-          place_of(token_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens), n) <= place;
-      const uint32 votes = __ballot_sync(~0u, before);
-      after += __popc(votes);
-      if (votes != ~0u) break;
-    }
-    if (after == 0) return false;
-    const Sequence sequence = sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, after - 1, p.tokens);
-    first  = sequence.first + (place - place_of(sequence.first, after - 1)) * kChunk;
+    const int64 n = sequence_of(p, place);
+    if (n < 0) return false;
+    const Sequence sequence = sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens);
+    first  = sequence.first + (place - place_of(sequence.first, n)) * kChunk;
     tokens = int(max(int64(0), min(sequence.end - first, int64(kChunk))));
     return tokens > 0;
   }
@@ -538,10 +790,13 @@ struct Chunk {
 
 __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int head, Shared& s) {
   using Rows = Source<In, kChunk, kHeadDim, kThreads>;
+  const auto in = [](Wide& to) {
+    return [&](int row, int column) { return to[column / kChunk].at(row, column % kChunk); };
+  };
   const In* keys    = p.k + chunk.first * p.k_stride + head / p.k_ratio * kHeadDim;
   const In* queries = p.q + chunk.first * p.q_stride + head / p.q_ratio * kHeadDim;
-  Rows(keys, p.k_stride, threadIdx.x).copy(s.rows.keys, chunk.tokens);
-  Rows(queries, p.q_stride, threadIdx.x).copy(s.rows.queries, chunk.tokens);
+  Rows(keys, p.k_stride, threadIdx.x).copy(chunk.tokens, in(s.rows.keys));
+  Rows(queries, p.q_stride, threadIdx.x).copy(chunk.tokens, in(s.rows.queries));
   if (threadIdx.x < kChunk) {
     const int   t  = threadIdx.x;
     const bool  is = t < chunk.tokens;
@@ -550,6 +805,7 @@ __device__ __forceinline__ void load(const Operands& p, const Chunk& chunk, int 
     s.beta[t]  = !is ? 0.0f : p.beta != nullptr ? ptx::ld_f32(p.beta + at) : 1.0f;
   }
   ptx::copy_async_wait();
+  if constexpr (kHasWgmma) ptx::fence_proxy_async();
 }
 
 // Thread s multiplies the decays of the tokens after s in its block; the warp's tokens are whole blocks.
@@ -580,181 +836,237 @@ __device__ __forceinline__ float decay_of_blocks(const Shared& s, int first, int
   return x;
 }
 
-// [n][i]: tokens t = 16 warp + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
+// The block of rows, or of columns, that a warp has. It differs from CTA to CTA, as the work of the blocks does, and a
+// warp's place tells which of the SM's schedulers it has.
+__device__ __forceinline__ int block_of_warp() {
+  return __shfl_sync(~0u, (threadIdx.x / kWarp + blockIdx.x) % kBlocks, 0);
+}
+
+// [n][i]: tokens t = 16 block + g + i / 2 * 8 and s = 8 n + 2 c + i % 2, with g = lane / 4, c = lane % 4.
 using Products = float[kChunk / 8][4];
 
-__device__ __forceinline__ int later_of(int i) {
-  return threadIdx.x / kWarp * kBlock + threadIdx.x % kWarp / 4 + i / 2 * 8;
+// The block's squared lengths are on the diagonals of products with itself.
+__device__ __forceinline__ void put_norms(const Operands& p, int block, const float (&alone)[2][4], float* norms) {
+  const int g = threadIdx.x % kWarp / 4;
+  if (threadIdx.x % 4 != g / 2) return;
+  float* const to = norms + kBlock * block + g;
+  to[0] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[0][1] : alone[0][0]) + kNormEps) : 1.0f;
+  to[8] = p.l2norm ? ptx::rsqrt_approx((g % 2 ? alone[1][3] : alone[1][2]) + kNormEps) : 1.0f;
 }
-__device__ __forceinline__ int earlier_of(int n, int i) { return 8 * n + threadIdx.x % 4 * 2 + i % 2; }
 
-// The products of the warp's tokens with the keys of all tokens up to them, and of its queries with each other.
+// The products of the block's rows, keys or queries, with the keys of all tokens up to it; puts the rows' norms.
 __device__ __forceinline__ void multiply_rows(
-    const Shared& s, Products& of_keys, Products& of_queries, float (&queries_alone)[2][4]) {
-  const int warp = threadIdx.x / kWarp;
-  const uint32 own_keys = left_in(&s.rows.keys[kBlock * warp]), own_queries = left_in(&s.rows.queries[kBlock * warp]);
-  const uint32 keys = right_in(s.rows.keys);
+    const Operands& p, Wide& rows, Wide& keys, int block, Products& products, float* norms) {
+  constexpr int kSteps = kBlocks;  // of 16 columns, in a Swizzled
+  float alone[2][4] = {};
 #pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    const uint4 x = ptx::load_matrices(own_keys + 32 * k), y = ptx::load_matrices(own_queries + 32 * k);
-    multiply<In>(queries_alone[0], queries_alone[1], y, as_right(y));
+  for (int wide = 0; wide < kHeadDim / kChunk; ++wide) {
+    uint4 x[kSteps];
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      if (j > warp) continue;
-      const uint4 b = j == warp ? as_right(x) : ptx::load_matrices(keys + kBlock * j * kRow * 2 + 32 * k);
-      multiply<In>(of_keys[2 * j], of_keys[2 * j + 1], x, b);
-      multiply<In>(of_queries[2 * j], of_queries[2 * j + 1], y, b);
+    for (int k = 0; k < kSteps; ++k) {
+      x[k] = ptx::load_matrices(rows[wide].at(kBlock * block + left_row(), 16 * k + left_half() * 8));
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) multiply<In>(alone[0], alone[1], x[k], as_right(x[k]));
+    if constexpr (kHasWgmma) {
+      const uint64 right = ptx::wgmma_matrix(ptx::shared_address(&keys[wide]), sizeof(keys[wide]));
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) ptx::wgmma<In, false>(products, x[k], right + 2 * k);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait_for<0>(products);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        if (j > block) continue;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint32 right = keys[wide].at(kBlock * j + right_row(), 16 * k + right_half() * 8);
+          multiply<In>(products[2 * j], products[2 * j + 1], x[k], ptx::load_matrices(right));
+        }
+      }
     }
   }
+  put_norms(p, block, alone, norms);
 }
 
-// The squared lengths are on the diagonals.
-__device__ __forceinline__ void put_norms(
-    const Operands& p, Shared& s, const Products& of_keys, const float (&queries_alone)[2][4]) {
-#pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 != threadIdx.x / kWarp) continue;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = later_of(i);
-      if (earlier_of(n, i) != t) continue;
-      s.key_norm[t]   = p.l2norm ? ptx::rsqrt_approx(of_keys[n][i] + kNormEps) : 1.0f;
-      s.query_norm[t] = p.l2norm ? ptx::rsqrt_approx(queries_alone[n % 2][i] + kNormEps) : 1.0f;
-    }
+// A thread's pairs in a lower part: those at columns 8 n + 2 c of rows g and g + 8 of a block of rows.
+template <typename In> class Pairs {
+ public:
+  // From block `first` of the row of blocks `row` on.
+  __device__ __forceinline__ Pairs(int row, int first)
+      : at_{Lower<In>::block(row, first) * kBlockSize + Lower<In>::place(g(), 0) + column(),
+            Lower<In>::block(row, first) * kBlockSize + Lower<In>::place(g(), 1) + column()} {}
+  // `blocks` further on
+  template <typename T> __device__ __forceinline__ uint32& in(Lower<T>& lower, int blocks, int n, int half) const {
+    return *reinterpret_cast<uint32*>(
+        &lower.blocks[0][0][0] + at_[n % 2] + (blocks + n / 2) * kBlockSize + half * (8 * kBlock));
   }
-}
 
-// Multiplies the products by their factors and stores them: those of keys in `lower`, those of queries as `attend`.
+ private:
+  static constexpr int kBlockSize = kBlock * kBlock;
+  static __device__ __forceinline__ int g() { return threadIdx.x % kWarp / 4; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
+  const int at_[2];
+};
+
+// Two numbers as the sum of two pairs.
+struct Split {
+  uint32 high, low;
+  __device__ __forceinline__ Split(float x, float y)
+      : high(to_pair<bf16>(x, y)), low(to_pair<bf16>(x - ::low<bf16>(high), y - ::high<bf16>(high))) {}
+};
+
+// Multiplies the products by their factors and stores them: those of keys in `lower` and `diagonal`, those of queries
+// as `attend`.
 __device__ __forceinline__ void put_products(
-    const Operands& p, Shared& s, const Products& of_keys, const Products& of_queries) {
-  const int warp = threadIdx.x / kWarp;
-  float since[2], key[2], query[2];
+    const Operands& p, Shared& s, int block, const Products& of_keys, const Products& of_queries) {
+  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+  float since[2], key[2], query[2], between[kBlocks];  // the decay of the blocks between
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int t = later_of(2 * half);
+    const int t = kBlock * block + g + 8 * half;
     since[half] = s.since_first[t], key[half] = s.beta[t] * s.key_norm[t], query[half] = p.scale * s.query_norm[t];
   }
+  float decay = 1.0f;
+#pragma unroll
+  for (int j = kBlocks - 1; j >= 0; --j) {
+    between[j] = decay;
+    decay *= j < block ? s.since_first[j * kBlock + kBlock - 1] : 1.0f;
+  }
+  const Pairs<In> pairs(block, 0);
 #pragma unroll
   for (int n = 0; n < kChunk / 8; ++n) {
-    if (n / 2 > warp) continue;
-    const bool  own    = n / 2 == warp;
-    const int   from   = earlier_of(n, 0);
-    const float blocks = own ? 1.0f : decay_of_blocks(s, n / 2 + 1, warp);
+    if (n / 2 > block) continue;
+    const bool own  = n / 2 == block;
+    const int  from = 8 * n + 2 * c;
     float2 norm = *reinterpret_cast<const float2*>(&s.key_norm[from]);
     if (!own) {
       const float2 until = *reinterpret_cast<const float2*>(&s.until_end[from]);
-      norm.x *= blocks * until.x, norm.y *= blocks * until.y;
+      norm.x *= between[n / 2] * until.x, norm.y *= between[n / 2] * until.y;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int t = later_of(2 * half);
-      float2 span = {since[half], since[half]};
-      if (own) span = *reinterpret_cast<const float2*>(&s.spans[warp][t % kBlock][from % kBlock]);  // 0 where s > t
-      span.x *= norm.x, span.y *= norm.y;
       const float* const x = &of_keys[n][2 * half];
       const float* const y = &of_queries[n][2 * half];
-      *reinterpret_cast<float2*>(&s.made.lower[t][from]) = {
-          from < t ? x[0] * key[half] * span.x : 0.0f, from + 1 < t ? x[1] * key[half] * span.y : 0.0f};
-      *reinterpret_cast<uint32*>(s.made.products.attend.at(t, from)) = to_pair<In>(
-          from <= t ? y[0] * query[half] * span.x : 0.0f,
-          from < t ? y[1] * query[half] * span.y : 0.0f);
+      uint32 attend;
+      if (own) {
+        const int t = g + 8 * half, at = from % kBlock;  // in the block
+        float2 span = *reinterpret_cast<const float2*>(&s.spans[block][t][at]);
+        span.x *= norm.x, span.y *= norm.y;
+        s.made.diagonal[block][at][t]     = at < t ? x[0] * (key[half] * span.x) : 0.0f;
+        s.made.diagonal[block][at + 1][t] = at + 1 < t ? x[1] * (key[half] * span.y) : 0.0f;
+        attend = to_pair<In>(
+            at <= t ? y[0] * (query[half] * span.x) : 0.0f, at < t ? y[1] * (query[half] * span.y) : 0.0f);
+      } else {
+        const float of_key = key[half] * since[half], of_query = query[half] * since[half];
+        const Split parts(x[0] * (of_key * norm.x), x[1] * (of_key * norm.y));
+        pairs.in(s.made.lower.high, 0, n, half) = parts.high;
+        pairs.in(s.made.lower.low, 0, n, half)  = parts.low;
+        attend = to_pair<In>(y[0] * (of_query * norm.x), y[1] * (of_query * norm.y));
+      }
+      pairs.in(s.made.products.attend, 0, n, half) = attend;
     }
   }
 }
 
 // ---- the inverse -----------------------------------------------------------
-// Warp w inverts 1 + the block of tokens 16 w to 16 w + 15; lanes j and j + 16 have column j.
-__device__ __forceinline__ void invert_block(Shared& s) {
-  const int first = threadIdx.x / kWarp * kBlock, column = threadIdx.x % kBlock;
+// The warp inverts 1 + its block on the diagonal; lanes t and t + 16 have row t: x (1 + block) = 1.
+__device__ __forceinline__ void invert_block(Shared& s, int block) {
+  const int row = threadIdx.x % kBlock;
   float x[kBlock];
 #pragma unroll
-  for (int t = 0; t < kBlock; ++t) {
-    float sums[2] = {t == column ? 1.0f : 0.0f, 0.0f};
+  for (int from = kBlock - 1; from >= 0; --from) {
+    float sums[2] = {row == from ? 1.0f : 0.0f, 0.0f};
 #pragma unroll
-    for (int from = 0; from < t; from += 4) {
-      const float4 a = *reinterpret_cast<const float4*>(&s.made.lower[first + t][first + from]);
+    for (int t = (from + 1) / 4 * 4; t < kBlock; t += 4) {
+      const float4 a = *reinterpret_cast<const float4*>(&s.made.diagonal[block][from][t]);
       const float factors[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (from + i < t) sums[i % 2] = fmaf(-factors[i], x[from + i], sums[i % 2]);
+        if (t + i > from) sums[i % 2] = fmaf(-factors[i], x[t + i], sums[i % 2]);
       }
     }
-    x[t] = sums[0] + sums[1];
+    x[from] = sums[0] + sums[1];
   }
-  __syncwarp();
-  if (threadIdx.x % kWarp < kBlock) {
+  uint32 parts[kBlock / 2], solve[kBlock / 2];
 #pragma unroll
-    for (int t = 0; t < kBlock; ++t) s.made.lower[first + t][first + column] = x[t];
+  for (int i = 0; i < kBlock; i += 4) {
+    const Split first(x[i], x[i + 1]), second(x[i + 2], x[i + 3]);
+    const float4 beta = *reinterpret_cast<const float4*>(&s.beta[kBlock * block + i]);
+    parts[i / 2]     = threadIdx.x % kWarp < kBlock ? first.high : first.low;
+    parts[i / 2 + 1] = threadIdx.x % kWarp < kBlock ? second.high : second.low;
+    solve[i / 2] = to_pair<In>(x[i] * beta.x, x[i + 1] * beta.y);
+    solve[i / 2 + 1] = to_pair<In>(x[i + 2] * beta.z, x[i + 3] * beta.w);
+  }
+  Lower<bf16>& to = threadIdx.x % kWarp < kBlock ? s.made.lower.high : s.made.lower.low;
+  const int at = Lower<In>::block(block, block);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int place = Lower<In>::place(row, half);
+    *reinterpret_cast<uint4*>(&to.blocks[at][0][place]) = {
+        parts[4 * half], parts[4 * half + 1], parts[4 * half + 2], parts[4 * half + 3]};
+    if (threadIdx.x % kWarp >= kBlock) continue;
+    *reinterpret_cast<uint4*>(&s.made.products.solve.blocks[at][0][place]) = {
+        solve[4 * half], solve[4 * half + 1], solve[4 * half + 2], solve[4 * half + 3]};
   }
 }
 
-// A float as the sum of two TF32 numbers.
-struct Split {
-  uint32 high, low;
-  __device__ __forceinline__ explicit Split(float x)
-      : high(__float_as_uint(x) & 0xFFFFE000u), low(__float_as_uint(x - __uint_as_float(high))) {}
+// A 16 x 16 matrix as a left operand, in two parts.
+struct LeftParts {
+  uint4 high, low;
+  LeftParts() = default;
+  __device__ __forceinline__ explicit LeftParts(const float (&x)[2][4]) {
+    const Split a(x[0][0], x[0][1]), b(x[0][2], x[0][3]), c(x[1][0], x[1][1]), d(x[1][2], x[1][3]);
+    high = {a.high, b.high, c.high, d.high}, low = {a.low, b.low, c.low, d.low};
+  }
 };
 
-// Blocks of 16 x 8 of a product of two matrices, whose first of kInner columns and rows are given, over [begin, end) of
-// these.
-template <int kInner, int kCount>
+// sums += left times a block of `lower`, transposed. lane: its bytes to where it loads in a block.
 __device__ __forceinline__ void multiply_exactly(
-    float (&d)[kCount][4], const float* left, const float* right, int begin, int end) {
-  const int g = threadIdx.x % kWarp / 4, c = threadIdx.x % 4;
+    float (&sums)[2][4], const LeftParts& left, const Parts& lower, int block, uint32 lane) {
+  const uint4 high = ptx::load_matrices(ptx::shared_address(lower.high.blocks[block]) + lane);
+  const uint4 low  = ptx::load_matrices(ptx::shared_address(lower.low.blocks[block]) + lane);
+  multiply<bf16>(sums[0], sums[1], left.low, high);
+  multiply<bf16>(sums[0], sums[1], left.high, low);
+  multiply<bf16>(sums[0], sums[1], left.high, high);
+}
+
+// The warp's block of columns of the inverse X, below the diagonal, from the blocks A of the matrix:
+//   X_ij = -X_ii sum of A_ik X_kj over j <= k < i
+// All are transposed here, so that sums turn into left operands in registers.
+__device__ __forceinline__ void put_columns(Shared& s, int j) {
+  if (j == kBlocks - 1) return;
+  using Low = Lower<bf16>;
+  const int    g = threadIdx.x % kWarp / 4, own = Low::block(j, j);
+  const uint32 lane = Low::place(right_row(), right_half()) * 2;
+  const float  beta[2] = {s.beta[kBlock * j + g], s.beta[kBlock * j + g + 8]};
+  const Pairs<In> pairs(0, j);
+  LeftParts x[kBlocks - 1];  // X_kj
 #pragma unroll
-  for (float& x : reinterpret_cast<float (&)[4 * kCount]>(d)) x = 0.0f;
+  for (int k = 0; k < kBlocks - 1; ++k) {
+    if (k != j) continue;
+    x[k].high = ptx::load_matrices_transposed(ptx::shared_address(s.made.lower.high.blocks[own]) + lane);
+    x[k].low  = ptx::load_matrices_transposed(ptx::shared_address(s.made.lower.low.blocks[own]) + lane);
+  }
 #pragma unroll
-  for (int k = 0; k < kInner; k += 8) {
-    if (k < begin || k >= end) continue;
-    const float* a = left + g * kLowerRow + k + c;
-    const Split a0(a[0]), a1(a[8 * kLowerRow]), a2(a[4]), a3(a[8 * kLowerRow + 4]);
+  for (int i = 1; i < kBlocks; ++i) {
+    if (i <= j) continue;
+    float sums[2][4] = {}, result[2][4] = {};
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      const float* b = right + (k + c) * kLowerRow + 8 * n + g;
-      const Split b0(b[0]), b1(b[4 * kLowerRow]);
-      ptx::mma_tf32(d[n], {a0.low, a1.low, a2.low, a3.low}, b0.high, b1.high);
-      ptx::mma_tf32(d[n], {a0.high, a1.high, a2.high, a3.high}, b0.low, b1.low);
-      ptx::mma_tf32(d[n], {a0.high, a1.high, a2.high, a3.high}, b0.high, b1.high);
+    for (int k = 0; k < i; ++k) {
+      if (k >= j) multiply_exactly(sums, x[k], s.made.lower, Low::block(i, k), lane);
     }
-  }
-}
-
-template <int kCount> __device__ __forceinline__ void put_blocks(float* at, const float (&d)[kCount][4], float sign) {
-  float* to = at + threadIdx.x % kWarp / 4 * kLowerRow + threadIdx.x % 4 * 2;
+    multiply_exactly(result, LeftParts(sums), s.made.lower, Low::block(i, i), lane);
 #pragma unroll
-  for (int n = 0; n < kCount; ++n) {
-    *reinterpret_cast<float2*>(to + 8 * n) = {sign * d[n][0], sign * d[n][1]};
-    *reinterpret_cast<float2*>(to + 8 * n + 8 * kLowerRow) = {sign * d[n][2], sign * d[n][3]};
-  }
-}
-
-// Joins two inverted blocks of kSize tokens, from `first` on: below them stands -second (lower first). A warp takes 16
-// rows and kColumns columns from (row, column) of the block; the product in brackets stands above, where s > t: there,
-// the inverted blocks are taken for zero.
-template <int kSize, int kColumns>
-__device__ __forceinline__ void join(Shared& s, int first, int row, int column) {
-  const int second = first + kSize, begin = column / kBlock * kBlock, end = row + kBlock;
-  float d[kColumns / 8][4];
-  float (&lower)[kChunk][kLowerRow] = s.made.lower;
-  multiply_exactly<kSize>(d, &lower[second + row][first], &lower[first][first + column], begin, kSize);
-  put_blocks(&lower[first + row][second + column], d, 1.0f);
-  __syncthreads();
-  multiply_exactly<kSize>(d, &lower[second + row][second], &lower[first][second + column], 0, end);
-  put_blocks(&lower[second + row][first + column], d, -1.0f);
-  __syncthreads();
-}
-
-// Half a row of the inverse, times beta_s.
-__device__ __forceinline__ void put_solve(Shared& s) {
-  const int t = threadIdx.x / 2, first = threadIdx.x % 2 * (kChunk / 2);
+    for (float& value : reinterpret_cast<float (&)[8]>(result)) value = -value;
+    if (i < kBlocks - 1) x[i] = LeftParts(result);
 #pragma unroll
-  for (int from = first; from < first + kChunk / 2; from += 8) {
-    if (from / kBlock > t / kBlock) continue;
-    const float4* x    = reinterpret_cast<const float4*>(&s.made.lower[t][from]);  // 0 where s > t
-    const float4* beta = reinterpret_cast<const float4*>(&s.beta[from]);
-    *reinterpret_cast<uint4*>(s.made.products.solve.at(t, from)) = {
-        to_pair<In>(x[0].x * beta[0].x, x[0].y * beta[0].y), to_pair<In>(x[0].z * beta[0].z, x[0].w * beta[0].w),
-        to_pair<In>(x[1].x * beta[1].x, x[1].y * beta[1].y), to_pair<In>(x[1].z * beta[1].z, x[1].w * beta[1].w)};
+    for (int n = 0; n < 4; ++n) {
+      const float* const pair = &result[n / 2][n % 2 * 2];
+      pairs.in(s.made.products.solve, Low::block(i, 0), n % 2, n / 2) =
+          ptx::transpose(to_pair<In>(pair[0] * beta[n % 2], pair[1] * beta[n % 2]));
+    }
   }
 }
 
@@ -771,7 +1083,7 @@ __device__ __forceinline__ void put_factors(const Operands& p, Shared& s) {
 }
 
 // ---- kernel ----------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 5) gdn_prefill_products(
+extern "C" __global__ void __launch_bounds__(kThreads, 4) gdn_prefill_products(
     const In* __restrict__ q,             // [tokens, heads / q_ratio, K]
     const In* __restrict__ k,             // [tokens, heads / k_ratio, K]
     const float* __restrict__ g,          // [tokens, heads], decays; null: 1
@@ -790,7 +1102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 5) gdn_prefill_products(
     int64 l2norm                          // 0: q and k as they are
 
 ) {
-  extern __shared__ __align__(16) uint8 dynamic[];
+  extern __shared__ __align__(1024) uint8 dynamic[];
   Shared& s = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, g, beta, cu_seqlens, products, scale, cu_seqlens_bytes, tokens, sequences, uint32(heads),
       int(q_ratio), int(k_ratio), q_stride, k_stride, bool(l2norm)};
@@ -806,20 +1118,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 5) gdn_prefill_products(
   load(p, chunk, head, s);
   __syncthreads();
   put_spans(s);
+  const int block = block_of_warp();
   Products of_keys = {}, of_queries = {};
-  float queries_alone[2][4] = {};
-  multiply_rows(s, of_keys, of_queries, queries_alone);
-  put_norms(p, s, of_keys, queries_alone);
+  multiply_rows(p, s.rows.keys, s.rows.keys, block, of_keys, s.key_norm);
+  multiply_rows(p, s.rows.queries, s.rows.keys, block, of_queries, s.query_norm);
   __syncthreads();  // spans and norms are there, and nobody reads the rows any more
-  put_products(p, s, of_keys, of_queries);
+  put_products(p, s, block, of_keys, of_queries);
   put_factors(p, s);
   __syncwarp();
-  invert_block(s);  // of the warp's own rows
+  invert_block(s, block);
   __syncthreads();
-  const int warp = threadIdx.x / kWarp;
-  join<kBlock, 8>(s, warp / 2 * 2 * kBlock, 0, warp % 2 * 8);
-  join<2 * kBlock, kBlock>(s, 0, warp / 2 * kBlock, warp % 2 * kBlock);
-  put_solve(s);
+  put_columns(s, block);
   __syncthreads();
   const ChunkProducts<In>& made = s.made.products;
   uint4*       to   = reinterpret_cast<uint4*>(p.products + (place * p.heads + head) * sizeof(made));

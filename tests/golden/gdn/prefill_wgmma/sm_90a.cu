@@ -1,20 +1,23 @@
 // gdn_prefill_wgmma, generated from templates/gdn/prefill_wgmma.cu.j2
-// spec: {"dtype":"bf16","head_dim":128,"value_dim":128}
+// spec: {"divided":true,"dtype":"bf16","head_dim":128,"rows":64,"value_dim":128}
 //
 // The delta rule for whole prompts, second kernel, on the warpgroup products of sm_90a: the chunks of a sequence in
-// their order. A CTA takes 64 rows (V index) of one head's state and a chunk of tokens at once. The first warpgroup
-// holds the rows in registers, in float32, and does what must be done chunk after chunk:
+// their order. A CTA takes kTileV rows (V index) of one head's state and a chunk of tokens at once. Each consumer, a
+// warpgroup, has 64 of the rows in registers, in float32:
 //   u = (v - state_factor h k) solve^T
-//   h becomes decay h + (end_factor u) k^T
-// The second one starts the copies, and computes the outputs of the chunk before, from the h and u that the first
-// leaves:
 //   out = query_factor h q + u attend^T
+//   h becomes decay h + (end_factor u) k^T
 // Every product has h or u as its left operand, which stays in registers as the tensor cores left it; right operands
 // are k, q and the products of the first kernel, in shared memory. Left operands are rounded to 16 bits; sums are
-// float32.
-// At each __syncthreads(), a chunk c begins:
-//   first    | h and u of c                                                        |
-//   second   | copies: k, v of c + 2, q of c + 1; outputs of c - 1                  |
+// float32. The last warpgroup, the producer, copies them into a ring of stages: `full` tells that a stage's copies are
+// there, `empty` that all who take them are through.
+// Two consumers take turns to start their products, so that what one does beside them falls into the other's:
+//   turn      | u k^T  u attend^T  h k  h q of the next chunk |
+//   no turn   | outputs, decay h, rest of v, u                |
+// One consumer alone leaves h and u in shared memory, in two places in turn, to a warpgroup for the outputs: `full` and
+// `empty` of `between`.
+// gdn/prefill_parts, kAlone, has only h, for parts of sequences from no state; gdn/prefill_join makes of that the state
+// before each part; then, kDivided, parts take the place of sequences here.
 
 // ---- partials/types --------------------------------------------------------
 using uint8  = unsigned char;
@@ -48,6 +51,15 @@ __device__ __forceinline__ uint4 load_matrices_transposed(uint32 row) {
   return v;
 }
 }  // namespace ptx
+
+// ---- partials/ring ---------------------------------------------------------
+// The slot of a ring that a thread is at, and the parity of the current phase of that slot's barrier.
+template <int kSize> struct Ring {
+  uint32 slot = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSize) slot = 0, parity ^= 1;
+  }
+};
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -323,10 +335,23 @@ __device__ __forceinline__ Sequence sequence_at(const void* cu_seqlens, int64 by
   return {first, max(first, token_at(cu_seqlens, bytes, n + 1, tokens))};
 }
 
-// The place of a sequence's first chunk among the chunks of all sequences. Its chunks follow, and none meets another
-// sequence's: ceil(length / kChunk) <= the distance to the next sequence's place.
-__device__ __forceinline__ int64 place_of(int64 first, int64 n) { return first / kChunk + n; }
+// The place of a sequence's first chunk among the chunks of all sequences, or of its first part of `size` tokens among
+// all parts. Its others follow, and none meets another sequence's: ceil(length / size) <= the distance to the next
+// sequence's place.
+__device__ __forceinline__ int64 place_of(int64 first, int64 n, int64 size = kChunk) { return first / size + n; }
 
+// The sequence whose chunk or part may be at a place; -1: there is none. By whole warps.
+template <typename Operands>
+__device__ __forceinline__ int64 sequence_of(const Operands& p, int64 place, int64 size = kChunk) {
+  int64 after = 0;  // sequences whose place is not behind this one
+  for (int64 n = threadIdx.x % kWarp;; n += kWarp) {
+    const bool before = n < p.sequences &&
+        place_of(token_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens), n, size) <= place;
+    const uint32 votes = __ballot_sync(~0u, before);
+    after += __popc(votes);
+    if (votes != ~0u) return after - 1;
+  }
+}
 // ---- gdn/prefill_item ------------------------------------------------------
 // The work of a CTA: kTileV rows (V index) of one head's state, over the chunks of a sequence. Operands: what a kernel
 // over chunks takes.
@@ -337,11 +362,15 @@ template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillIt
   int      head;
   int      tile;  // first row
   Sequence sequence;
+  int64    before = 0;  // tokens of the sequence before these, where they are a part of it
 
   template <typename Operands>
   __device__ __forceinline__ explicit PrefillItem(const Operands& p)
       : n(blockIdx.x / kTiles / p.heads), head(int(blockIdx.x / kTiles % p.heads)),
         tile(blockIdx.x % kTiles * kTileV), sequence(sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens)) {}
+
+  __device__ __forceinline__ PrefillItem(int64 n, int head, int tile, Sequence sequence, int64 before)
+      : n(n), head(head), tile(tile), sequence(sequence), before(before) {}
 
   template <typename Operands> __device__ __forceinline__ int64 slot(const Operands& p) const {
     return p.slot_bytes == 0 ? n : index_at(p.slots, p.slot_bytes, n);
@@ -368,22 +397,68 @@ template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillIt
     return x + sequence.first * stride + head / ratio * kDim;
   }
   template <typename Operands> __device__ __forceinline__ const uint8* products(const Operands& p) const {
-    return p.products + (place_of(sequence.first, n) * p.heads + head) * sizeof(ChunkProducts<In>);
+    const int64 place = place_of(sequence.first - before, n) + before / kChunk;
+    return p.products + (place * p.heads + head) * sizeof(ChunkProducts<In>);
   }
   // Bytes to the tile, from its column `column` on, in state i of those that are `stride` elements from each other.
   template <typename Operands>
   __device__ __forceinline__ int64 part_of_state(const Operands& p, int64 i, int64 stride, int column) const {
     return (i * stride + (int64(head) * kValueDim + tile) * kHeadDim + column) * p.state_bytes;
   }
-  // The checkpoint after `tokens` tokens of the sequence; -1 if none stands there.
+  // The checkpoint after `tokens` of these; -1 if none stands there.
   template <typename Operands> __device__ __forceinline__ int64 checkpoint(const Operands& p, int64 tokens) const {
     const bool within = sequence.first + tokens <= sequence.end;
+    tokens += before;
     if (p.checkpoint_every == 0 || tokens % p.checkpoint_every || !within) return -1;
     const int64 at = index_at(p.checkpoint_starts, p.start_bytes, n) + tokens / p.checkpoint_every - 1;
     return uint64(at) < uint64(p.checkpoint_count) ? at : -1;
   }
 };
 
+// ---- gdn/prefill_part ------------------------------------------------------
+// The work of a CTA: kTileV rows of one head's state over a sequence, or, with kDivided, over a part of one:
+// part_chunks chunks, but the last part may be shorter. With kAlone, a part has the K rows of a map, too, after the V
+// rows.
+template <typename In, int kHeadDim, int kValueDim, int kTileV, bool kDivided, bool kAlone>
+struct PartItem : PrefillItem<In, kHeadDim, kValueDim, kTileV> {
+  using Base = PrefillItem<In, kHeadDim, kValueDim, kTileV>;
+  static constexpr int kTiles = Base::kTiles + (kAlone ? kHeadDim / kTileV : 0);
+
+  int64 place;  // of the part, or the sequence
+  bool  last;   // part of its sequence
+  bool  none;   // nothing is at the place
+
+  template <typename Operands>
+  __device__ __forceinline__ explicit PartItem(const Operands& p)
+      : PartItem(p, p.part_chunks * kChunk, blockIdx.x / kTiles / p.heads) {}
+
+  // What a part gives and takes, from row `row` of the tile on: with kAlone, the state after the part from none before
+  // it, [V, K], and the map of a state before to what it adds after, [K, K]; then, instead of the former, the state
+  // before the part.
+  template <typename Operands> __device__ __forceinline__ uint8* part_state(const Operands& p, int row) const {
+    const int64 first = (place * p.heads + this->head) * (kValueDim + kHeadDim);
+    return p.part_states + (first + this->tile + row) * (kHeadDim * 4);
+  }
+
+ private:
+  template <typename Operands>
+  __device__ __forceinline__ PartItem(const Operands& p, int64 size, int64 place)
+      : PartItem(p, size, place, kDivided ? sequence_of(p, place, size) : place) {}
+
+  template <typename Operands>
+  __device__ __forceinline__ PartItem(const Operands& p, int64 size, int64 place, int64 n)
+      : Base(n, int(blockIdx.x / kTiles % p.heads), blockIdx.x % kTiles * kTileV, {}, 0), place(place), last(true),
+        none(n < 0) {
+    if (none) return;
+    const Sequence whole = sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens);
+    this->sequence = whole;
+    if (!kDivided) return;
+    this->before = (place - place_of(whole.first, n, size)) * size;
+    none = this->before > 0 && this->before >= whole.end - whole.first;
+    last = whole.first + this->before + size >= whole.end;
+    this->sequence = {whole.first + this->before, last ? whole.end : whole.first + this->before + size};
+  }
+};
 // ---- partials/async_copy ---------------------------------------------------
 // Accesses of 16 bytes to shared memory by address, and asynchronous copies into it.
 namespace ptx {
@@ -457,73 +532,14 @@ template <typename In, int kRows, int kCount, int kThreads> class Source {
   const int64 step_;
 };
 
-// ---- partials/pairs --------------------------------------------------------
-// Two 16-bit floats in one register, the first element in the low half.
-constexpr uint32 kPairSigns = 0x80008000u;
-
-template <typename T> constexpr bool kIsBf16       = false;
-template <>           constexpr bool kIsBf16<bf16> = true;
-
-template <typename T> __device__ float low(uint32 pair);
-template <typename T> __device__ float high(uint32 pair);
-template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
-template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
-template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
-
-// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
-template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
-template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
-  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
-  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
-  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
-}
-
-// ---- gdn/prefill_states ----------------------------------------------------
-// Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
-// g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
-
-// Calls f(the offset of two neighbouring columns, the first of them); a row has kRow elements.
-template <int kRow, int kTiles, int kBlocks, typename T, typename F>
-__device__ __forceinline__ void each_pair(T (&h)[kTiles][kBlocks][4], F f) {
-  const int at = threadIdx.x % kWarp / 4 * kRow + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 2 * kTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kBlocks; ++n) f(at + i * 8 * kRow + 8 * n, &h[i / 2][n][i % 2 * 2]);
+// ---- gdn/swizzle -----------------------------------------------------------
+// 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
+template <typename In> struct alignas(1024) Swizzled {
+  In rows[kChunk][kChunk];
+  __device__ __forceinline__ uint32 at(int row, int column) {
+    return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
   }
-}
-
-// `from` and `to`: the part's first element, of `bytes`: 4, float32, or 2, bf16.
-template <int kRow, int kTiles, int kBlocks>
-__device__ __forceinline__ void load_state(float (&h)[kTiles][kBlocks][4], const uint8* from, int bytes) {
-  if (bytes == 4) {
-    each_pair<kRow>(h, [&](int at, float* x) {
-      const uint2 v = ptx::ld<uint2>(from + at * 4);
-      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
-    });
-  } else {
-    each_pair<kRow>(h, [&](int at, float* x) {
-      const uint32 v = ptx::ld<uint32>(from + at * 2);
-      x[0] = low<bf16>(v), x[1] = high<bf16>(v);
-    });
-  }
-}
-
-template <int kRow, int kTiles, int kBlocks>
-__device__ __forceinline__ void store_state(const float (&h)[kTiles][kBlocks][4], uint8* to, int bytes) {
-  if (bytes == 4) {
-    each_pair<kRow>(h, [&](int at, const float* x) { *reinterpret_cast<float2*>(to + at * 4) = {x[0], x[1]}; });
-  } else {
-    each_pair<kRow>(h, [&](int at, const float* x) {
-      *reinterpret_cast<uint32*>(to + at * 2) = to_pair<bf16>(x[0], x[1]);
-    });
-  }
-}
-
+};
 // ---- partials/fence_proxy --------------------------------------------------
 namespace ptx {
 // Makes this thread's writes to shared memory visible to the copy engine and to the tensor cores.
@@ -733,24 +749,188 @@ template <> __device__ __forceinline__ void wgmma<f16, 1, 16>(
                , "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
 }
-// Waits for all products that are committed, before the sums in d are read.
-template <int N> __device__ __forceinline__ void wgmma_wait_for(float (&d)[N][4]) {
-  wgmma_wait<0>();
+// Arrives at a barrier once this thread's copies are complete.
+__device__ __forceinline__ void copy_async_arrive(Barrier* b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+// Waits for all but the last kAllowed groups of products, before the sums in d are read.
+template <int kAllowed, int N> __device__ __forceinline__ void wgmma_wait_for(float (&d)[N][4]) {
+  wgmma_wait<kAllowed>();
 #pragma unroll
   for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 }  // namespace ptx
+// ---- gdn/prefill_producer --------------------------------------------------
+// The warpgroup that copies what consumers of a chunk take, into a ring of stages. Config: types In, Item, Operands and
+// Shared, dimensions, kTileV rows of a CTA, and kAlone: no outputs, and tiles without values.
+constexpr int kGroup  = 128;  // threads of a warpgroup
+constexpr int kStages = 3;
+
+// Where a thread copies from: the chunks of an item, one after the other.
+template <class Config> class Copies {
+ public:
+  using In = typename Config::In;
+
+  __device__ __forceinline__ Copies(const typename Config::Operands& p, const typename Config::Item& item)
+      : keys_(item.template rows<Config::kHeadDim>(p.k, p.k_stride, p.k_ratio), p.k_stride, thread()),
+        queries_(item.template rows<Config::kHeadDim>(p.q, p.q_stride, p.q_ratio), p.q_stride, thread()),
+        values_(item.template rows<Config::kValueDim>(p.v, p.v_stride, p.v_ratio) + item.tile, p.v_stride, thread()),
+        products_(reinterpret_cast<const ChunkProducts<In>*>(item.products(p))), step_(p.heads),
+        has_values_(item.tile < Config::kValueDim) {}
+
+  // Starts the copies of the next chunk, of `tokens` tokens.
+  template <class Stage> __device__ __forceinline__ void next(Stage& to, int tokens) {
+    keys_.copy(tokens, [&](int row, int column) { return to.keys[column / kChunk].at(row, column % kChunk); });
+    if (!Config::kAlone || has_values_) values_.copy(to.values, tokens);
+    copy_lower(products_->solve, to.solve);
+    if constexpr (!Config::kAlone) {
+      queries_.copy(tokens, [&](int row, int column) { return to.queries[column / kChunk].at(row, column % kChunk); });
+      copy_lower(products_->attend, to.attend);
+    }
+    constexpr int kPieces = sizeof(to.factors) / 16;
+    if (thread() < kPieces) {
+      ptx::copy_async(ptx::shared_address(&to.factors) + thread() * 16, &products_->state_factor[thread() * 4]);
+    }
+    products_ += step_;
+  }
+
+ private:
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroup; }
+
+  // A warp takes a block of the lower part, and then the fourth after it.
+  static __device__ __forceinline__ void copy_lower(const Lower<In>& from, Swizzled<In>& to) {
+    const int row = thread() % kWarp / 2, half = thread() % 2 ^ row / 4 % 2;  // as Lower::place() has it
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int block = thread() / kWarp + 4 * i, down = block >= 6 ? 3 : block >= 3 ? 2 : block >= 1 ? 1 : 0;
+      if (block >= kBlocks * (kBlocks + 1) / 2) continue;
+      const int across = block - Lower<In>::block(down, 0);
+      ptx::copy_async(to.at(down * kBlock + row, across * kBlock + half * 8),
+                      &from.blocks[block][row][thread() % 2 * 8]);
+    }
+  }
+
+  Source<In, kChunk, Config::kHeadDim, kGroup> keys_, queries_;
+  Source<In, kChunk, Config::kTileV, kGroup>   values_;
+  const ChunkProducts<In>*                     products_;
+  const int64                                  step_;
+  const bool                                   has_values_;
+};
+
+// Above the diagonal, nothing is copied; a map has no values.
+template <class Config> __device__ __forceinline__ void clear_stages(typename Config::Shared& shared) {
+#pragma unroll
+  for (auto& stage : shared.stages) {
+    for (auto* square : {&stage.solve, &stage.attend}) {
+      for (int at = threadIdx.x % kGroup; at < int(sizeof(*square) / 16); at += kGroup) {
+        reinterpret_cast<uint4*>(square)[at] = {};
+      }
+    }
+    if constexpr (Config::kAlone) {
+      for (int at = threadIdx.x % kGroup; at < int(sizeof(stage.values) / 16); at += kGroup) {
+        reinterpret_cast<uint4*>(stage.values)[at] = {};
+      }
+    }
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(
+    const typename Config::Operands& p, const typename Config::Item& item, typename Config::Shared& shared) {
+  Copies<Config> copies(p, item);
+  Ring<kStages> ring;
+  const int chunks = item.chunks();
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+    copies.next(shared.stages[ring.slot], item.tokens_of(chunk));
+    ptx::copy_async_arrive(&shared.full[ring.slot]);
+    ring.advance();
+  }
+  ptx::copy_async_wait();
+}
+// ---- partials/pairs --------------------------------------------------------
+// Two 16-bit floats in one register, the first element in the low half.
+constexpr uint32 kPairSigns = 0x80008000u;
+
+template <typename T> constexpr bool kIsBf16       = false;
+template <>           constexpr bool kIsBf16<bf16> = true;
+
+template <typename T> __device__ float low(uint32 pair);
+template <typename T> __device__ float high(uint32 pair);
+template <> __device__ __forceinline__ float low<bf16>(uint32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high<bf16>(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+template <> __device__ __forceinline__ float low<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair)); }
+template <> __device__ __forceinline__ float high<f16>(uint32 pair) { return ptx::cvt_f32_f16(uint16(pair >> 16)); }
+
+// The larger magnitude in each half, with an arbitrary sign; NaN only where both are NaN.
+template <typename T> __device__ uint32 max_magnitude(uint32 a, uint32 b);
+template <> __device__ __forceinline__ uint32 max_magnitude<bf16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_bf16x2(a, b);
+  return ptx::max_bf16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+template <> __device__ __forceinline__ uint32 max_magnitude<f16>(uint32 a, uint32 b) {
+  if constexpr (kHasXorsign) return ptx::max_xorsign_abs_f16x2(a, b);
+  return ptx::max_f16x2(a & ~kPairSigns, b & ~kPairSigns);
+}
+
+// ---- gdn/prefill_states ----------------------------------------------------
+// Moves a warp's part of a state, 16 kTiles rows of kBlocks blocks of eight columns, between memory and registers. With
+// g = lane / 4 and c = lane % 4, h[i][n] has rows 16 i + g and 16 i + g + 8 and columns 8 n + 2 c and the next.
+
+// Calls f(the offset of two neighbouring columns, the first of them); a row has kRow elements.
+template <int kRow, int kTiles, int kBlocks, typename T, typename F>
+__device__ __forceinline__ void each_pair(T (&h)[kTiles][kBlocks][4], F f) {
+  const int at = threadIdx.x % kWarp / 4 * kRow + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) f(at + i * 8 * kRow + 8 * n, &h[i / 2][n][i % 2 * 2]);
+  }
+}
+
+// `from` and `to`: the part's first element, of `bytes`: 4, float32, or 2, bf16.
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void load_state(float (&h)[kTiles][kBlocks][4], const uint8* from, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint2 v = ptx::ld<uint2>(from + at * 4);
+      x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
+    });
+  } else {
+    each_pair<kRow>(h, [&](int at, float* x) {
+      const uint32 v = ptx::ld<uint32>(from + at * 2);
+      x[0] = low<bf16>(v), x[1] = high<bf16>(v);
+    });
+  }
+}
+
+template <int kRow, int kTiles, int kBlocks>
+__device__ __forceinline__ void store_state(const float (&h)[kTiles][kBlocks][4], uint8* to, int bytes) {
+  if (bytes == 4) {
+    each_pair<kRow>(h, [&](int at, const float* x) { *reinterpret_cast<float2*>(to + at * 4) = {x[0], x[1]}; });
+  } else {
+    each_pair<kRow>(h, [&](int at, const float* x) {
+      *reinterpret_cast<uint32*>(to + at * 2) = to_pair<bf16>(x[0], x[1]);
+    });
+  }
+}
 
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
-constexpr int kHeadDim  = 128;  // K
-constexpr int kValueDim = 128;  // V
+constexpr int  kHeadDim  = 128;  // K
+constexpr int  kValueDim = 128;  // V
+constexpr int  kTileV    = 64;  // rows of a CTA
+constexpr bool kDivided  = true;  // a CTA has a part of a sequence
+constexpr bool kAlone    = false;  // from no state, and without outputs
 
-constexpr int kGroup    = 128;  // threads of a warpgroup
-constexpr int kThreads  = 2 * kGroup;
-constexpr int kTileV    = 64;  // rows of a CTA
-constexpr int kStages   = 3;   // of what is copied
-constexpr int kValueRow = kTileV + 8;  // elements of a row of values in shared memory
+constexpr int  kRows      = 64;  // of a consumer
+constexpr int  kConsumers = kTileV / kRows;
+constexpr bool kApart     = !kAlone && kConsumers == 1;  // outputs are another warpgroup's work
+constexpr int  kUsers     = kConsumers + (kApart ? 1 : 0);  // warpgroups that take what is copied
+constexpr int  kThreads   = (kUsers + 1) * kGroup;
+constexpr int  kValueRow  = kTileV + 8;  // elements of a row of values in shared memory
+// Registers of a thread where there are too few for all to have the same.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 struct Operands {
   const In* q;
@@ -781,119 +961,60 @@ struct Operands {
   int64 checkpoint_every;
   int64 checkpoint_count;
   int start_bytes;
+  uint8* part_states;
+  int64 part_chunks;
+  int64 sequences;
 };
-using Item = PrefillItem<In, kHeadDim, kValueDim, kTileV>;
+using Item = PartItem<In, kHeadDim, kValueDim, kTileV, kDivided, kAlone>;
 
 // ---- shared memory ---------------------------------------------------------
-// 64 rows of 128 bytes, whose pieces of 16 bytes are where the 128-byte swizzle has them.
-struct alignas(1024) Square {
-  In rows[kChunk][kChunk];
-  __device__ __forceinline__ uint32 at(int row, int column) {
-    return ptx::shared_address(&rows[row][(column / 8 ^ row % 8) * 8]);
-  }
-};
-using Wide = Square[kHeadDim / kChunk];  // rows of kHeadDim elements, in blocks of columns
+using Square = Swizzled<In>;
+using Wide   = Square[kHeadDim / kChunk];  // rows of kHeadDim elements, in blocks of columns
 
-struct StateStage {
-  Wide   keys;   // zero beyond the last token, like values
-  Square solve;  // zero above the diagonal
+struct Factors {
+  float state[kChunk], end[kChunk], query[kChunk], decay[4];
 };
-struct OutputStage {
-  Wide   queries;
-  Square attend;  // likewise
+struct Stage {
+  Wide    keys, queries;  // zero beyond the last token, like values
+  Square  solve, attend;  // zero above the diagonal
+  In      values[kChunk][kValueRow];
+  Factors factors;
 };
-struct alignas(16) StateFactors { float state[kChunk], end[kChunk], decay[4]; };
-struct alignas(16) OutputFactors { float query[kChunk]; };
-// What the first warpgroup leaves to the second: left operands, each thread's in its place.
+// What a consumer leaves to the warpgroup of the outputs: left operands of a chunk, each thread's in its place. Where
+// there is none, names that are not used.
 struct alignas(16) Left { uint4 state[kHeadDim / 16][kGroup], updates[kBlocks][kGroup]; };
+template <bool kIs> struct Between {
+  Left    left[2];
+  Barrier full[2], empty[2];
+};
+template <> struct Between<false> { Left* left; Barrier *full, *empty; };
 struct Shared {
-  StateStage    states[kStages];
-  OutputStage   outputs[kStages];
-  Left          left[2];
-  In            values[kStages][kChunk][kValueRow];
-  StateFactors  state_factors[kStages];
-  OutputFactors output_factors[kStages];
+  Stage   stages[kStages];
+  Barrier full[kStages], empty[kStages];
+  Between<kApart> between;
 };
-static_assert(sizeof(Shared) == 227328, "the launch counts on it");
+static_assert(sizeof(Shared) == 228352, "the launch counts on it");
 
-// ---- copies, by the second warpgroup ---------------------------------------
-// Where a thread copies from: the chunks of an item, one after the other.
-class Copies {
- public:
-  __device__ __forceinline__ Copies(const Operands& p, const Item& item, Shared& shared)
-      : shared_(shared), keys_(item.rows<kHeadDim>(p.k, p.k_stride, p.k_ratio), p.k_stride, thread()),
-        queries_(item.rows<kHeadDim>(p.q, p.q_stride, p.q_ratio), p.q_stride, thread()),
-        values_(item.rows<kValueDim>(p.v, p.v_stride, p.v_ratio) + item.tile, p.v_stride, thread()),
-        products_(reinterpret_cast<const ChunkProducts<In>*>(item.products(p))), step_(p.heads),
-        tokens_(item.sequence.end - item.sequence.first) {}
-
-  // Starts the copies of what the state needs of a chunk, if it exists; of what the outputs need.
-  __device__ __forceinline__ void state(int chunk) {
-    const int64 left = tokens_ - int64(chunk) * kChunk;
-    if (left <= 0) return;
-    const int tokens = int(min(left, int64(kChunk))), stage = chunk % kStages;
-    StateStage& to = shared_.states[stage];
-    keys_.copy(tokens, [&](int row, int column) { return to.keys[column / kChunk].at(row, column % kChunk); });
-    values_.copy(shared_.values[stage], tokens);
-    const ChunkProducts<In>& products = products_[chunk * step_];
-    copy_lower(products.solve, to.solve);
-    copy_floats(products.state_factor, shared_.state_factors[stage].state);
-    copy_floats(products.end_factor, shared_.state_factors[stage].end);
-    copy_floats(products.decay, shared_.state_factors[stage].decay);
-  }
-  __device__ __forceinline__ void output(int chunk) {
-    const int64 left = tokens_ - int64(chunk) * kChunk;
-    if (left <= 0) return;
-    const int tokens = int(min(left, int64(kChunk))), stage = chunk % kStages;
-    OutputStage& to = shared_.outputs[stage];
-    queries_.copy(tokens, [&](int row, int column) { return to.queries[column / kChunk].at(row, column % kChunk); });
-    const ChunkProducts<In>& products = products_[chunk * step_];
-    copy_lower(products.attend, to.attend);
-    copy_floats(products.query_factor, shared_.output_factors[stage].query);
-  }
-
- private:
-  static __device__ __forceinline__ int thread() { return threadIdx.x - kGroup; }
-
-  // A warp takes a block of the lower part, and then the fourth after it.
-  static __device__ __forceinline__ void copy_lower(const Lower<In>& from, Square& to) {
-    const int row = thread() % kWarp / 2, half = thread() % 2 ^ row / 4 % 2;  // as Lower::place() has it
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int block = thread() / kWarp + 4 * i, down = block >= 6 ? 3 : block >= 3 ? 2 : block >= 1 ? 1 : 0;
-      if (block >= kBlocks * (kBlocks + 1) / 2) continue;
-      const int across = block - Lower<In>::block(down, 0);
-      ptx::copy_async(to.at(down * kBlock + row, across * kBlock + half * 8),
-                      &from.blocks[block][row][thread() % 2 * 8]);
-    }
-  }
-  template <int kCount>
-  static __device__ __forceinline__ void copy_floats(const float (&from)[kCount], float (&to)[kCount]) {
-    if (thread() < kCount / 4) ptx::copy_async(ptx::shared_address(&to[thread() * 4]), &from[thread() * 4]);
-  }
-
-  Shared& shared_;
-  Source<In, kChunk, kHeadDim, kGroup> keys_, queries_;
-  Source<In, kChunk, kTileV, kGroup>   values_;
-  const ChunkProducts<In>*             products_;
-  const int64                          step_, tokens_;
+struct Config {
+  using In = ::In;
+  using Item = ::Item;
+  using Operands = ::Operands;
+  using Shared = ::Shared;
+  static constexpr int  kHeadDim = ::kHeadDim, kValueDim = ::kValueDim, kTileV = ::kTileV;
+  static constexpr bool kAlone = ::kAlone;
 };
 
-// Above the diagonal, nothing is copied.
-__device__ __forceinline__ void clear_squares(Shared& shared) {
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    for (Square* square : {&shared.states[i].solve, &shared.outputs[i].attend}) {
-      for (int at = threadIdx.x - kGroup; at < int(sizeof(Square) / 16); at += kGroup) {
-        reinterpret_cast<uint4*>(square)[at] = {};
-      }
-    }
-  }
+// A chunk is there, and the tensor cores see it.
+__device__ __forceinline__ Stage& wait_for(Shared& shared, const Ring<kStages>& ring) {
+  ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+  ptx::fence_proxy_async();
+  return shared.stages[ring.slot];
 }
 
 // ---- products --------------------------------------------------------------
 // With g = lane / 4 and c = lane % 4, element i of block n has row g + i / 2 * 8 and column 8 n + 2 c + i % 2.
-using Rows   = float[1][kHeadDim / 8][4];  // of the state; columns are its K index
+using State  = float[kHeadDim / 8][4];  // rows of it; columns are its K index
+using Rows   = State[1];
 using Tokens = float[kChunk / 8][4];       // columns are tokens
 constexpr int kSteps = kHeadDim / 16;
 
@@ -903,9 +1024,9 @@ __device__ __forceinline__ uint4 to_left(const float (&x)[4], const float (&y)[4
 }
 
 // The factors of tokens in a lane's columns.
-struct Factors {
+struct TokenFactors {
   float2 of[kChunk / 8];
-  __device__ __forceinline__ explicit Factors(const float (&factors)[kChunk]) {
+  __device__ __forceinline__ explicit TokenFactors(const float (&factors)[kChunk]) {
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
       of[n] = *reinterpret_cast<const float2*>(&factors[8 * n + threadIdx.x % 4 * 2]);
@@ -914,7 +1035,7 @@ struct Factors {
   __device__ __forceinline__ float operator()(int n, int i) const { return i % 2 ? of[n].y : of[n].x; }
 };
 
-// Starts x += left rows^T, for kCount left operands of 16 columns and the rows of k, q or a square.
+// Starts x = left rows^T or x += that, for kCount left operands of 16 columns and the rows of k, q or a square.
 template <int kCount>
 __device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount], Square* rows) {
   const uint64 right = ptx::wgmma_matrix(ptx::shared_address(rows), sizeof(Square));
@@ -926,102 +1047,239 @@ __device__ __forceinline__ void start_rows(Tokens& x, const uint4 (&left)[kCount
   ptx::wgmma_commit();
 }
 
-// ---- the first warpgroup ---------------------------------------------------
-// The warp's 16 rows of values; operand j has tokens 16 j to 16 j + 15 as columns.
-__device__ __forceinline__ void load_values(const In (&values)[kChunk][kValueRow], uint4 (&v)[kBlocks]) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32 at = ptx::shared_address(&values[lane % 8 + lane / 16 * 8][kBlock * warp + lane / 8 % 2 * 8]);
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) v[j] = ptx::load_matrices_transposed(at + kBlock * j * kValueRow * 2);
-}
+// ---- a consumer ------------------------------------------------------------
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Operands& p, const Item& item, Shared& shared, int place)
+      : place_(place), p_(p), item_(item), shared_(shared),
+        first_(place * kRows + threadIdx.x % kGroup / kWarp * kBlock), out_step_(8 * int64(p.heads) * kValueDim),
+        to_(item.output(p, item.sequence.first + threadIdx.x % kWarp / 4) + first_ + threadIdx.x % 4 * 2) {}
 
-// v becomes v - factors x
-__device__ __forceinline__ void subtract(uint4 (&v)[kBlocks], const Tokens& x, const Factors& factors) {
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    const uint32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-    float rest[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int n = 2 * j + i / 4;
-      const float value = i % 2 ? high<In>(words[i / 2]) : low<In>(words[i / 2]);
-      rest[i / 4][i % 4] = fmaf(-factors(n, i), x[n][i % 4], value);
+  __device__ __forceinline__ void consume(int64 slot) {
+    Rows rows = {};
+    if constexpr (kAlone) {
+      each_pair<kHeadDim>(rows, [&](int at, float* x) {
+        const int row = item_.tile - kValueDim + first_ + at / kHeadDim;  // of the map; negative in the state
+        x[0] = row == at % kHeadDim ? 1.0f : 0.0f, x[1] = row == at % kHeadDim + 1 ? 1.0f : 0.0f;
+      });
+    } else if constexpr (kDivided) {
+      load_state<kHeadDim>(rows, item_.part_state(p_, first_), 4);
+    } else if (p_.initial_state != nullptr) {
+      load_state<kHeadDim>(rows, p_.initial_state + part_of_state(slot, p_.initial_stride), p_.state_bytes);
     }
-    v[j] = to_left(rest[0], rest[1]);
+    const int chunks = __shfl_sync(~0u, item_.chunks(), 0);  // the same in all lanes, as the compiler now sees
+    if (chunks > 0) {
+      Tokens u, out;
+      if (place_ == kConsumers - 1) pass_turn();
+      take_turn();
+      open<true>(rows[0], u, out);
+      for (int chunk = 1; chunk < chunks; ++chunk) {
+        take_turn();
+        close(rows[0], u, out);
+        ptx::wgmma_wait_for<kBeside>(rows[0]);
+        if constexpr (!kAlone) store_checkpoint(rows, chunk - 1);
+        open<false>(rows[0], u, out);
+      }
+      take_turn();
+      close(rows[0], u, out);
+      pass_turn();
+      ptx::wgmma_wait_for<0>(rows[0]);
+      if constexpr (!kAlone) store_checkpoint(rows, chunks - 1);
+      if constexpr (kOutputs) {
+        ptx::wgmma_wait_for<0>(out);
+        store_outputs(out);
+      }
+      if (place_ == 0) take_turn();  // the one that is left
+    }
+    if constexpr (kAlone) {
+      store_state<kHeadDim>(rows, item_.part_state(p_, first_), 4);
+    } else if (p_.final_state != nullptr && item_.last) {
+      store_state<kHeadDim>(rows, p_.final_state + part_of_state(slot, p_.final_stride), p_.state_bytes);
+    }
   }
-}
 
-// A chunk. What is not needed next stands beside the products under way.
-__device__ __forceinline__ void advance(Rows& rows, Shared& shared, int stage, Left& given) {
-  auto& h = rows[0];
-  StateStage& of = shared.states[stage];
-  const StateFactors& factors = shared.state_factors[stage];
-  uint4 left[kSteps], rest[kBlocks];
+  // The outputs, from what a consumer leaves.
+  __device__ __forceinline__ void attend() {
+    if constexpr (kApart) {
+      auto& between = shared_.between;
+      const int chunks = __shfl_sync(~0u, item_.chunks(), 0);
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        uint4 state[kSteps], updates[kBlocks];
+        ptx::mbarrier_wait(&between.full[turn_.slot], turn_.parity);
+        const Left& left = between.left[turn_.slot];
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) given.state[k][threadIdx.x] = left[k] = to_left(h[2 * k], h[2 * k + 1]);
-  Tokens x = {}, u = {};
-  start_rows(x, left, of.keys);
-  const float decay = factors.decay[0];
+        for (int k = 0; k < kSteps; ++k) state[k] = left.state[k][threadIdx.x % kGroup];
 #pragma unroll
-  for (int i = 0; i < 4 * (kHeadDim / 8); ++i) h[i / 4][i % 4] *= decay;
-  load_values(shared.values[stage], rest);
-  const Factors states(factors.state), ends(factors.end);
-  ptx::wgmma_wait_for(x);
-  subtract(rest, x, states);
-  start_rows(u, rest, &of.solve);
-  ptx::wgmma_wait_for(u);
-  uint4 end[kBlocks];
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    float scaled[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) scaled[i / 4][i % 4] = ends(2 * j + i / 4, i) * u[2 * j + i / 4][i % 4];
-    end[j] = to_left(scaled[0], scaled[1]);
+        for (int j = 0; j < kBlocks; ++j) updates[j] = left.updates[j][threadIdx.x % kGroup];
+        arrive(between.empty[turn_.slot]);
+        Stage& stage = wait_for(shared_, ring_);
+        Tokens out = {};
+        start_rows(out, state, stage.queries);
+        const TokenFactors queries(stage.factors.query);
+        ptx::wgmma_wait_for<0>(out);
+        multiply(out, queries);
+        start_rows(out, updates, &stage.attend);
+        ptx::wgmma_wait_for<0>(out);
+        arrive(shared_.empty[ring_.slot]);
+        store_outputs(out);
+        ring_.advance(), turn_.advance();
+      }
+    }
   }
-  const uint64 keys = ptx::wgmma_matrix(ptx::shared_address(of.keys), sizeof(Square));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true>(h, end[j], keys + j * (kBlock * 128 / 16));
-  ptx::wgmma_commit();
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) given.updates[j][threadIdx.x] = to_left(u[2 * j], u[2 * j + 1]);
-  ptx::wgmma_wait_for(h);
-}
 
-// ---- the second warpgroup --------------------------------------------------
-// Stores the warp's 16 rows of `tokens` tokens, two neighbouring rows at a time.
-__device__ __forceinline__ void store_outputs(const Operands& p, const Item& item, int chunk, const Tokens& x) {
-  const int lane = threadIdx.x % kWarp, warp = (threadIdx.x - kGroup) / kWarp, tokens = item.tokens_of(chunk);
-  In* const first = item.output(p, item.first_of(chunk)) + kBlock * warp + lane % 4 * 2;
+ private:
+  static constexpr bool kOutputs = !kAlone && !kApart;
+  static constexpr int  kBeside  = kOutputs ? 1 : 0;  // groups of products with outputs, which may be under way
+
+  // From a state, a chunk's u and the part of its outputs that needs no u; decays the state. Unless the chunk is the
+  // first one, the outputs of the chunk before are under way, and stored here.
+  template <bool kFirst> __device__ __forceinline__ void open(State& h, Tokens& u, Tokens& out) {
+    uint4 left[kSteps], rest[kBlocks];
 #pragma unroll
-  for (int n = 0; n < kChunk / 8; ++n) {
-    const uint32 upper = ptx::transpose(to_pair<In>(x[n][0], x[n][1]));
-    const uint32 lower = ptx::transpose(to_pair<In>(x[n][2], x[n][3]));
-    const int t = 8 * n + lane / 4;
-    if (t >= tokens) continue;
-    uint32* to = reinterpret_cast<uint32*>(first + int64(t) * p.heads * kValueDim);
-    to[0] = upper, to[4] = lower;
+    for (int k = 0; k < kSteps; ++k) left[k] = to_left(h[2 * k], h[2 * k + 1]);
+    if constexpr (!kFirst) ring_.advance();
+    Stage& stage = wait_for(shared_, ring_);
+    const Factors& factors = stage.factors;
+    Tokens x = {};
+    start_rows(x, left, stage.keys);
+    if constexpr (!kFirst) {
+      if constexpr (kOutputs) {
+        ptx::wgmma_wait_for<1>(out);
+        store_outputs(out);
+      }
+      release();
+    }
+    if constexpr (kOutputs) {
+#pragma unroll
+      for (int i = 0; i < 4 * (kChunk / 8); ++i) out[i / 4][i % 4] = 0.0f;
+      start_rows(out, left, stage.queries);
+    }
+    pass_turn();
+    const float decay = factors.decay[0];
+#pragma unroll
+    for (int i = 0; i < 4 * (kHeadDim / 8); ++i) h[i / 4][i % 4] *= decay;
+    load_values(stage.values, rest);
+    const TokenFactors states(factors.state);
+    ptx::wgmma_wait_for<kBeside>(x);
+    subtract(rest, x, states);
+#pragma unroll
+    for (int i = 0; i < 4 * (kChunk / 8); ++i) u[i / 4][i % 4] = 0.0f;
+    start_rows(u, rest, &stage.solve);
+    if constexpr (kApart) {
+      if constexpr (!kFirst) turn_.advance();
+      ptx::mbarrier_wait(&shared_.between.empty[turn_.slot], turn_.parity ^ 1);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) shared_.between.left[turn_.slot].state[k][threadIdx.x] = left[k];
+    }
+    if constexpr (kOutputs) {
+      const TokenFactors queries(factors.query);
+      ptx::wgmma_wait_for<1>(out);
+      multiply(out, queries);
+    }
+    ptx::wgmma_wait_for<0>(u);
   }
-}
 
-__device__ __forceinline__ void attend(
-    const Operands& p, const Item& item, int chunk, Shared& shared, const Left& given) {
-  const int thread = threadIdx.x - kGroup, stage = chunk % kStages;
-  Tokens x = {};
-  uint4 state[kSteps], updates[kBlocks];
+  // Starts the products with u.
+  __device__ __forceinline__ void close(State& h, Tokens& u, Tokens& out) {
+    Stage& stage = shared_.stages[ring_.slot];
+    uint4 updates[kBlocks], end[kBlocks];
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) state[k] = given.state[k][thread];
+    for (int j = 0; j < kBlocks; ++j) updates[j] = to_left(u[2 * j], u[2 * j + 1]);
+    multiply(u, TokenFactors(stage.factors.end));
 #pragma unroll
-  for (int j = 0; j < kBlocks; ++j) updates[j] = given.updates[j][thread];
-  start_rows(x, state, shared.outputs[stage].queries);
-  const Factors factors(shared.output_factors[stage].query);
-  ptx::wgmma_wait_for(x);
+    for (int j = 0; j < kBlocks; ++j) end[j] = to_left(u[2 * j], u[2 * j + 1]);
+    const uint64 keys = ptx::wgmma_matrix(ptx::shared_address(stage.keys), sizeof(Square));
+    ptx::wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
-  start_rows(x, updates, &shared.outputs[stage].attend);
-  ptx::wgmma_wait_for(x);
-  store_outputs(p, item, chunk, x);
-}
+    for (int j = 0; j < kBlocks; ++j) ptx::wgmma<In, true>(h, end[j], keys + j * (kBlock * 128 / 16));
+    ptx::wgmma_commit();
+    if constexpr (kOutputs) start_rows(out, updates, &stage.attend);
+    if constexpr (kApart) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) shared_.between.left[turn_.slot].updates[j][threadIdx.x] = updates[j];
+      arrive(shared_.between.full[turn_.slot]);
+    }
+  }
+
+  __device__ __forceinline__ void store_checkpoint(const Rows& rows, int chunk) const {
+    const int64 at = item_.checkpoint(p_, int64(chunk + 1) * kChunk);
+    if (at < 0) return;
+    const int64 stride = int64(p_.heads) * (kValueDim * kHeadDim);
+    store_state<kHeadDim>(rows, p_.checkpoints + part_of_state(at, stride), p_.state_bytes);
+  }
+
+  __device__ __forceinline__ int64 part_of_state(int64 i, int64 stride) const {
+    return item_.part_of_state(p_, i, stride, first_ * kHeadDim);
+  }
+  // Consumers start products one after the other, so that what one does beside them falls into those of the other.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (kConsumers > 1) ptx::barrier_sync(1 + place_, kConsumers * kGroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kConsumers > 1) ptx::barrier_arrive(1 + (place_ + 1) % kConsumers, kConsumers * kGroup);
+  }
+  // The stage of the chunk before.
+  __device__ __forceinline__ void release() const {
+    arrive(shared_.empty[ring_.slot == 0 ? kStages - 1 : ring_.slot - 1]);
+  }
+  static __device__ __forceinline__ void arrive(Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) ptx::mbarrier_arrive(&barrier);
+  }
+
+  // The warp's 16 rows of values; operand j has tokens 16 j to 16 j + 15 as columns.
+  __device__ __forceinline__ void load_values(const In (&values)[kChunk][kValueRow], uint4 (&v)[kBlocks]) const {
+    const int lane = threadIdx.x % kWarp;
+    const uint32 at = ptx::shared_address(&values[lane % 8 + lane / 16 * 8][first_ + lane / 8 % 2 * 8]);
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) v[j] = ptx::load_matrices_transposed(at + kBlock * j * kValueRow * 2);
+  }
+
+  static __device__ __forceinline__ void multiply(Tokens& x, const TokenFactors& factors) {
+#pragma unroll
+    for (int i = 0; i < 4 * (kChunk / 8); ++i) x[i / 4][i % 4] *= factors(i / 4, i);
+  }
+
+  // v becomes v - factors x
+  static __device__ __forceinline__ void subtract(uint4 (&v)[kBlocks], const Tokens& x, const TokenFactors& factors) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const uint32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+      float rest[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int n = 2 * j + i / 4;
+        const float value = i % 2 ? high<In>(words[i / 2]) : low<In>(words[i / 2]);
+        rest[i / 4][i % 4] = fmaf(-factors(n, i), x[n][i % 4], value);
+      }
+      v[j] = to_left(rest[0], rest[1]);
+    }
+  }
+
+  // Stores the warp's 16 rows of the chunk's tokens, two neighbouring rows at a time.
+  __device__ __forceinline__ void store_outputs(const Tokens& x) {
+    const int left = item_.tokens_of(chunk_++) - threadIdx.x % kWarp / 4;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; ++n, to_ += out_step_) {
+      const uint32 upper = ptx::transpose(to_pair<In>(x[n][0], x[n][1]));
+      const uint32 lower = ptx::transpose(to_pair<In>(x[n][2], x[n][3]));
+      if (8 * n >= left) continue;
+      uint32* pairs = reinterpret_cast<uint32*>(to_);
+      pairs[0] = upper, pairs[4] = lower;
+    }
+  }
+
+  const int       place_;  // among consumers
+  const Operands& p_;
+  const Item&     item_;
+  Shared&         shared_;
+  const int       first_;  // row of the CTA's
+  const int64     out_step_;  // elements of eight tokens
+  In*             to_;  // of the outputs that are stored next
+  int             chunk_ = 0;  // theirs
+  Ring<kStages>   ring_;
+  Ring<2>         turn_;  // of what is left to another warpgroup
+};
 
 // ---- kernel ----------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
@@ -1052,58 +1310,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gdn_prefill_wgmma(
     int64 final_stride,                          // likewise
     int64 checkpoint_every,                      // tokens, a multiple of kChunk; 0: none
     int64 checkpoint_count,
-    int64 start_bytes                            // 4 or 8
-
+    int64 start_bytes,                           // 4 or 8
+    uint8* __restrict__ part_states,             // [places of parts, heads, V + K, K] float32, where sequences are divided
+    int64 part_chunks,                           // of a part
+    int64 sequences
 ) {
   extern __shared__ __align__(1024) uint8 dynamic[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic);
   const Operands p = {q, k, v, products, cu_seqlens, initial_state, final_state, slots, checkpoints, checkpoint_starts,
       out, cu_seqlens_bytes, tokens, uint32(heads), int(q_ratio), int(k_ratio), int(v_ratio), q_stride,
       k_stride, v_stride, int(state_bytes), pool, int(slot_bytes), initial_stride, final_stride,
-      checkpoint_every, checkpoint_count, int(start_bytes)};
-  const bool second = threadIdx.x >= kGroup;
+      checkpoint_every, checkpoint_count, int(start_bytes), part_states, part_chunks, sequences};
+  const int group = __shfl_sync(~0u, threadIdx.x / kGroup, 0);  // the same in all lanes, as the compiler now sees
 
-  if (second) clear_squares(shared);
-  ptx::griddep_wait();
-  const Item  item(p);
-  const int64 slot = item.slot(p);
-  const int   chunks = item.chunks();
-  ptx::griddep_launch();
-  if (uint64(slot) >= uint64(p.pool)) return item.clear_outputs(p, threadIdx.x, kThreads);
-  if (second) {
-    ptx::barrier_sync(1, kGroup);  // the squares are clear
-    Copies copies(p, item, shared);
-    copies.state(0);
-    ptx::copy_async_commit();
-    copies.state(1);
-    copies.output(0);
-    ptx::copy_async_commit();
-    for (int chunk = 0; chunk <= chunks; ++chunk) {
-      ptx::copy_async_wait_for<1>();
-      ptx::fence_proxy_async();
-      __syncthreads();  // what the chunk needs is there, and nobody uses what the next copies overwrite
-      copies.state(chunk + 2);
-      copies.output(chunk + 1);
-      ptx::copy_async_commit();
-      if (chunk > 0) attend(p, item, chunk - 1, shared, shared.left[(chunk - 1) % 2]);
-    }
-    return;
-  }
-  Rows h = {};
-  const int warp_row = threadIdx.x / kWarp * kBlock * kHeadDim;
-  if (p.initial_state != nullptr) {
-    load_state<kHeadDim>(h, p.initial_state + item.part_of_state(p, slot, p.initial_stride, warp_row), p.state_bytes);
-  }
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    __syncthreads();
-    advance(h, shared, chunk % kStages, shared.left[chunk % 2]);
-    if (const int64 at = item.checkpoint(p, int64(chunk + 1) * kChunk); at >= 0) {
-      const int64 stride = int64(p.heads) * (kValueDim * kHeadDim);
-      store_state<kHeadDim>(h, p.checkpoints + item.part_of_state(p, at, stride, warp_row), p.state_bytes);
+  if (threadIdx.x == 0) {
+    for (Barrier& full : shared.full) ptx::mbarrier_init(&full, kGroup);
+    for (Barrier& empty : shared.empty) ptx::mbarrier_init(&empty, kUsers * kGroup / kWarp);
+    if constexpr (kApart) {
+      for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.full[i], kGroup / kWarp);
+      for (int i = 0; i < 2; ++i) ptx::mbarrier_init(&shared.between.empty[i], kGroup / kWarp);
     }
   }
+  if (group == kUsers) clear_stages<Config>(shared);
   __syncthreads();
-  if (p.final_state != nullptr) {
-    store_state<kHeadDim>(h, p.final_state + item.part_of_state(p, slot, p.final_stride, warp_row), p.state_bytes);
+  ptx::griddep_wait();
+  const Item item(p);
+  if (item.none || (kAlone && item.last)) return ptx::griddep_launch();
+  const int64 slot = kAlone ? 0 : item.slot(p);
+  ptx::griddep_launch();
+  if (!kAlone && uint64(slot) >= uint64(p.pool)) return item.clear_outputs(p, threadIdx.x, kThreads);
+  if (group == kUsers) {
+    if constexpr (kUsers > 1) ptx::registers_fewer<kProducerRegisters>();
+    produce<Config>(p, item, shared);
+  } else {
+    if constexpr (kUsers > 1) ptx::registers_more<kConsumerRegisters>();
+    if (group < kConsumers) Consumer(p, item, shared, group).consume(slot);
+    else Consumer(p, item, shared, 0).attend();
   }
 }

@@ -27,11 +27,11 @@ __device__ __forceinline__ void barrier_sync(int i, int threads) {
 }  // namespace ptx
 
 // ---- partials/arch ---------------------------------------------------------
-// sm_90a
+// sm_100a
 constexpr bool kHasXorsign = true;  // min, max with .xorsign.abs: from sm_86 on
 constexpr bool kHasE4m3Cvt = true;
-constexpr bool kHasE2m1Cvt = false;
-constexpr bool kHasLd256   = false && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
+constexpr bool kHasE2m1Cvt = true;
+constexpr bool kHasLd256   = true && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1209;  // PTX 8.8
 constexpr bool kHasPdl     = true;
 
 // ---- partials/types --------------------------------------------------------
@@ -316,10 +316,23 @@ __device__ __forceinline__ Sequence sequence_at(const void* cu_seqlens, int64 by
   return {first, max(first, token_at(cu_seqlens, bytes, n + 1, tokens))};
 }
 
-// The place of a sequence's first chunk among the chunks of all sequences. Its chunks follow, and none meets another
-// sequence's: ceil(length / kChunk) <= the distance to the next sequence's place.
-__device__ __forceinline__ int64 place_of(int64 first, int64 n) { return first / kChunk + n; }
+// The place of a sequence's first chunk among the chunks of all sequences, or of its first part of `size` tokens among
+// all parts. Its others follow, and none meets another sequence's: ceil(length / size) <= the distance to the next
+// sequence's place.
+__device__ __forceinline__ int64 place_of(int64 first, int64 n, int64 size = kChunk) { return first / size + n; }
 
+// The sequence whose chunk or part may be at a place; -1: there is none. By whole warps.
+template <typename Operands>
+__device__ __forceinline__ int64 sequence_of(const Operands& p, int64 place, int64 size = kChunk) {
+  int64 after = 0;  // sequences whose place is not behind this one
+  for (int64 n = threadIdx.x % kWarp;; n += kWarp) {
+    const bool before = n < p.sequences &&
+        place_of(token_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens), n, size) <= place;
+    const uint32 votes = __ballot_sync(~0u, before);
+    after += __popc(votes);
+    if (votes != ~0u) return after - 1;
+  }
+}
 // ---- gdn/prefill_item ------------------------------------------------------
 // The work of a CTA: kTileV rows (V index) of one head's state, over the chunks of a sequence. Operands: what a kernel
 // over chunks takes.
@@ -330,11 +343,15 @@ template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillIt
   int      head;
   int      tile;  // first row
   Sequence sequence;
+  int64    before = 0;  // tokens of the sequence before these, where they are a part of it
 
   template <typename Operands>
   __device__ __forceinline__ explicit PrefillItem(const Operands& p)
       : n(blockIdx.x / kTiles / p.heads), head(int(blockIdx.x / kTiles % p.heads)),
         tile(blockIdx.x % kTiles * kTileV), sequence(sequence_at(p.cu_seqlens, p.cu_seqlens_bytes, n, p.tokens)) {}
+
+  __device__ __forceinline__ PrefillItem(int64 n, int head, int tile, Sequence sequence, int64 before)
+      : n(n), head(head), tile(tile), sequence(sequence), before(before) {}
 
   template <typename Operands> __device__ __forceinline__ int64 slot(const Operands& p) const {
     return p.slot_bytes == 0 ? n : index_at(p.slots, p.slot_bytes, n);
@@ -361,16 +378,18 @@ template <typename In, int kHeadDim, int kValueDim, int kTileV> struct PrefillIt
     return x + sequence.first * stride + head / ratio * kDim;
   }
   template <typename Operands> __device__ __forceinline__ const uint8* products(const Operands& p) const {
-    return p.products + (place_of(sequence.first, n) * p.heads + head) * sizeof(ChunkProducts<In>);
+    const int64 place = place_of(sequence.first - before, n) + before / kChunk;
+    return p.products + (place * p.heads + head) * sizeof(ChunkProducts<In>);
   }
   // Bytes to the tile, from its column `column` on, in state i of those that are `stride` elements from each other.
   template <typename Operands>
   __device__ __forceinline__ int64 part_of_state(const Operands& p, int64 i, int64 stride, int column) const {
     return (i * stride + (int64(head) * kValueDim + tile) * kHeadDim + column) * p.state_bytes;
   }
-  // The checkpoint after `tokens` tokens of the sequence; -1 if none stands there.
+  // The checkpoint after `tokens` of these; -1 if none stands there.
   template <typename Operands> __device__ __forceinline__ int64 checkpoint(const Operands& p, int64 tokens) const {
     const bool within = sequence.first + tokens <= sequence.end;
+    tokens += before;
     if (p.checkpoint_every == 0 || tokens % p.checkpoint_every || !within) return -1;
     const int64 at = index_at(p.checkpoint_starts, p.start_bytes, n) + tokens / p.checkpoint_every - 1;
     return uint64(at) < uint64(p.checkpoint_count) ? at : -1;
