@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,7 @@ from jitfp4.families.experts.problem import COUNTER_ROWS, Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, fields_of
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 TILE_MS = (8, 16, 32, 64)
@@ -109,7 +109,7 @@ class DownSpec(NarrowSpec):
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
-    cut = asdict(tactic)
+    cut: dict[str, Any] = fields_of(tactic)
     del cut["split"]
     cut |= {"dtype": problem.dtype, "format": problem.format, "listed": problem.item_rows > 0}
     return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)

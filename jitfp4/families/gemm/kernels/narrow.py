@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jitfp4.arch import Arch
@@ -12,7 +12,7 @@ from jitfp4.families.gemm.problem import Problem
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, fields_of
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 TILE_MS = (8, 16, 32, 64)
@@ -193,7 +193,7 @@ class NarrowSpec(KernelSpec):
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
     """The spec of a tactic for a problem."""
-    cut = asdict(tactic)
+    cut: dict[str, Any] = fields_of(tactic)
     del cut["split"]
     cut["x_rows"] = cut.pop("room") or tactic.tile_m
     return NarrowSpec(
