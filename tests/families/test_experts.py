@@ -196,6 +196,7 @@ SIMULATED = (
 
 @pytest.mark.sim
 @pytest.mark.compile
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tactic", SIMULATED, ids=str)
 @pytest.mark.parametrize("arch", SIM_ARCHS)
 def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str, whole: bool) -> None:
