@@ -1258,7 +1258,7 @@ __device__ __forceinline__ void produce_weight(Shared& shared, Schedule schedule
 // Writes the parts of a warpgroup's results, in turn through two places in shared memory.
 template <int kPart = 0>
 __device__ __forceinline__ void write(ResultPlace (&places)[2], const TensorMap& out, const Results::Sums& sums,
-                                      uint2 at, uint32 team, uint32 thread, Affine upper, Affine lower, int64 n) {
+                                      uint2 at, uint32 team, uint32 thread, Affine upper, Affine lower) {
   if constexpr (kPart < kParts) {
     if (thread == 0) ptx::bulk_wait_read<1>();
     ptx::barrier_sync(kTeamBarrier + team, 128);
@@ -1266,8 +1266,8 @@ __device__ __forceinline__ void write(ResultPlace (&places)[2], const TensorMap&
     Results::stage<kPart>(ptx::shared_address(rows), sums, thread, upper, lower);
     ptx::fence_proxy_async();
     ptx::barrier_sync(kTeamBarrier + team, 128);
-    if (thread == 0 && at.y < n) ptx::tma_store(out, at.y, at.x + kPart * kPartM, rows);
-    write<kPart + 1>(places, out, sums, at, team, thread, upper, lower, n);
+    if (thread == 0) ptx::tma_store(out, at.y, at.x + kPart * kPartM, rows);
+    write<kPart + 1>(places, out, sums, at, team, thread, upper, lower);
   }
 }
 
@@ -1368,7 +1368,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) gemm_wide_fp8(
         }
       }
       scales.multiply(sums, lane);
-      write(shared.results[team], out, sums, at, team, thread, upper, lower, n);
+      // A place is free when the store before the last has read it, so every part has one.
+      if (at.y < n) write(shared.results[team], out, sums, at, team, thread, upper, lower);
     }
     if (ptx::thread_index() % 128 == 0) ptx::tma_store_wait();
     if constexpr (kSplit > 1) ptx::cluster_sync();  // others may still read this CTA's sums
