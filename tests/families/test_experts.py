@@ -209,9 +209,9 @@ def test_every_cut_without_a_race(tactic: NarrowTactic, arch: str, whole: bool) 
     for item_rows, (hidden, inter) in ((tactic.tile_m, (416, short)), (0, (short, 416))):
         layer = make_layer(3, hidden, inter)
         few = tokens if item_rows else min(tokens, FOUND // 2)
-        with sim.device(arch, races=True), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic):
-            with forced_item_rows(item_rows):
-                assert_layer(layer, make_x(few, layer.hidden), ids[:few], weights[:few])
+        forced = EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(tactic), forced_item_rows(item_rows)
+        with sim.device(arch, races=True), forced[0], forced[1], forced[2]:
+            assert_layer(layer, make_x(few, hidden), ids[:few], weights[:few])
 
 
 FEW = (FewTactic(1, 4, 2, 1), FewTactic(3, 2, 3, 1, split=2), FewTactic(2, 3, 2, 1, split=3))
