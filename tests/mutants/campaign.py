@@ -11,7 +11,7 @@ from jitfp4 import sim
 from jitfp4.errors import Jitfp4Error
 from jitfp4.sim.api import load
 from jitfp4.sim.program import Program
-from tests.mutants.launches import Recorded, contents
+from tests.mutants.recorded import Recorded, contents
 from tests.mutants.synchronisation import Mutant, mutants
 
 SURVIVORS = Path(__file__).with_name("survivors.csv")
