@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.stamp import stamp
 from tests.mutants import campaign, trial
 from tests.mutants.checks import CHECKS
-from tests.mutants.launches import ARCHS, KERNELS, record
+from tests.mutants.launches import KERNELS, record
 
 Row = dict[str, str]
 
@@ -94,7 +94,7 @@ def main() -> int:
     rows: list[Row] = []
     for run, entries in ((synchronisation, KERNELS), (arithmetic, CHECKS)):
         for name in entries if arguments.kind in (None, run.__name__) else ():
-            archs = CHECKS[name].archs if run is arithmetic else ARCHS
+            archs = entries[name].archs
             wanted = not arguments.kernel or name in arguments.kernel
             for arch in archs if wanted else ():
                 if arch not in (arguments.arch or archs):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,19 @@ def rows(folder: Path, name: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def save(figure: Any, path: Path) -> None:
+def origin(folder: Path, names: Sequence[str]) -> str:
+    """The GPU on which results were measured, and of each file the commit and the day."""
+    stamps = {name: json.loads((folder / f"{name}.json").read_text())["stamp"] for name in names}
+    gpus = sorted({stamp["gpu"].split(",")[0] for stamp in stamps.values()})
+    return ", ".join(
+        [*gpus, *(f"{name} {stamp['commit'][:7]} ({stamp['date'][:10]})" for name, stamp in stamps.items())]
+    )
+
+
+def save(figure: Any, folder: Path, picture: str, *names: str) -> None:
+    """Writes the picture, which says of which results it is."""
+    figure.supxlabel(origin(folder, names or (picture,)), x=0.99, ha="right", fontsize="x-small", color="0.4")
+    path = folder / f"{picture}.png"
     figure.savefig(path, dpi=110, metadata={"Software": None})  # the same picture from the same figures
     print(path)
 
@@ -40,17 +53,26 @@ def cells(
     colours: tuple[float, float],
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """A table of figures with (y, x) as keys, coloured from red, the worst, to green, the best."""
+    """A table of figures with (y, x) as keys, coloured from red, the worst, to green, the best. Other cells were not
+    measured.
+    """
+    from matplotlib import colormaps
+
     down, across = list(dict.fromkeys(y for y, _ in values)), list(dict.fromkeys(x for _, x in values))
     table = [[values.get((y, x), float("nan")) for x in across] for y in down]
-    axis.imshow(table, cmap="RdYlGn", vmin=colours[0], vmax=colours[1], aspect="auto")
+    colour_of = colormaps["RdYlGn"].with_extremes(bad="0.9")
+    axis.imshow(table, cmap=colour_of, vmin=colours[0], vmax=colours[1], aspect="auto")
     axis.set_xticks(range(len(across)), across)
     axis.set_yticks(range(len(down)), [(names or {}).get(y, y) for y in down])
     axis.set(xlabel=labels[1], ylabel=labels[0])
     axis.set_title(title, fontsize="medium")
     for i, j in product(range(len(down)), range(len(across))):
-        if table[i][j] == table[i][j]:  # measured
-            axis.text(j, i, f"{table[i][j]:.2f}", ha="center", va="center", fontsize="small")
+        measured = table[i][j] == table[i][j]
+        red, green, blue, _ = colour_of((table[i][j] - colours[0]) / (colours[1] - colours[0]))
+        dark = measured and 0.3 * red + 0.6 * green + 0.1 * blue < 0.45
+        text = f"{table[i][j]:.2f}" if measured else "not\nmeasured"
+        axis.text(j, i, text, ha="center", va="center", fontsize="small" if measured else "xx-small",
+                  color="white" if dark else "black")  # fmt: skip
 
 
 def draw_quantize(folder: Path) -> None:
@@ -60,8 +82,8 @@ def draw_quantize(folder: Path) -> None:
     for axis, (field, title, colours) in zip(figure.subplots(1, 2), panels, strict=True):
         values = {(row["m"], row["k"]): float(row[field]) for row in grid}
         cells(axis, values, title=title, labels=("m", "k"), colours=colours)
-    figure.suptitle("nvfp4_quantize, bf16 [m, k], scales in 128x4, one H200")
-    save(figure, folder / "quantize_grid.png")
+    figure.suptitle("nvfp4_quantize, bf16 [m, k], scales in 128x4")
+    save(figure, folder, "quantize_grid")
 
 
 def draw_norm(folder: Path) -> None:
@@ -74,8 +96,8 @@ def draw_norm(folder: Path) -> None:
             lines(axis, [row for row in measured if row["op"] == op], by="hidden", x="rows", y=field)
             axis.set(xscale="log", xlabel="rows", ylabel=label, title=f"{op}_fp4quant", ylim=(0, None))
     axes[0, 0].legend(fontsize="small", ncols=2)
-    figure.suptitle("float16 in, NVFP4 out, one H200")
-    save(figure, folder / "norm.png")
+    figure.suptitle("float16 in, NVFP4 out")
+    save(figure, folder, "norm")
 
 
 def lines(axis: Any, measured: Sequence[Row], *, by: str, x: str, y: str) -> None:
@@ -98,8 +120,8 @@ def draw_gdn(folder: Path) -> None:
     for axis, (title, chosen, field, colours) in zip(figure.subplots(1, 3), panels, strict=True):
         values = {(row["batch"], row["tokens"]): float(row[field]) for row in chosen if row[field]}
         cells(axis, values, title=title, labels=("batch", "tokens of a call"), colours=colours)
-    figure.suptitle("gated_delta_rule_mtp, 32 value heads, float32 states, one H200, warm L2")
-    save(figure, folder / "gdn.png")
+    figure.suptitle("gated_delta_rule_mtp, 32 value heads, float32 states, warm L2")
+    save(figure, folder, "gdn")
 
 
 def draw_attention(folder: Path) -> None:
@@ -114,8 +136,8 @@ def draw_attention(folder: Path) -> None:
     for axis, (title, field, colours) in zip(figure.subplots(1, 3), panels, strict=True):
         values = {(row["batch"], row["context"]): float(row[field]) for row in measured if row[field]}
         cells(axis, values, title=title, labels=("batch", "tokens of a request"), colours=colours)
-    figure.suptitle("decode attention, NVFP4 cache, 64 heads, 8 KV heads of 128, HND pages of 64, one H200")
-    save(figure, folder / "attention.png")
+    figure.suptitle("decode attention, NVFP4 cache, 64 heads, 8 KV heads of 128, HND pages of 64")
+    save(figure, folder, "attention")
 
 
 def draw_serving(folder: Path) -> None:
@@ -144,8 +166,8 @@ def draw_serving(folder: Path) -> None:
         axis.legend()
     left.set_ylim(0)
     right.yaxis.set_major_formatter("{x:.0f}")
-    figure.suptitle("Llama 3.1 70B: 64 heads, 8 KV heads of 128, 80 layers, one H200")
-    save(figure, folder / "serving.png")
+    figure.suptitle("Llama 3.1 70B: 64 heads, 8 KV heads of 128, 80 layers")
+    save(figure, folder, "serving", "attention")
 
 
 def draw_gemm(folder: Path) -> None:
@@ -160,8 +182,8 @@ def draw_gemm(folder: Path) -> None:
     lines(right, megabytes, by="m", x="MB", y="of_read")
     right.set(xscale="log", xlabel="NVFP4 bytes of the weight, MB", ylabel="share of the read bandwidth", ylim=(0, 1))
     right.legend()
-    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold, one H200")
-    save(figure, folder / "gemm.png")
+    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold")
+    save(figure, folder, "gemm", "gemm", "gemm_wide")
 
 
 def draw_gemm_tactics(folder: Path) -> None:
@@ -182,9 +204,8 @@ def draw_gemm_tactics(folder: Path) -> None:
         work = 2e-6 * int(n) * int(k)  # of a row, in millions
         for field, name in (("us", "NVFP4 weights"), ("cublas_bf16_us", "cuBLAS bf16")):
             axis.plot(m, [work * int(row["m"]) / float(row[field]) for row in layer], marker=".", label=name)
-        for size, name in ((1.0, "NVFP4 weights read"), (2 / 0.5625, "bf16 weights read")):
-            axis.plot(m, [min(work * rows_ / (size * read_us), 989) for rows_ in m], "--", lw=1, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="m", ylabel="TFLOP/s", title=f"{n} x {k}, roofs dashed")
+        axis.plot(m, [min(work * rows_ / read_us, 989) for rows_ in m], "--", lw=1, label="weight read, or 989 TFLOP/s")
+        axis.set(xscale="log", yscale="log", xlabel="m", ylabel="TFLOP/s", title=f"{n} x {k}, roof dashed")
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
     layers = sorted({(int(row["n"]), int(row["k"])) for row in measured}, key=lambda layer: layer[0] * layer[1])
@@ -199,11 +220,116 @@ def draw_gemm_tactics(folder: Path) -> None:
     right.set_xticks(range(len(counts)), counts)
     right.set_yticks(range(len(layers)), [f"{n} x {k}" for n, k in layers])
     right.set(xlabel="m", title="rows of x that a CTA takes / CTAs that share k, by the tables")
-    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold, one H200")
-    save(figure, folder / "gemm_tactics.png")
+    figure.suptitle("mm_bf16_fp4, NVFP4 weights, cold")
+    save(figure, folder, "gemm_tactics", "gemm", "gemm_wide")
+
+
+def draw_mm_fp4(folder: Path) -> None:
+    measured = rows(folder, "mm_fp4")
+    measured.sort(key=lambda row: (int(row["n"]) * int(row["k"]), int(row["n"]), int(row["m"])))
+    figure = new_figure(11, 4)
+    values = {(f"{row['n']} x {row['k']}", row["m"]): float(row["of_cublas"]) for row in measured}
+    cells(figure.subplots(), values, title="cuBLAS bf16 / ours", labels=("n x k", "m"), colours=(0, 2))
+    figure.suptitle("mm_fp4, both operands NVFP4 in 128x4, cold")
+    save(figure, folder, "mm_fp4")
+
+
+def draw_prefill(folder: Path) -> None:
+    """Of each kind of cache those shapes for which a peer was measured."""
+    chosen = {"heads": "64", "kv_heads": "8", "kv_layout": "HND", "page": "64", "head_dim": "128", "kernel": ""}
+    measured = [row for row in rows(folder, "prefill") if chosen.items() <= row.items()]
+    figure = new_figure(14, 4)
+    panels = (("cuDNN bf16", "over_cudnn"), ("best bf16 kernel", "over_bf16"), ("best FP8 kernel", "over_fp8"))
+    shapes = dict.fromkeys((row["batch"], row["context"], row["q_len"]) for row in measured if row["over_bf16"])
+    for axis, (peer, field) in zip(figure.subplots(1, 3), panels, strict=True):
+        values = {
+            (row["cache"], f"{row['batch']} x {row['context']}\n{row['q_len']} new"): float(row[field] or "nan")
+            for row in measured
+            if (row["batch"], row["context"], row["q_len"]) in shapes
+        }
+        cells(axis, values, title=f"{peer} / ours", labels=("cache", "requests x tokens"), colours=(0, 2))
+    figure.suptitle("prefill attention, 64 heads, 8 KV heads of 128, HND pages of 64")
+    save(figure, folder, "prefill")
+
+
+def draw_append(folder: Path) -> None:
+    measured = [row for row in rows(folder, "kv") if (row["layout"], row["page"]) == ("NHD", "16")]
+    measured = [row for row in measured if row["case"] in ("append by slot", "append by position")]
+    figure = new_figure(11, 4)
+    panels = (("ratio", "time of a copy of the same bytes / ours"), ("speedup", "FlashInfer / ours"))
+    for axis, (field, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for case in dict.fromkeys(row["case"] for row in measured):
+            found = sorted((int(r["tokens"]), float(r[field])) for r in measured if r["case"] == case and r[field])
+            axis.plot(*zip(*found, strict=True), marker="o", label=case)
+        axis.axhline(1, color="0.5", lw=1)
+        axis.set(xscale="log", xlabel="tokens of a call", ylabel=label, ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle("append into an NVFP4 cache, 8 KV heads of 128, NHD pages of 16")
+    save(figure, folder, "append", "kv")
+
+
+def draw_launch(folder: Path) -> None:
+    """Host time of repeated calls of public functions, beside the smallest operation of torch."""
+    measured = [row for row in rows(folder, "launch") if row["call"] in HOST_CALLS]
+    figure = new_figure(11, 5)
+    axis = figure.subplots()
+    times = [float(row["host_us"]) for row in measured]
+    names = [row["call"].removeprefix("good: ") for row in measured]
+    bars = axis.barh(names, times, color=["0.6" if name in REFERENCES else "tab:green" for name in names])
+    axis.bar_label(bars, [f"{time:.1f} us" for time in times], padding=3)
+    axis.invert_yaxis()
+    axis.set(xlabel="us of the host for a call", xlim=(0, 1.15 * max(times)))
+    figure.suptitle("Host time of a call (grey: torch and Triton)")
+    save(figure, folder, "launch")
+
+
+REFERENCES = ("torch in-place add", "Triton kernel, 7 arguments")
+HOST_CALLS = (
+    *("nvfp4_quantize, outputs given", "rmsnorm_fp4quant, outputs given", "mm_bf16_fp4", "mm_fp4"),
+    *("append, a cache in one tensor", "trtllm_batch_decode_with_kv_cache", "BatchDecodeWithPagedKVCacheWrapper.run"),
+    *("gated_delta_rule_mtp, outputs given", "good: fp4_experts", *REFERENCES),
+)
+
+
+def draw_models(folder: Path) -> None:
+    """Whole models: how often the tokens per second of bf16, and tokens per second above the bars."""
+    of_vllm = [*rows(folder, "vllm"), *rows(folder, "vllm_experts")]
+    of_torch = rows(folder, "model") + [row | {"variant": "glue"} for row in rows(folder, "model_glue")]
+    panels = (
+        ("vLLM, Llama 3.1 8B", [row for row in of_vllm if row["model"] == "llama-3.1-8b"]),
+        ("vLLM, Qwen3 30B A3B", [row for row in of_vllm if row["model"] == "qwen3-30b-a3b"]),
+        ("transformers, Llama 3.1 8B", [row for row in of_torch if row.get("context", "2048") == "2048"]),
+    )
+    bars = {
+        "16-bit floats (bf16)": ("0.7", ("bf16",)),
+        "FP4 weights by the engine's own kernels": ("tab:orange", ("own",)),
+        "FP4 weights by jitfp4": ("tab:green", ("plugin", "w4")),
+        "FP4 weights and FP4 cache by jitfp4": ("darkgreen", ("plugin-kv", "glue")),
+    }
+    figure = new_figure(15, 5)
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (title, measured) in zip(axes, panels, strict=True):
+        rate = {(row["variant"], row["batch"]): float(row["tokens_per_s"]) for row in measured}
+        batches = [batch for variant, batch in rate if variant == "bf16"]
+        for number, (name, (colour, variants)) in enumerate(bars.items()):
+            found = [next((rate[v, batch] for v in variants if (v, batch) in rate), None) for batch in batches]
+            at = [(i + 0.2 * number, batch, value) for i, (batch, value) in enumerate(zip(batches, found, strict=True))
+                  if value is not None]  # fmt: skip
+            heights = [value / rate["bf16", batch] for _, batch, value in at]
+            drawn = axis.bar([x for x, _, _ in at], heights, 0.18, color=colour, label=name)
+            axis.bar_label(drawn, [f"{value:,.0f}" for _, _, value in at], fontsize="x-small", rotation=90, padding=3)
+        axis.set_xticks([i + 0.3 for i in range(len(batches))], batches)
+        axis.set(title=title, xlabel="requests at a time")
+        axis.axhline(1, color="0.5", lw=1)
+    axes[0].set(ylabel="times as fast as bf16", ylim=(0, 1.3 * axes[0].get_ylim()[1]))
+    axes[0].legend(fontsize="small", loc="upper left")
+    figure.suptitle("Speed of whole models in times of 16-bit floats; above each bar its tokens per second")
+    save(figure, folder, "models", "vllm", "vllm_experts", "model", "model_glue")
 
 
 DRAWN = {
+    "models": draw_models,
     "quantize_grid": draw_quantize,
     "norm": draw_norm,
     "gdn": draw_gdn,
@@ -211,6 +337,10 @@ DRAWN = {
     "serving": draw_serving,
     "gemm": draw_gemm,
     "gemm_tactics": draw_gemm_tactics,
+    "mm_fp4": draw_mm_fp4,
+    "prefill": draw_prefill,
+    "append": draw_append,
+    "launch": draw_launch,
 }
 
 

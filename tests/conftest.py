@@ -15,6 +15,7 @@ import torch
 from jitfp4 import engine, nvrtc
 from jitfp4.errors import ToolchainError
 from tests.support import ptx
+from tests.support.ledger import NVRTC
 from tests.support.sample import beside_the_sample
 
 
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     if not torch.cuda.is_available():
         left_out.update(item for item in items if item.get_closest_marker("gpu"))
+    if (toolchain := nvrtc.toolchain()) is not None and toolchain.version == NVRTC:
+        left_out.update(item for item in items if item.get_closest_marker("other_nvrtc"))
     if not config.getoption("whole"):
         left_out.update(beside_the_sample([item for item in items if item not in left_out]))
     if left_out:

@@ -83,7 +83,7 @@ def test_the_reference_is_attention(name: str) -> None:
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_kernel_is_attention(name: str) -> None:
     case = Case(**CASES[name])
@@ -137,7 +137,7 @@ CLUSTERS = (DecodeTactic(2, 2, 1, cluster=2), DecodeTactic(1, 3, 1, cluster=8), 
 
 @pytest.mark.sim
 @pytest.mark.compile
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("tactic", CLUSTERS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_cluster_takes_an_item(name: str, tactic: DecodeTactic) -> None:

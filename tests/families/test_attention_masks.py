@@ -18,7 +18,7 @@ from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.kernels.prefill_wgmma_masked import MaskedWgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import power_of_two
-from tests.support.attention import Case
+from tests.support.attention import FEW_SMS, Case
 
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float8_e4m3fn: 5e-2}
 FEW: dict[str, Any] = {"lengths": (70, 9, 33), "q_lens": (5, 0, 8), "kv_heads": 1, "group": 3, "page": 5}
@@ -130,7 +130,7 @@ def test_the_reference_takes_trees_and_whole_masks(sizes: dict[str, Any], cache:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("cluster", [0, 2])
 def test_few_rows(cache: str, cluster: int) -> None:
-    with sim.device("sm_90a", races=True), ATTENTION.forced(MaskedDecodeTactic(2, 2, 1, cluster=cluster)):
+    with sim.device(FEW_SMS, races=True), ATTENTION.forced(MaskedDecodeTactic(2, 2, 1, cluster=cluster)):
         case = Case(**FEW | CACHES[cache], masks=tree(FEW))
         case.check(case.run(**drafts(case)), BOUND)
         case = Case(**FEW | CACHES[cache], masks=scattered(FEW))
@@ -144,7 +144,7 @@ def test_few_rows(cache: str, cluster: int) -> None:
 def test_many_rows(cache: str) -> None:
     d = CACHES[cache].get("head_dim", 128)
     tactic = {64: (4, 32, 64, 2), 128: (4, 16, 64, 2), 256: (4, 16, 16, 1)}[power_of_two(d)]
-    with sim.device("sm_90a", races=True), ATTENTION.forced(MaskedPrefillTactic(*tactic)):
+    with sim.device(FEW_SMS, races=True), ATTENTION.forced(MaskedPrefillTactic(*tactic)):
         case = Case(**MANY | CACHES[cache], masks=tree(MANY))
         case.check(case.run(**drafts(case)), BOUND)
         case = Case(**MANY | CACHES[cache], masks=scattered(MANY))
@@ -159,7 +159,7 @@ def test_many_rows_by_wgmma(cache: str) -> None:
     tactics = {"bf16": (2, 1, 128, 4, True), "e4m3": (2, 1, 64), "missing": (2, 1, 64)}
     tactic = MaskedWgmmaTactic(*tactics.get(cache, (2, 1, 128, 3, True, 2)))
     sizes = MANY | CACHES[cache] | ({"head_dim": 128} if cache == "missing" else {})
-    with sim.device("sm_90a", races=True), ATTENTION.forced(tactic):
+    with sim.device(FEW_SMS, races=True), ATTENTION.forced(tactic):
         case = Case(**sizes, masks=tree(MANY))
         case.check(case.run(**drafts(case)), BOUND)
         case = Case(**sizes, masks=scattered(MANY))
@@ -263,7 +263,7 @@ def test_a_mask_that_ends_early_or_lies_elsewhere_reads_nothing_else() -> None:
     case = Case(**FEW, masks=scattered(FEW))
     wrapper = captured(case, room=200)
     for begin in (0, 60, 2**31 - 1, -(2**31)):
-        with sim.device("sm_90a"), ATTENTION.forced(MaskedDecodeTactic(2, 2, 1)):
+        with sim.device(FEW_SMS), ATTENTION.forced(MaskedDecodeTactic(2, 2, 1)):
             planned(case, wrapper)
             wrapper._mask_indptr_buf[:] = begin
             got = planned(case, wrapper, custom_mask=None)

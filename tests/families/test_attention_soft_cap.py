@@ -13,7 +13,7 @@ from jitfp4.families.attention.kernels.decode import DecodeTactic
 from jitfp4.families.attention.kernels.prefill import PrefillTactic
 from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
-from tests.support.attention import Case, relative_error
+from tests.support.attention import FEW_SMS, Case, relative_error
 
 CAP = 3.0
 _CASE: dict[str, Any] = {"lengths": (70, 33), "page": 16, "kv_layout": "NHD", "steep": 6.0, "with_sinks": True}
@@ -30,24 +30,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "wgmma_bf16": (WgmmaTactic(tile=64), _CASE | {"q_lens": (20, 9), "cache": torch.bfloat16} | _WINDOW),
 }
 _BOUND = 6e-3
-
-
-def _capped(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention token by token in float64, causal."""
-    out = torch.zeros(case.query.shape, dtype=torch.float64)
-    lse = torch.zeros(case.query.shape[:2], dtype=torch.float64)
-    query = case.query.cpu().float().double()
-    for b, length in enumerate(case.lengths):
-        keys, values, _ = case._tokens(b, length)
-        for row in range(case.ends[b], case.ends[b + 1]):
-            last = length - (case.ends[b + 1] - row)
-            seen = slice(0 if case.window_left < 0 else max(0, last - case.window_left), last + 1)
-            for head in range(query.shape[1]):
-                x = case.bmm1 * keys[seen, head // case.group] @ query[row, head]
-                x = torch.cat((CAP * torch.tanh(x / CAP), case.sinks[head : head + 1].cpu().double()))
-                lse[row, head] = torch.logsumexp(x, 0) / torch.log(torch.tensor(2.0).double())
-                out[row, head] = case.bmm2 * torch.softmax(x, 0)[:-1] @ values[seen, head // case.group]
-    return out, lse
 
 
 def _run(case: Case, tactic: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +55,7 @@ def _run(case: Case, tactic: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(got: tuple[torch.Tensor, torch.Tensor], case: Case, bound: float = _BOUND) -> None:
-    out, lse = _capped(case)
+    out, lse = case.expected(CAP)
     assert relative_error(got[0], out) < bound
     assert (got[1].cpu().double() - lse).abs().max() < 1e-4
     assert relative_error(case.expected()[0], out) > 10 * bound, "the cap matters"
@@ -92,7 +74,7 @@ def test_the_reference_caps(name: str) -> None:
 def test_the_simulated_kernel_caps(name: str) -> None:
     tactic, fields = CASES[name]
     case = Case(**fields)
-    with sim.device("sm_90a"):
+    with sim.device(FEW_SMS):
         _check(_run(case, tactic), case)
 
 

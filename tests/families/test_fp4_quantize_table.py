@@ -28,12 +28,13 @@ def test_float8_input_through_the_table_is_the_reference(layout: SfLayout, tacti
         assert_through_the_table(a, scale, layout, tactic, device)
 
 
-def test_a_warp_takes_several_tasks_of_float8_input(device: str) -> None:
-    """In rows of tasks whose number does not divide that of warps, so that a task begins in the next row."""
+@pytest.mark.parametrize("shape", [(260, 2400), (20, 6416)], ids=str)
+def test_a_warp_takes_several_tasks_of_float8_input(shape: tuple[int, int], device: str) -> None:
+    """In rows of fewer tasks than there are warps, which do not divide them, and of more: a task begins in the next."""
     skip_where_the_gpu_converts(device)
     if (place := sim.active_device()) is None:
         pytest.skip("needs a GPU of one SM")
-    a = random_float8((260, 2400), torch.Generator().manual_seed(7))
+    a = random_float8(shape, torch.Generator().manual_seed(7))
     with sim.device(replace(place.arch, num_sms=1)):
         assert_through_the_table(a, 2.0, SfLayout.layout_128x4, TABLE_TACTICS[0], device)
 

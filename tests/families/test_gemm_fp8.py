@@ -247,6 +247,15 @@ def test_without_a_race(tactic: Tactic, arch: str) -> None:
         assert_exact(m, 136, 416, NVFP4)
 
 
+@pytest.mark.parametrize("tactic", [Fp8Tactic(128), Fp8Tactic(128, divided=True), Fp8Tactic(128, cluster=2)], ids=str)
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=SIM)])
+def test_tiles_behind_each_other_without_a_race(tactic: Fp8Tactic, arch: str) -> None:
+    """A CTA takes several, and of some of them a warpgroup has nothing to write."""
+    few = replace(Arch.of(arch), num_sms=2)
+    with sim.device(few, races=True), MM_FP8_FP4.forced(tactic):
+        assert_exact(300, 136, 160, NVFP4)
+
+
 @pytest.mark.sim
 @pytest.mark.compile
 def test_a_strided_output_and_what_lies_around_it() -> None:

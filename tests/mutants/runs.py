@@ -34,7 +34,7 @@ from tests.families import test_fp4_blockscaled as blockscaled
 from tests.families import test_gdn_chunk as chunk
 from tests.families import test_gdn_kernel as gdn
 from tests.families import test_norm_kernel as norm
-from tests.mutants.launches import attention_case
+from tests.mutants.calls import attention_case
 from tests.support.attention import SCATTERED
 from tests.support.compare import poisoned
 from tests.support.gdn import assert_close, case, check_other_writes, recurrence

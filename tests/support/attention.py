@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ import torch
 
 import jitfp4
 from jitfp4 import counters
+from jitfp4.arch import Arch
 
 SCATTERED: dict[str, Any] = {
     "lengths": (140,),
@@ -27,6 +30,8 @@ SCATTERED: dict[str, Any] = {
     "spikes": True,
 }
 """Every place in a tile has tokens that are missing, and tokens that some rows see and others do not."""
+FEW_SMS = dataclasses.replace(Arch.of("sm_90a"), num_sms=16)
+"""Of all SMs of a GPU most have nothing to do in these cases, which costs the simulator as much as work."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 NAN_BYTE = 0x7F
 
@@ -186,42 +191,45 @@ class Case:
         }
         return arguments | self.options
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention token by token in float64: out and base-2 logarithms."""
+    def expected(self, cap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention in float64, request by request: out and base-2 logarithms. ``cap``: that of the logits."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         lse = torch.full(self.query.shape[:2], -torch.inf, dtype=torch.float64)
-        query = self.query.cpu().float().double()
+        query = self.query.cpu().float().double().unflatten(1, (self.kv_heads, self.group))
         for b, length in enumerate(self.lengths):
             keys, values, at = self._tokens(b, length)
-            count = self.ends[b + 1] - self.ends[b]
-            for i in range(count):
-                row, last = self.ends[b] + i, length - count + i
-                seen = [t for t, position in enumerate(at) if position <= last or not self.causal]
-                if self.masks:
-                    seen = [t for t, position in enumerate(at) if self.masks[b][i, position]]
-                if self.window_left >= 0:
-                    seen = [t for t in seen if at[t] >= last - self.window_left]
-                for head in range(self.query.shape[1]):
-                    logits = self.bmm1 * (keys[seen, head // self.group] @ query[row, head])
-                    if self.sinks is not None:
-                        logits = torch.cat((logits, self.sinks[head : head + 1].cpu().double()))
-                    if len(logits):
-                        lse[row, head] = torch.logsumexp(logits, 0) / torch.log(torch.tensor(2.0, dtype=torch.float64))
-                        weights = torch.softmax(logits, 0)[: len(seen)]
-                        out[row, head] = self.bmm2 * weights @ values[seen, head // self.group]
+            rows, count = slice(self.ends[b], self.ends[b + 1]), self.ends[b + 1] - self.ends[b]
+            last = (length - count + torch.arange(count)).unsqueeze(1)
+            seen = self.masks[b][:, at] if self.masks else (at <= last) | (not self.causal)
+            if self.window_left >= 0:
+                seen = seen & (at >= last - self.window_left)
+            logits = self.bmm1 * torch.einsum("rhgd,thd->rhgt", query[rows], keys)
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            logits = logits.flatten(1, 2).masked_fill(~seen.unsqueeze(1), -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.cpu().double().view(1, -1, 1).expand(count, -1, 1)
+                logits = torch.cat((logits, sinks), -1)
+            of_rows = torch.logsumexp(logits, -1, keepdim=True)
+            weights = torch.where(of_rows > -torch.inf, torch.exp(logits - of_rows), 0)[..., : len(at)]
+            lse[rows] = of_rows.squeeze(-1) / math.log(2)
+            weights = weights.unflatten(1, (self.kv_heads, self.group))
+            out[rows] = self.bmm2 * torch.einsum("rhgt,thd->rhgd", weights, values).flatten(1, 2)
         return out, lse
 
-    def _tokens(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        at = [t for t in range(length) if all(0 <= n < self.pages for n in self.numbers[b, :, t // self.page].tolist())]
+    def _tokens(self, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """K and V of the tokens that are there [tokens, heads, dim], and their places in the request."""
+        at = torch.arange(length)
+        pages = self.numbers[b][:, at // self.page].long()
+        there = ((pages >= 0) & (pages < self.pages)).all(0)
+        at, pages = at[there], pages[:, there]
         sides = []
         for side in (0, 1):
-            data = self.linear[0][side]
-            rows = [(int(self.numbers[b, side, t // self.page]), t % self.page) for t in at]
+            data = self.linear[0][side][pages[side], at % self.page]
             if self.cache == torch.uint8:
-                picked = [dequantize(data[n, slot], self.linear[1][side][n, slot]) for n, slot in rows]
+                sides.append(dequantize(data, self.linear[1][side][pages[side], at % self.page]))
             else:
-                picked = [data[n, slot].view(self.cache).float().double() for n, slot in rows]
-            sides.append(torch.stack(picked) if picked else torch.zeros(0, self.kv_heads, self.head_dim).double())
+                sides.append(data.view(self.cache).float().double())
         return sides[0], sides[1], at
 
     def check(self, got: tuple[torch.Tensor, torch.Tensor], bounds: dict[torch.dtype, float]) -> None:

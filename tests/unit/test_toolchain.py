@@ -334,9 +334,10 @@ def test_the_driver_finds_what_it_uses_in_the_bindings_of_this_line() -> None:
     assert done.stdout.split() == ["True"] * len(names), done.stderr
 
 
+@pytest.mark.other_nvrtc
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
 def test_kernels_compile(kernel: AnyKernel, whole: bool) -> None:
-    """What CI asks of the NVRTC of each CUDA line: a build of the ledger's sample, or one for each architecture."""
+    """What CI asks of another NVRTC than the ledger's: a build of its sample, or one for each architecture."""
     firsts = {build.arch: build for build in reversed(list(builds(kernel)))}
     for build in firsts.values() if whole else sample(kernel, 0):
         if nvrtc.supports(build.arch):

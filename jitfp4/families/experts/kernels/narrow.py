@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,7 @@ from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div, round_up
 from jitfp4.narrow import TILE_MS, Groups, indivisible, launch, overfills
-from jitfp4.spec import I64, MAX_GRID_YZ, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, MAX_GRID_YZ, Geometry, KernelSpec, Ptr, fields_of
 
 FOUND = 128  # assignments among which a CTA finds its rows by itself
 
@@ -78,7 +78,7 @@ class DownSpec(NarrowSpec):
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> UpSpec | DownSpec:
     """The spec of a tactic for a problem."""
-    cut = asdict(tactic)
+    cut: dict[str, Any] = fields_of(tactic)
     del cut["split"]
     cut |= {"dtype": problem.dtype, "format": problem.format, "listed": problem.item_rows > 0}
     return DownSpec(**cut) if problem.product is Product.DOWN else UpSpec(product=problem.product, **cut)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from jitfp4.arch import Arch
 from jitfp4.errors import ArgumentError
@@ -13,7 +14,7 @@ from jitfp4.families.gdn.problem import MAX_TOKENS, Problem, StateLayout
 from jitfp4.formats import DType
 from jitfp4.kernel import Kernel
 from jitfp4.layouts import round_up
-from jitfp4.spec import Geometry, KernelSpec
+from jitfp4.spec import Geometry, KernelSpec, fields_of
 
 _ROWS_OF_WARP = 4  # times ilp_rows: eight lanes share a row
 
@@ -123,7 +124,7 @@ class WalkSpec(KernelSpec):
 
 def specialise(problem: Problem, tactic: WalkTactic) -> WalkSpec:
     """Raises ArgumentError for a tactic that cannot be."""
-    cut = asdict(tactic)
+    cut: dict[str, Any] = fields_of(tactic)
     del cut["ctas_per_sm"]
     return WalkSpec(
         dtype=problem.dtype,

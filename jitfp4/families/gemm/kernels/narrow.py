@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jitfp4.arch import Arch
@@ -13,7 +13,7 @@ from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Kernel, Plan
 from jitfp4.layouts import ceil_div
 from jitfp4.narrow import TILE_MS, Groups, indivisible, launch, overfills
-from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, fields_of
 
 _X_STAGES = (2, 4, 8)
 
@@ -162,7 +162,7 @@ class NarrowSpec(Groups, KernelSpec):
 
 def specialise(problem: Problem, tactic: NarrowTactic) -> NarrowSpec:
     """The spec of a tactic for a problem."""
-    cut = asdict(tactic)
+    cut: dict[str, Any] = fields_of(tactic)
     del cut["split"]
     cut["x_rows"] = cut.pop("room") or tactic.tile_m
     return NarrowSpec(

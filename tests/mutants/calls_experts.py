@@ -1,0 +1,51 @@
+"""Calls of the mutation campaign: layers of experts, on small inputs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jitfp4
+from jitfp4.families.experts.kernels.combine import CombineTactic
+from jitfp4.families.experts.kernels.few_down import FewTactic
+from jitfp4.families.experts.kernels.narrow import NarrowTactic
+from jitfp4.families.experts.kernels.route import RouteTactic
+from jitfp4.families.experts.kernels.stream import StreamTactic
+from jitfp4.families.experts.kernels.wide import WideTactic
+from jitfp4.families.experts.operation import EXPERTS_DOWN, EXPERTS_ROUTE, EXPERTS_UP
+from jitfp4.families.experts.results_operation import EXPERTS_RESULTS
+from jitfp4.families.experts.tables import forced_item_rows
+from tests.families.test_experts_route import EXPERTS, assert_routed, make_ids
+from tests.mutants.calls import few_sms
+from tests.support.experts import make_layer, make_routing, make_x
+from tests.support.routing import ROUTERS, make_logits
+
+
+def topk() -> None:
+    router = ROUTERS["uneven groups"]
+    logits, bias = make_logits(router, 3)
+    jitfp4.route_experts(logits, router.top_k, **router.options(bias))
+
+
+def route(ctas: int) -> None:
+    """More assignments than a CTA has threads."""
+    with EXPERTS_ROUTE.forced(RouteTactic(ctas)):
+        assert_routed(make_ids(170, 8), None, EXPERTS, 16)
+
+
+def layer(tactic: NarrowTactic | StreamTactic | WideTactic, tokens: int, *, listed: bool = True) -> None:
+    """A layer with more chunks than stages, and tiles, chunks and items that are not whole; some slots are skipped."""
+    rows = getattr(tactic, "tile_m", 0) if listed else 0
+    down: Any = CombineTactic(128) if isinstance(tactic, WideTactic) else tactic
+    results = EXPERTS_RESULTS.forced(tactic) if isinstance(tactic, WideTactic) else nullcontext()
+    with few_sms(), forced_item_rows(rows), EXPERTS_UP.forced(tactic), EXPERTS_DOWN.forced(down), results:
+        ids, weights = make_routing(tokens, 2, 3, skipped=True)
+        jitfp4.fp4_experts(make_x(tokens, 288), make_layer(3, 288, 288), ids, weights)
+
+
+def few(tactic: FewTactic) -> None:
+    """One token, of whose slots one is skipped."""
+    ids, weights = make_routing(1, 4, 4)
+    ids[0, 1] = -1
+    with EXPERTS_DOWN.forced(tactic):
+        jitfp4.fp4_experts(make_x(1, 96), make_layer(4, 96, 672), ids, weights)
