@@ -22,7 +22,7 @@ TABLE = Table(
         *rows(
             (ConvTactic(2, 64, 0), _DECODE | {"sequences": 64}),
             (ConvTactic(4, 64, 0), _DECODE),
-            (ConvTactic(4, 64, 4), _PROMPTS | {"tokens": 512}),
+            (ConvTactic(4, 64, 8), _PROMPTS | {"tokens": 512}),
             (ConvTactic(4, 64, 32), _PROMPTS | {"tokens": 4096}),
             (ConvTactic(4, 64, 64), _PROMPTS),
             wide=True,
@@ -94,7 +94,7 @@ CONV = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out",
-    aligned=("x", "states", "out", "bias"),
+    aligned=("x", "states", "out", "weight", "bias"),
     exclusive=("out", "states"),
     growing=("tokens", "sequences"),
 )
