@@ -35,6 +35,7 @@ STALLS = (
     *("long_scoreboard", "short_scoreboard", "wait", "not_selected", "math_pipe_throttle", "lg_throttle"),
     *("mio_throttle", "barrier", "no_instruction", "drain", "branch_resolving", "dispatch_stall"),
 )
+OPTIONS = ("--csv", "--page=raw", "--print-units=base", "--clock-control=none", "--profile-from-start=off")
 
 
 def stall(reason: str) -> str:
@@ -69,8 +70,7 @@ def launch() -> None:
 
 def measure() -> Iterator[dict[str, object]]:
     metrics = (*FIGURES.values(), READ, WRITTEN, *map(stall, STALLS))
-    options = "--csv --page raw --print-units base --clock-control none --profile-from-start off".split()
-    command = ("ncu", *options, "--metrics", ",".join(metrics), sys.executable, "-m", "bench.counters", "--launch")
+    command = ("ncu", *OPTIONS, "--metrics", ",".join(metrics), sys.executable, "-m", "bench.counters", "--launch")
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = run.stdout.splitlines()
     names = [line.removeprefix("case ") for line in lines if line.startswith("case ")]
