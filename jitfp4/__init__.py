@@ -96,6 +96,7 @@ _HOMES = {
         "rmsnorm",
         "rmsnorm_fp4quant",
         "rmsnorm_gated",
+        "rmsnorm_gated_fp4quant",
     ),
     "jitfp4.families.quantize": (
         "block_scale_interleave",

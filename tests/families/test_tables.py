@@ -108,6 +108,7 @@ def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
             block=16,
             scale=Scale.E4M3,
             add=op == "add_rmsnorm",
+            gate=False,
             padded=False,
             m=int(rows),
             h=int(hidden),

@@ -122,6 +122,14 @@ def good_calls() -> Calls:
             "weight": half(64),
             "out": half(4, 64),
         },
+        "rmsnorm_gated_fp4quant": lambda: {
+            "input": half(4, 2, 64),
+            "gate": half(4, 2, 64),
+            "weight": half(64),
+            "y_fp4": codes(4, 64),
+            "block_scale": codes(4, 8),
+            "global_scale": one(),
+        },
         "fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
         "gemma_fused_add_rmsnorm": lambda: {"input": half(4, 64), "residual": half(4, 64), "weight": half(64)},
         "mm_fp4": lambda: {

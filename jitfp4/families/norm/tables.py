@@ -50,6 +50,7 @@ _PLAIN: Rows = rows(
 )
 TABLE: Table[Tactic | RowsTactic] = Table(
     (
+        *rows((RowsTactic(1), {"h": 4096}), (RowsTactic(2), {"h": 8192}), (RowsTactic(4), {}), gate=True),
         Row(Tactic(1, 1), {"h": TURN}),
         *_FEW,
         *_ADD,
@@ -70,4 +71,6 @@ def problems(arch: Arch) -> Iterator[Problem]:
     loads = (0, _SOME_ELEMENTS // 2, _MANY_ELEMENTS // 2, _MORE_ELEMENTS - TURN, 2 * _MORE_ELEMENTS)
     for in_dtype, (block, scale), add, h, load in product(HALVES.values(), formats, (False, True), hidden, loads):
         m = max(load * arch.num_sms // h, 1)
-        yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)
+        yield Problem(in_dtype, block, scale, add, gate=False, padded=False, m=m, h=h)
+    for in_dtype, (block, scale), h in product(HALVES.values(), formats, (4096, 8192, 16384)):
+        yield Problem(in_dtype, block, scale, add=False, gate=True, padded=False, m=1, h=h)
