@@ -21,6 +21,12 @@ _SOME_ELEMENTS, _MANY_ELEMENTS, _MORE_ELEMENTS = 24000, 76000, 125000  # of each
 
 Rows = tuple[Row[Tactic | RowsTactic], ...]
 
+_GATED: Rows = rows(
+    (RowsTactic(1), {"h": 4096}),
+    (RowsTactic(2), {"h": 8192}),
+    (RowsTactic(4), {}),
+    gate=True,
+)
 _FEW: Rows = rows(
     (RowsTactic(1), {"h": 4096}),
     (Tactic(2, 8), {}),
@@ -50,7 +56,7 @@ _PLAIN: Rows = rows(
 )
 TABLE: Table[Tactic | RowsTactic] = Table(
     (
-        *rows((RowsTactic(1), {"h": 4096}), (RowsTactic(2), {"h": 8192}), (RowsTactic(4), {}), gate=True),
+        *_GATED,
         Row(Tactic(1, 1), {"h": TURN}),
         *_FEW,
         *_ADD,
