@@ -53,7 +53,7 @@ def check(m: int, heads: int, d: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes_of_the_steps(device: str, dtype: torch.dtype) -> None:
-    for m, heads, d in (*SHAPES, (2, 32, 128), (1, 32, 256), (1, 32, 512)):
+    for m, heads, d in (*SHAPES, (1, 32, 128), (1, 17, 512)):
         check(m, heads, d, dtype, device)
 
 
