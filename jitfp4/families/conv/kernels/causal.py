@@ -17,6 +17,7 @@ from jitfp4.layouts import ceil_div
 from jitfp4.spec import I64, Geometry, KernelSpec, Ptr
 
 WIDE = 8  # of what the channels and strides of a wide problem are multiples
+_MAX_GRID_Y = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,18 @@ def rejects(problem: Problem, tactic: ConvTactic, _arch: Arch) -> str | None:
         return "a CTA has a sequence" if problem.by_sequence else "a CTA has a block of tokens"
     if problem.wide == (tactic.vec == 1):
         return f"a thread has {'several channels' if problem.wide else 'one channel'}"
+    if _ctas_of_channels(problem, tactic) > _MAX_GRID_Y:
+        return f"more than {_MAX_GRID_Y} CTAs for the channels of a token"
     return None
 
 
+def _ctas_of_channels(problem: Problem, tactic: ConvTactic) -> int:
+    return ceil_div(problem.channels, tactic.threads * tactic.vec)
+
+
 def _geometry(problem: Problem, tactic: ConvTactic, _arch: Arch) -> Geometry:
-    blocks = problem.sequences if problem.by_sequence else ceil_div(problem.tokens, tactic.tokens)
-    ctas = blocks * ceil_div(problem.channels, tactic.threads * tactic.vec)
-    return Geometry(grid=(ctas, 1, 1), block=(tactic.threads, 1, 1))
+    parts = problem.sequences if problem.by_sequence else ceil_div(problem.tokens, tactic.tokens)
+    return Geometry(grid=(parts, _ctas_of_channels(problem, tactic), 1), block=(tactic.threads, 1, 1))
 
 
 def _strides(rows: torch.Tensor) -> tuple[int, int]:
@@ -72,8 +78,7 @@ def _strides(rows: torch.Tensor) -> tuple[int, int]:
 def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
     a = arguments
     x = a.out if a.x is None else a.x
-    problem, spec = plan.problem, plan.spec
-    blocks = plan.geometry.grid[0] // ceil_div(problem.channels, spec.threads * spec.vec)
+    problem, geometry = plan.problem, plan.geometry
     return {
         "x": x,
         "weight": a.weight,
@@ -88,7 +93,7 @@ def _bind(arguments: Arguments, plan: Plan) -> dict[str, Any]:
         "tokens": problem.tokens,
         "sequences": problem.sequences,
         "sequence_tokens": a.out.shape[1] if a.out.dim() == 3 else 0,
-        "block_tokens": ceil_div(problem.tokens, blocks),
+        "block_tokens": ceil_div(problem.tokens, geometry.grid[0]),
         "x_sequence_stride": _strides(x)[0],
         "x_stride": _strides(x)[1],
         "out_sequence_stride": _strides(a.out)[0],
@@ -132,7 +137,7 @@ KERNEL = Kernel(
         I64("has_by_default", "0 or 1"),
         I64("has_silu", "0 or 1"),
     ),
-    tactics=tuple(starmap(ConvTactic, product((1, 2, 4, 8), (64, 128, 256), (0, 8, 16, 32, 64)))),
+    tactics=tuple(starmap(ConvTactic, product((1, 2, 4, 8), (64, 128, 256), (0, 8, 16, 32, 64, 128, 256)))),
     rejects=rejects,
     specialise=_specialise,
     geometry=_geometry,
