@@ -20,8 +20,8 @@ _DECODE, _PROMPTS = {"by_sequence": True}, {"by_sequence": False}
 TABLE = Table(
     (
         *rows(
-            (ConvTactic(2, 64, 0), _DECODE | {"sequences": 64}),
-            (ConvTactic(4, 64, 0), _DECODE),
+            (ConvTactic(2, 128, 0), _DECODE | {"sequences": 16}),
+            (ConvTactic(8, 64, 0), _DECODE),
             (ConvTactic(4, 64, 8), _PROMPTS | {"tokens": 512}),
             (ConvTactic(4, 64, 32), _PROMPTS | {"tokens": 4096}),
             (ConvTactic(4, 64, 64), _PROMPTS),
