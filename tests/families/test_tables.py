@@ -20,6 +20,9 @@ from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, Cache, Pages
 from jitfp4.families.attention.problem import Problem as AttentionProblem
+from jitfp4.families.conv.kernels.causal import ConvTactic
+from jitfp4.families.conv.operation import CONV
+from jitfp4.families.conv.problem import Problem as ConvProblem
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
@@ -94,6 +97,20 @@ def delta_rule_tactic(line: Line) -> WalkTactic | ChunkTactic:
     numbers = {name: int(line[name]) for name in ("tile_v", "ilp_rows", "warps", "ctas_per_sm", "ahead")}
     flags = {name: line[name] == "True" for name in ("use_smem_v", "keep_state", "bulk_stores")}
     return WalkTactic(**numbers, **flags)
+
+
+def conv_cases() -> Iterator[tuple[ConvProblem, Measured]]:
+    """Of bench.bench_conv, search: bf16, four taps, 8192 channels."""
+    for (call, sequences, tokens), lines in cases(lines_of(CONV), 3):
+        count = int(sequences) * int(tokens)
+        problem = ConvProblem(DType.BF16, 4, True, call == "decode", count, int(sequences), 8192)
+        yield (
+            problem,
+            {
+                ConvTactic(*(int(line[name]) for name in ("vec", "threads", "block_tokens"))): float(line["us"])
+                for line in lines
+            },
+        )
 
 
 def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
@@ -264,6 +281,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (CONV, conv_cases, 9, 1.06),
         (MM_BF16_FP4, gemm_cases, 112, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
@@ -274,7 +292,19 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
         (kv.quantize, kv_quantize_cases, 15, 1.10),
         (kv.dequantize, kv_dequantize_cases, 6, 1.10),
     ],
-    ids=["gdn", "gemm", "gemm in a step", "mm_fp4", "decode", "prefill", "norm", "quantize", "kv write", "kv read"],
+    ids=[
+        "gdn",
+        "conv",
+        "gemm",
+        "gemm in a step",
+        "mm_fp4",
+        "decode",
+        "prefill",
+        "norm",
+        "quantize",
+        "kv write",
+        "kv read",
+    ],
 )
 def test_what_is_selected_is_nearly_the_best_that_was_measured(
     operation: Operation[Any, Any],

@@ -380,17 +380,6 @@ constexpr int kChunk = 8;  // elements
 extern __shared__ Place places[];  // of the CTA's tokens, with kCta
 static_assert(sizeof(Place) == 8, "the launch reserves shared memory for them");
 
-// The numbers of eight codes times their scale. e2m1_pair_of() gives them times 2^-14: with kFold, the scale makes up
-// for it, which is exact unless it overflows.
-template <bool kFold> __device__ __forceinline__ void scale_codes(float (&v)[kChunk], uint32 word, float scale) {
-  const float factor = kFold ? scale * 0x1p14f : scale, exact = kFold ? 1.0f : 0x1p14f;
-#pragma unroll
-  for (int i = 0; i < kChunk / 2; ++i) {
-    const uint32 pair = e2m1_pair_of<f16>(word, i);
-    v[i] = low<f16>(pair) * exact * factor, v[i + kChunk / 2] = high<f16>(pair) * exact * factor;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
     const uint8* __restrict__ k_codes,      // [pages, tokens, heads, d/2], low nibble first
     const uint8* __restrict__ v_codes,
@@ -461,16 +450,14 @@ extern "C" __global__ void __launch_bounds__(256) kv_dequantize(
   if constexpr (kHasPdl) ptx::griddep_launch();
 
   const float decode = ptx::ld_f32(side ? v_scale : k_scale);
-  const bool  folds  = fabsf(decode) < 0x1p100f;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const float scale = decode_e4m3(b[i]) * decode;
     float v[kChunk];
-    if (folds) scale_codes<true>(v, word[i], scale);
-    else scale_codes<false>(v, word[i], scale);
+    decode_e2m1x8(word[i], v);
     uint32 w[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) w[j] = to_pair<Out>(v[2 * j], v[2 * j + 1]);
+    for (int j = 0; j < 4; ++j) w[j] = to_pair<Out>(v[2 * j] * scale, v[2 * j + 1] * scale);
     if (found[i]) ptx::st(out + i * width, make_uint4(w[0], w[1], w[2], w[3]));
   }
 }
