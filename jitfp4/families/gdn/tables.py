@@ -88,6 +88,7 @@ TABLE = Table(
             (4, 64, WalkTactic(32, 1, 8)),
             (16, 64, ChunkTactic(4)),
             (2, None, WalkTactic(32, 4, 2)),
+            (16, 128, ChunkTactic(8)),
             (16, None, ChunkTactic(4)),
             state_dtype=DType.BF16,
             store_steps=False,
