@@ -158,8 +158,8 @@ def rmsnorm_gated_fp4quant(
     It is what Qwen3-Next does with the output of its gated delta rule, before a product of FP4 operands.
 
     Args:
-        input: [m, heads, d], fp16 or bf16, 16-byte aligned; d is 64, 128, 256 or 512, heads * d at most 16384. If it is
-            not contiguous, it is copied.
+        input: [m, heads, d], fp16 or bf16, 16-byte aligned; d is 64, 128, 256 or 512, heads * d at most 16384. Heads
+            flatten to rows without a copy; if it is not contiguous, it is copied then.
         gate: like input, 16-byte aligned.
         weight: [d] of input's dtype. With dependent launch it is read before the kernel ahead has ended: where that one
             computes it, enable_pdl is False.
@@ -185,6 +185,8 @@ def rmsnorm_gated_fp4quant(
         allowed = f"d of {', '.join(map(str, _HEAD_DIMS))}, heads * d from 64 to {_MAX_GATED}"
         raise ArgumentError("input", f"{heads} heads of d = {d}", allowed)
     _check_like("gate", gate, input, dense=False)
+    for name, tensor in (("input", input), ("gate", gate)):
+        as_rows(name, tensor, d)
     _check_weight(weight, input)
     recipe = _Recipe.of(block_size, scale_format, swizzled=is_sf_swizzled_layout, linear=not is_sf_swizzled_layout)
     outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale)
