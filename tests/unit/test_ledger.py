@@ -34,6 +34,7 @@ _SPILLED = {
     ("cache=", "lanes=", "threads=64"): 2,
     # Rows that are added, normalised and quantized by a CTA each: up to seven registers.
     ("norm/rows_fp4quant sm_1", "add=true"): 14,
+    ("norm/rows_fp4quant sm_1", "add=false,gate=false"): 16,
     # Behind a gate such a CTA holds gates too, which is not tuned: a third of the registers of 64 elements.
     ("norm/rows_fp4quant", "gate=true"): 68,
     # A token's convolution of 8 channels: up to seven registers, so that an SM holds 24 warps.
