@@ -26,7 +26,7 @@ from jitfp4.formats import DType
 
 ARCH = Arch.of("sm_90a")
 REPLAYS = 5
-BATCHES = (1, 4, 8, 16, 32, 64, 256)
+BATCHES = (1, 4, 8, 16, 32, 64)
 KINDS = (  # update, steps, tokens, state
     *((True, True, tokens, "f32") for tokens in (1, 2, 4, 8)),
     (False, True, 8, "f32"),
@@ -38,7 +38,7 @@ KINDS = (  # update, steps, tokens, state
 SMALL_CUTS = ((16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8), (64, 4, 4), (128, 4, 8), (128, 8, 4))
 LARGE_CUTS = ((8, 1, 2), (16, 1, 4), (32, 1, 8), (32, 2, 4), (64, 2, 8))
 DECODE_CUTS = ((16, 1, 4), (32, 1, 8), (16, 2, 2), (32, 2, 4), (64, 2, 8), (32, 4, 2), (64, 4, 4), (128, 4, 8))
-CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 3, 4, 5, 6), 8: (0, 2, 3)}  # by warps
+CTAS_PER_SM = {2: (0, 8, 12), 4: (0, 4, 6), 8: (0, 2)}  # by warps
 LARGE = 32  # batch from which states do not stay in L2
 
 
@@ -58,7 +58,7 @@ def _worth_trying(case: Case) -> Iterator[WalkTactic | ChunkTactic]:
         for cut, bulk_stores, keep_state in product(SMALL_CUTS, (False, True), (False, True)):
             yield WalkTactic(*cut, bulk_stores=bulk_stores, keep_state=keep_state)
     else:
-        for ahead in (0, 32, 96) if case.batch >= LARGE else (0,):
+        for ahead in (0, 96) if case.batch >= LARGE else (0,):
             for cut in DECODE_CUTS:
                 yield WalkTactic(*cut, ahead=ahead)
             yield WalkTactic(64, 4, 4, use_smem_v=True, ahead=ahead)

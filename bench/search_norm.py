@@ -46,7 +46,7 @@ def shape(tactic: Tactic | RowsTactic) -> str:
 
 
 def measure(add: bool, m: int, h: int, arch: Arch) -> list[dict[str, object]]:
-    problem = Problem(DType.F16, BLOCK, Scale.E4M3, add, padded=False, m=m, h=h)
+    problem = Problem(DType.F16, BLOCK, Scale.E4M3, add, gate=False, padded=False, m=m, h=h)
     tensors = [make_tensors(add, m, h)]
     moved = moved_bytes(tensors[0])
     tensors += [make_tensors(add, m, h) for _ in range(calls_per_graph(moved) - 1)]

@@ -99,6 +99,7 @@ _HOMES = {
         "rmsnorm_fp4quant",
         "rmsnorm_fp8quant",
         "rmsnorm_gated",
+        "rmsnorm_gated_fp4quant",
         "rows_fp8quant",
     ),
     "jitfp4.families.quantize": (

@@ -239,7 +239,7 @@ def test_no_race(arch: str, channels: int) -> None:
 def test_dependent_launches(seed: int | None) -> None:
     """A prompt, then tokens, each behind the other: nothing is read before it is complete."""
     given = make_sequences([6, 9], 24)
-    chain = sim.Chain(after_unknown=True)
+    chain = sim.Chain(constant=[given.weight, given.bias], after_unknown=True)
     with sim.device("sm_90a", races=True, chain=chain, seed=seed):
         states = given.states.clone()
         out = causal_conv1d_fn(given.x.T, given.weight, given.bias, states, given.starts, given.slots)

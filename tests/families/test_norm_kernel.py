@@ -28,7 +28,7 @@ from tests.support.sass import disassemble
 
 # ---- selection -------------------------------------------------------------------------------------------------------
 
-PROBLEM = Problem(in_dtype=DType.F16, block=16, scale=Scale.E4M3, add=True, padded=False, m=1, h=65536)
+PROBLEM = Problem(in_dtype=DType.F16, block=16, scale=Scale.E4M3, add=True, gate=False, padded=False, m=1, h=65536)
 TACTICS = KERNEL.tactics
 
 

@@ -20,6 +20,9 @@ from jitfp4.families.attention.kernels.prefill_wgmma import WgmmaTactic
 from jitfp4.families.attention.operation import ATTENTION
 from jitfp4.families.attention.problem import MANY_ROWS, ROW_BLOCK, TILE, Cache, Pages
 from jitfp4.families.attention.problem import Problem as AttentionProblem
+from jitfp4.families.conv.kernels.causal import ConvTactic
+from jitfp4.families.conv.operation import CONV
+from jitfp4.families.conv.problem import Problem as ConvProblem
 from jitfp4.families.gdn.kernels.chunk import ChunkTactic
 from jitfp4.families.gdn.kernels.delta_rule import WalkTactic
 from jitfp4.families.gdn.operation import GATED_DELTA_RULE
@@ -99,24 +102,34 @@ def delta_rule_tactic(line: Line) -> WalkTactic | ChunkTactic:
     return WalkTactic(**numbers, **flags)
 
 
+def conv_cases() -> Iterator[tuple[ConvProblem, Measured]]:
+    """Of bench.bench_conv, search: bf16, four taps, 8192 channels."""
+    for (call, sequences, tokens), lines in cases(lines_of(CONV), 3):
+        count = int(sequences) * int(tokens)
+        problem = ConvProblem(DType.BF16, 4, True, call == "decode", count, int(sequences), 8192)
+        yield (
+            problem,
+            {
+                ConvTactic(*(int(line[name]) for name in ("vec", "threads", "block_tokens"))): float(line["us"])
+                for line in lines
+            },
+        )
+
+
 def norm_cases() -> Iterator[tuple[NormProblem, Measured]]:
-    """Float16 to NVFP4 with linear scales, where the table picks what bench.search_norm knew."""
-    (table,) = RMSNORM.tables
-    assert table.measured
-    with (RESULTS / table.measured).open(newline="") as opened:
-        lines_of_file = list(csv.DictReader(opened))
-    for (op, rows, hidden), lines in cases(lines_of_file, 3):
+    """Of bench.search_norm: float16 to NVFP4 with linear scales."""
+    for (op, rows, hidden), lines in cases(lines_of(RMSNORM), 3):
         problem = NormProblem(
             in_dtype=DType.F16,
             block=16,
             scale=Scale.E4M3,
             add=op == "add_rmsnorm",
+            gate=False,
             padded=False,
             m=int(rows),
             h=int(hidden),
         )
-        if isinstance(RMSNORM.select(problem, H200), Tactic):
-            yield problem, {norm_tactic(line["shape"]): float(line["us"]) for line in lines}
+        yield problem, {norm_tactic(line["shape"]): float(line["us"]) for line in lines}
 
 
 def norm_tactic(shape: str) -> Tactic | RowsTactic:
@@ -289,13 +302,14 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ("operation", "replay", "count", "bound"),
     [
         (GATED_DELTA_RULE, delta_rule_cases, 105, 1.07),
+        (CONV, conv_cases, 9, 1.06),
         (MM_BF16_FP4, gemm_cases, 112, 1.07),
         (MM_BF16_FP4, step_cases, 12, 1.02),
         (MM_FP4, fp4_cases, 108, 1.10),
         (MM_FP8_FP4, fp8_cases, 48, 1.10),
         (ATTENTION, decode_cases, 54, 1.075),  # 1.07 at 256 x 8k in NHD order; elsewhere 1.03
         (ATTENTION, prefill_cases, 39, 1.13),
-        (RMSNORM, norm_cases, 63, 1.10),
+        (RMSNORM, norm_cases, 96, 1.07),
         (QUANTIZE, quantize_cases, 7, 1.10),
         (QUANTIZE, four_over_six_cases, 7, 1.03),
         (kv.quantize, kv_quantize_cases, 15, 1.10),
@@ -303,6 +317,7 @@ def cases(lines: list[Line], columns: int) -> Iterator[tuple[tuple[str, ...], li
     ],
     ids=[
         "gdn",
+        "conv",
         "gemm",
         "gemm in a step",
         "mm_fp4",

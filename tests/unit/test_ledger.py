@@ -41,6 +41,11 @@ _SPILLED = {
     ("cache=", "units=", "threads=64"): 2,
     # Rows that are added, normalised and quantized by a CTA each: up to seven registers.
     ("norm/rows_fp4quant sm_1", "add=true"): 14,
+    ("norm/rows_fp4quant sm_1", "add=false,gate=false"): 16,
+    # Behind a gate such a CTA holds gates too, which is not tuned: a third of the registers of 64 elements.
+    ("norm/rows_fp4quant", "gate=true"): 68,
+    # A token's convolution of 8 channels: up to seven registers, so that an SM holds 24 warps.
+    ("conv/causal", "vec=8,by_sequence=true"): 14,
     # Convolutions: a register, stored once.
     ("sm_120a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,
     ("sm_121a", "dtype=bf16,width=3,vec=1,by_sequence=false,threads=128"): 2,

@@ -20,17 +20,18 @@ _DECODE, _PROMPTS = {"by_sequence": True}, {"by_sequence": False}
 TABLE = Table(
     (
         *rows(
-            (ConvTactic(2, 64, 0), _DECODE | {"sequences": 64}),
-            (ConvTactic(4, 64, 0), _DECODE),
-            (ConvTactic(4, 64, 4), _PROMPTS | {"tokens": 512}),
-            (ConvTactic(4, 64, 32), _PROMPTS | {"tokens": 4096}),
-            (ConvTactic(4, 64, 64), _PROMPTS),
+            (ConvTactic(2, 128, 0), _DECODE | {"sequences": 4}),
+            (ConvTactic(4, 128, 0), _DECODE | {"sequences": 128}),
+            (ConvTactic(8, 64, 0), _DECODE),
+            (ConvTactic(4, 128, 8), _PROMPTS | {"tokens": 512}),
+            (ConvTactic(4, 64, 16), _PROMPTS | {"tokens": 2048}),
+            (ConvTactic(4, 64, 32), _PROMPTS),  # 256 threads and as many tokens are 1 % faster where they fill the GPU
             wide=True,
         ),
-        Row(ConvTactic(1, 128, 0), _DECODE),
+        Row(ConvTactic(1, 128, 0), _DECODE),  # not searched, as the next
         Row(ConvTactic(1, 128, 8)),
     ),
-    measured=None,
+    measured="h200/conv_search.csv",
 )
 
 
@@ -58,7 +59,7 @@ def _problem(arguments: Arguments) -> Problem:
 
 def _problems(_arch: Arch) -> Iterator[Problem]:
     """One for each row, with filters of 2 to 4 taps."""
-    calls = ((True, 1, 1), (True, 256, 256), (False, 64, 8), (False, 4096, 8), (False, 8192, 8))
+    calls = ((True, 1, 1), (True, 64, 64), (True, 256, 256), (False, 64, 8), (False, 1024, 8), (False, 8192, 8))
     for dtype, width, wide, call in product(HALVES.values(), (2, 3, 4), (True, False), calls):
         by_sequence, tokens, sequences = call
         yield Problem(dtype, width, wide, by_sequence, tokens, sequences, 8192)
@@ -94,7 +95,7 @@ CONV = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="out",
-    aligned=("x", "states", "out", "bias"),
+    aligned=("x", "states", "out", "weight", "bias"),
     exclusive=("out", "states"),
     growing=("tokens", "sequences"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,13 +12,16 @@ from jitfp4.dispatch import differ
 from jitfp4.dtypes import CODE_DTYPES, HALVES, SF_DTYPES
 from jitfp4.errors import ArgumentError
 from jitfp4.families.norm.arguments import Arguments
+from jitfp4.families.norm.kernels import rows_fp4quant
 from jitfp4.families.norm.operation import RMSNORM
-from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN, Scale
+from jitfp4.families.norm.problem import MAX_HIDDEN, MIN_HIDDEN, TURN, Scale
 from jitfp4.formats import MXFP4
 from jitfp4.layouts import SfLayout, padded_numel, padded_shape
 from jitfp4.public import public
 from jitfp4.tensors import as_rows, check_contiguous, check_dtype, check_same_device, output, scalar_f32
 
+_HEAD_DIMS = (64, 128, 256, 512)
+_MAX_GATED = TURN * max(tactic.units for tactic in rows_fp4quant.TACTICS) * rows_fp4quant.RowsSpec.warps
 _FP4_DTYPES = tuple(reversed(CODE_DTYPES))  # FlashInfer returns torch's own where there is one
 
 
@@ -69,7 +73,9 @@ def rmsnorm_fp4quant(
     """
     recipe = _Recipe.of(block_size, scale_format, swizzled=is_sf_swizzled_layout, linear=not is_sf_swizzled_layout)
     outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale)
-    codes, scales = _fused(input, None, weight, global_scale, eps, recipe, outputs, enable_pdl)
+    _check_rows(input, None, weight, recipe.block)
+    inputs = _Inputs(input, None, weight, None)
+    codes, scales = _fused(inputs, global_scale, eps, recipe, outputs, enable_pdl)
     return codes, scales
 
 
@@ -127,8 +133,67 @@ def add_rmsnorm_fp4quant(
         linear=not is_sf_swizzled_layout or output_both_sf_layouts,
     )
     outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale, block_scale_unswizzled=block_scale_unswizzled, y_out=y_out)
-    codes, *scales = _fused(input, residual, weight, global_scale, eps, recipe, outputs, enable_pdl)
+    _check_rows(input, residual, weight, recipe.block)
+    inputs = _Inputs(input, residual, weight, None)
+    codes, *scales = _fused(inputs, global_scale, eps, recipe, outputs, enable_pdl)
     return (codes, scales[0], scales[1]) if output_both_sf_layouts else (codes, scales[0])
+
+
+@public
+def rmsnorm_gated_fp4quant(
+    input: torch.Tensor,  # noqa: A002 - as in rmsnorm_fp4quant()
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    y_fp4: torch.Tensor | None = None,
+    block_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    is_sf_swizzled_layout: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise the heads of each row, multiply them by ``silu(gate)`` and quantize the rows to FP4, in one pass.
+
+    It is what Qwen3-Next does with the output of its gated delta rule, before a product of FP4 operands.
+
+    Args:
+        input: [m, heads, d], fp16 or bf16, 16-byte aligned; d is 64, 128, 256 or 512, heads * d at most 16384. Heads
+            flatten to rows without a copy; if it is not contiguous, it is copied then.
+        gate: like input, 16-byte aligned.
+        weight: [d] of input's dtype. With dependent launch it is read before the kernel ahead has ended: where that one
+            computes it, enable_pdl is False.
+        y_fp4, block_scale: outputs to fill in place, as in rmsnorm_fp4quant().
+        global_scale: the *encode* scale, ``448 * 6 / amax(y)``, as in rmsnorm_fp4quant().
+        eps: added to the mean of squares of a head.
+        block_size, scale_format: the FP4 format, as in rmsnorm_fp4quant().
+        is_sf_swizzled_layout: scales in the 128x4 layout instead of the linear one; padding is zero.
+        enable_pdl: programmatic dependent launch; None means wherever the GPU has it.
+    Returns:
+        ``(codes, block_scale)`` of m rows of h = heads * d elements, as rmsnorm_fp4quant() gives for [m, h].
+    Numerics:
+        ``y = round(((x * rstd) * weight) * silu(gate))`` as in rmsnorm_gated(), with rstd of each head, which is then
+        quantized as in rmsnorm_fp4quant(), so that the result is that of the same steps one by one.
+    Raises:
+        ArgumentError, ArgumentTypeError: before anything is written.
+    """
+    check_dtype("input", input, HALVES)
+    if input.dim() != 3:
+        raise ArgumentError("input", f"shape {tuple(input.shape)}", "[m, heads, d]")
+    m, heads, d = input.shape
+    if d not in _HEAD_DIMS or not 0 < heads * d <= _MAX_GATED:
+        allowed = f"d of {', '.join(map(str, _HEAD_DIMS))}, heads * d from 64 to {_MAX_GATED}"
+        raise ArgumentError("input", f"{heads} heads of d = {d}", allowed)
+    _check_like("gate", gate, input, dense=False)
+    for name, tensor in (("input", input), ("gate", gate)):
+        as_rows(name, tensor, d)
+    _check_weight(weight, input)
+    recipe = _Recipe.of(block_size, scale_format, swizzled=is_sf_swizzled_layout, linear=not is_sf_swizzled_layout)
+    outputs = _Outputs(y_fp4=y_fp4, block_scale=block_scale)
+    rows = input.contiguous().view(m, heads * d)
+    gates = gate.contiguous().view(m, heads * d)
+    codes, scales = _fused(_Inputs(rows, None, weight, gates), global_scale, eps, recipe, outputs, enable_pdl)
+    return codes, scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,17 +228,24 @@ class _Outputs:
     y_out: torch.Tensor | None = None
 
 
+class _Inputs(NamedTuple):
+    """The caller's tensors; those of a gate as rows."""
+
+    input: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+    gate: torch.Tensor | None
+
+
 def _fused(
-    input: torch.Tensor,  # noqa: A002
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
+    inputs: _Inputs,
     global_scale: torch.Tensor | float | None,
     eps: float,
     recipe: _Recipe,
     outputs: _Outputs,
     enable_pdl: bool | None,
 ) -> tuple[torch.Tensor, ...]:
-    _check_rows(input, residual, weight, recipe.block)
+    input, residual, weight, gate = inputs  # noqa: A001
     if not eps >= 0:
         raise ArgumentError("eps", eps, "a finite number that is not negative")
     if global_scale is not None and recipe.scale is Scale.UE8M0:
@@ -190,6 +262,7 @@ def _fused(
             input=input.contiguous().view(m, h),
             residual=None if added is None else added.view(m, h),
             weight=weight,
+            gate=gate,
             global_scale=scale,
             y_fp4=codes.view(torch.uint8).view(m, h // 2),
             block_scale=None if swizzled is None else swizzled.view(torch.uint8).flatten(),
@@ -224,6 +297,12 @@ def _check_rows(
     if residual is not None:
         _check_like("residual", residual, input, dense=False)
         as_rows("residual", residual, block)
+    _check_weight(weight, input)
+
+
+def _check_weight(weight: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002
+    """Check the weights of what is normalised together."""
+    h = input.shape[-1]
     check_dtype("weight", weight, (input.dtype,))
     check_same_device("weight", weight, input)
     if tuple(weight.shape) != (h,):

@@ -10,11 +10,15 @@ from jitfp4.operation import Written
 
 
 class Arguments(NamedTuple):
-    """Rows [m, h], and the outputs. ``block_scale`` has the 128x4 layout, ``block_scale_unswizzled`` the linear one."""
+    """Rows [m, h], and the outputs. ``block_scale`` has the 128x4 layout, ``block_scale_unswizzled`` the linear one.
+
+    With a ``gate`` a row is several heads, and ``weight`` that of each.
+    """
 
     input: torch.Tensor
     residual: Written | None
     weight: torch.Tensor
+    gate: torch.Tensor | None
     global_scale: torch.Tensor | None
     y_fp4: Written
     block_scale: Written | None

@@ -20,6 +20,7 @@ def _problem(arguments: Arguments) -> Problem:
         block=arguments.block_size,
         scale=Scale(arguments.scale_format),
         add=arguments.residual is not None,
+        gate=arguments.gate is not None,
         padded=arguments.block_scale is not None,
         m=m,
         h=h,
@@ -31,7 +32,9 @@ def _reference(arguments: Arguments) -> None:
     if arguments.residual is not None:
         hidden = reference.add(hidden, arguments.residual)
         arguments.residual.copy_(hidden)
-    y = reference.rmsnorm(hidden, arguments.weight, arguments.eps)
+    heads = (-1, arguments.weight.shape[0])
+    gate = None if arguments.gate is None else arguments.gate.unflatten(1, heads)
+    y = reference.rmsnorm(hidden.unflatten(1, heads), arguments.weight, arguments.eps, gate=gate).flatten(1)
     codes, scales = reference.quantize(y, arguments.block_size, arguments.scale_format, arguments.global_scale)
     arguments.y_fp4.copy_(codes)
     if arguments.block_scale is not None:
@@ -51,7 +54,7 @@ RMSNORM = Operation(
     tables=(TABLE,),
     reference=_reference,
     output="y_fp4",
-    aligned=("input", "residual", "weight", "y_fp4", "y_out"),
+    aligned=("input", "residual", "weight", "gate", "y_fp4", "y_out"),
     exclusive=("residual", "y_fp4", "block_scale", "block_scale_unswizzled", "y_out"),
     growing=("m",),
 )

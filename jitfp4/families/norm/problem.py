@@ -27,12 +27,16 @@ class Scale(StrEnum):
 
 
 class Problem(NamedTuple):
-    """m rows of h elements. ``padded``: the padding rows of the 128x4 layout must be written too."""
+    """m rows of h elements. ``padded``: the padding rows of the 128x4 layout must be written too.
+
+    ``gate``: each head of a row is normalised by itself, and multiplied by the silu of a gate.
+    """
 
     in_dtype: DType
     block: int
     scale: Scale
     add: bool
+    gate: bool
     padded: bool
     m: int
     h: int

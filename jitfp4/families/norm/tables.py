@@ -2,7 +2,7 @@
 
 A norm without addition is bound by instructions: threads with more units need fewer of them, and persistent ones keep
 what every row needs. With an addition it is bound by memory: of many rows, a CTA for each keeps more loads in flight.
-Of few rows it starts sooner, while the kernel before still runs.
+Of few rows it starts sooner, while the kernel before still runs. Rows behind a gate were not measured.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ from jitfp4.families.norm.kernels.rows_fp4quant import RowsTactic
 from jitfp4.families.norm.problem import MAX_HIDDEN, TURN, Problem, Scale
 from jitfp4.selection import Row, Table, rows
 
-_SOME_ELEMENTS, _MANY_ELEMENTS, _MORE_ELEMENTS = 24000, 76000, 125000  # of each SM
+_SOME_ELEMENTS, _MANY_ELEMENTS, _MORE_ELEMENTS, _MOST_ELEMENTS = 24000, 76000, 125000, 250000  # of each SM
+_A_ROW = 1000  # elements of an SM, where there are one or two rows
 
 Rows = tuple[Row[Tactic | RowsTactic], ...]
 
+_GATED: Rows = rows(
+    (RowsTactic(1), {"h": 4096}),
+    (RowsTactic(2), {"h": 8192}),
+    (RowsTactic(4), {}),
+    gate=True,
+)
 _FEW: Rows = rows(
     (RowsTactic(1), {"h": 4096}),
+    (RowsTactic(2), {"elements_per_sm": _A_ROW}),
+    (RowsTactic(4), {"elements_per_sm": _A_ROW}),
     (Tactic(2, 8), {}),
     (Tactic(2, 16), {}),
     (Tactic(2, 16, clustered=True), {}),
@@ -33,23 +42,27 @@ _ADD: Rows = rows(
     (RowsTactic(1), {"h": 2048, "elements_per_sm": _SOME_ELEMENTS}),
     (Tactic(1, 8), {"elements_per_sm": _MANY_ELEMENTS}),
     (RowsTactic(1), {}),
-    (Tactic(2, 8), {"h": 6144, "elements_per_sm": _MORE_ELEMENTS}),
+    (Tactic(2, 8), {"h": 6144, "elements_per_sm": _MANY_ELEMENTS}),
+    (RowsTactic(2), {"h": 6144}),
     (Tactic(2, 16), {"elements_per_sm": _MORE_ELEMENTS}),
     (RowsTactic(2), {}),
     (RowsTactic(4), {}),
     add=True,
 )
 _PLAIN: Rows = rows(
-    (RowsTactic(1), {"h": 1536, "elements_per_sm": _SOME_ELEMENTS}),
+    (RowsTactic(1), {"h": 2048, "elements_per_sm": _SOME_ELEMENTS}),
     (Tactic(2, 1), {}),
     (Tactic(3, 1), {}),
     (Tactic(2, 8), {"h": 6144}),
+    (Tactic(4, 16), {"h": 8192, "elements_per_sm": _MANY_ELEMENTS}),
+    (Tactic(2, 8), {"elements_per_sm": _MOST_ELEMENTS}),
     (Tactic(4, 4), {}),
     (Tactic(4, 8), {}),
     add=False,
 )
 TABLE: Table[Tactic | RowsTactic] = Table(
     (
+        *_GATED,
         Row(Tactic(1, 1), {"h": TURN}),
         *_FEW,
         *_ADD,
@@ -59,7 +72,6 @@ TABLE: Table[Tactic | RowsTactic] = Table(
         Row(Tactic(8, 16, stream=True)),
     ),
     measured="h200/norm_shapes.csv",
-    elsewhere={RowsTactic: None},  # as comparisons on an H200 showed, which left no record
 )
 
 
@@ -67,7 +79,9 @@ def problems(arch: Arch) -> Iterator[Problem]:
     """Rows of every length, in steps of a turn, and numbers of them to each side of every bound."""
     formats = ((16, Scale.E4M3), (32, Scale.E4M3), (32, Scale.UE8M0))
     hidden = range(TURN, MAX_HIDDEN + 1, TURN)
-    loads = (0, _SOME_ELEMENTS // 2, _MANY_ELEMENTS // 2, _MORE_ELEMENTS - TURN, 2 * _MORE_ELEMENTS)
+    loads = (0, 4 * _A_ROW, _SOME_ELEMENTS // 2, _MANY_ELEMENTS // 2, _MORE_ELEMENTS - TURN, 2 * _MOST_ELEMENTS)
     for in_dtype, (block, scale), add, h, load in product(HALVES.values(), formats, (False, True), hidden, loads):
         m = max(load * arch.num_sms // h, 1)
-        yield Problem(in_dtype, block, scale, add, padded=False, m=m, h=h)
+        yield Problem(in_dtype, block, scale, add, gate=False, padded=False, m=m, h=h)
+    for in_dtype, (block, scale), h in product(HALVES.values(), formats, (4096, 8192, 16384)):
+        yield Problem(in_dtype, block, scale, add=False, gate=True, padded=False, m=1, h=h)

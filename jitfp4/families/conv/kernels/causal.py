@@ -137,7 +137,7 @@ KERNEL = Kernel(
         I64("has_by_default", "0 or 1"),
         I64("has_silu", "0 or 1"),
     ),
-    tactics=tuple(starmap(ConvTactic, product((1, 2, 4, 8), (64, 128, 256), (0, 4, 8, 16, 32, 64)))),
+    tactics=tuple(starmap(ConvTactic, product((1, 2, 4, 8), (64, 128, 256), (0, 8, 16, 32, 64, 128, 256)))),
     rejects=rejects,
     specialise=_specialise,
     geometry=_geometry,

@@ -95,6 +95,8 @@ def specialise(problem: Problem, tactic: Tactic) -> Spec:
 
 def rejects(problem: Problem, tactic: Tactic, arch: Arch) -> str | None:
     """Why a tactic cannot hold the rows of a problem."""
+    if problem.gate:
+        return "it has no gate"
     capacity = specialise(problem, tactic).capacity(arch)
     if not tactic.stream and problem.h > capacity:
         return f"it holds rows of at most {capacity} elements"

@@ -1,9 +1,10 @@
 // conv_causal, generated from templates/conv/causal.cu.j2
-// spec: {"by_sequence":true,"dtype":"bf16","threads":64,"vec":2,"width":2}
+// spec: {"by_sequence":true,"dtype":"bf16","threads":128,"vec":2,"width":2}
 //
 // out[t] = silu(bias + the sum over j of weight[j] * x[t - kPast + j]) for each channel of sequences that lie behind
 // each other; before its first token a sequence has its state: the kPast inputs that came last. A thread takes kVec
-// neighbouring channels and goes through tokens one by one, with the last kPast of them in registers.
+// neighbouring channels and goes through tokens one by one, with the last kPast of them in registers and the loads of
+// the next kAhead under way. Filters do not come from an earlier kernel, and are loaded before it has ended.
 //
 // With kBySequence a CTA has all tokens of a sequence, and out may be x. Without, it has a block of tokens, whatever
 // sequences they are of. What reads a state also writes it: the first kPast tokens of a sequence are always of the CTA
@@ -286,266 +287,133 @@ __device__ __forceinline__ void st(void* p, uint2 v) {
 }
 }  // namespace ptx
 
-// ---- partials/e4m3 ---------------------------------------------------------
-// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
-// ---- partials/inputs -------------------------------------------------------
-// A unit is 16 neighbouring elements: RawUnit holds them as they are in memory, 8 pairs of 16-bit floats are quantized.
-template <typename In> struct Widened { using type = In; };
-template <> struct Widened<e4m3> { using type = f16; };
-template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
-
-// Rows that start at multiples of 32 bytes are loaded 32 bytes at a time where the GPU has such loads.
-template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
-  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
-}
-template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
-  if constexpr (kHasLd256 && sizeof(In) == 2) {
-    if (wide) return ptx::ld_global_nc_32(raw, p);
-  }
-#pragma unroll
-  for (int i = 0; i < 4 * sizeof(In); i += 4) {
-    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
-    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
-  }
-}
-
-// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
-__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
-  const float p = 1.0f / g * 6.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
-    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
-  }
-}
-
-// ---- partials/e2m1 ---------------------------------------------------------
-// Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
-//
-// Without an instruction for it, the conversion goes through float16: bits 9 to 11 of v * 2^-14 are the magnitude of
-// the code once bit 8 is rounded up. The rounding to float16 must not lose on which side of a tie of E2M1 v is. So v is
-// multiplied by 1 + 2^-9 first. Each tie is then midway between two float16s, of which the even one is on the side to
-// which a v equal to the tie has to be rounded. A product with 1 - 5 * 2^-11 makes the upper of the two the tie itself,
-// and leaves the lower one below it. All steps keep the order of values, so that tests of the seven ties and of their
-// neighbours cover all values.
-constexpr float  kE2m1Aside = 0x1.008p-14f;
-constexpr uint32 kE2m1Back = 0x3BFB3BFBu, kE2m1Most = 0x0E000E00u;  // two float16s: 1 - 5 * 2^-11, and 6 * 2^-14
-
-// In the high byte of each half, a code times 2 (bits 0 to 3, to be rounded) and its sign (bit 7).
-__device__ __forceinline__ uint32 e2m1_pair(float lo, float hi) {
-  const uint32 v = ptx::mul_f16x2(ptx::cvt_f16x2(lo * kE2m1Aside, hi * kE2m1Aside), kE2m1Back);
-  if constexpr (kHasXorsign) return ptx::min_xorsign_abs_f16x2(v, kE2m1Most);
-  return ptx::min_f16x2(v & ~kPairSigns, kE2m1Most) | (v & kPairSigns);
-}
-// The codes of four values, in the upper nibbles of four bytes; the lower nibbles are arbitrary.
-__device__ __forceinline__ uint32 e2m1x4(float v0, float v1, float v2, float v3) {
-  const uint32 doubled = __byte_perm(e2m1_pair(v0, v1), e2m1_pair(v2, v3), 0x7531);
-  return ptx::select_bits(0x70707070u, doubled * 8 + 0x08080808u, doubled);
-}
-
-// Codes of eight values, v[i] in nibble i.
-__device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
-  if constexpr (kHasE2m1Cvt) return ptx::cvt_e2m1x8(v);
-  const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
-  return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
-}
-// ---- partials/reciprocal ---------------------------------------------------
-// 1 / v, correctly rounded where neither v nor the result is near overflow or underflow: an approximation, corrected by
-// its remainder (Markstein).
-__device__ __forceinline__ float reciprocal_inside(float v) {
-  const float seed = ptx::rcp_approx(v);
-  return fmaf(fmaf(-v, seed, 1.0f), seed, seed);
-}
-
-// ---- partials/nvfp4 --------------------------------------------------------
-// Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
-//   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
-// amax ignores NaN unless all 16 are NaN, which gives b = 0x7F; Inf gives b = 0x7E. fminf(NaN, FLT_MAX) = FLT_MAX, so
-// o is a number. A block of zeros needs no case of its own: b = 0, o = FLT_MAX, and +-0 * o = +-0.
-constexpr int kNvfp4Block = 16;
-
-__device__ __forceinline__ float nvfp4_sixth(float g) { return g * __uint_as_float(0x3E2AAAABu); }
-__device__ __forceinline__ float nvfp4_multiplier(uint8 b, float g) {
-  return fminf(1.0f / (decode_e4m3(b) * (1.0f / g)), kFltMax);
-}
-
-// nvfp4_multiplier() for many blocks that share g.
-struct Nvfp4Multiplier {
-  float decode;
-  bool  in_range;
-  __device__ __forceinline__ explicit Nvfp4Multiplier(float g) : decode(1.0f / g) {
-    in_range = fabsf(decode) > 0x1p-100f && fabsf(decode) < 0x1p100f;
-  }
-  __device__ __forceinline__ float operator()(uint8 b) const {
-    const float v = decode_e4m3(b) * decode;
-    if (!in_range || v == 0.0f) return fminf(1.0f / v, kFltMax);
-    return fminf(reciprocal_inside(v), kFltMax);
-  }
-};
-
-// x: 16 elements in 8 pairs.
-template <typename In> __device__ __forceinline__ float block_amax(const uint32 (&x)[8]) {
-  uint32 most[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) most[i] = max_magnitude<In>(x[i], x[i + 4]);
-  const uint32 pair = max_magnitude<In>(max_magnitude<In>(most[0], most[1]), max_magnitude<In>(most[2], most[3]));
-  return fmaxf(fabsf(low<In>(pair)), fabsf(high<In>(pair)));
-}
-
-// Codes of x * o, element i in nibble i.
-template <typename In> __device__ __forceinline__ uint2 encode_block(const uint32 (&x)[8], float o) {
-  uint32 codes[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float y[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[2 * i]     = low<In>(x[4 * half + i]) * o;
-      y[2 * i + 1] = high<In>(x[4 * half + i]) * o;
-    }
-    codes[half] = e2m1x8(y);
-  }
-  return make_uint2(codes[0], codes[1]);
-}
-
-// ---- partials/silu_of ------------------------------------------------------
-// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
-// relative error of up to 2^-22 + |v| * 2^-23.
-constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
-
-// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
-// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
-__device__ __forceinline__ float silu_inside(float v) {
-  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
-  return fmaf(-fmaf(d, q, -v), r, q);
-}
-// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
-// be subnormal; exp(v) times 2^64 is not.
-__device__ __forceinline__ float silu_outside(float v) {
-  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
-}
-
-__device__ __forceinline__ float silu(float v) {
-  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
-}
-
-// ---- partials/silu ---------------------------------------------------------
-// round(silu(gate) * up)
-template <typename In>
-__device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
-  float v[16];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[2 * i] = silu_inside(low<In>(gate[i])), v[2 * i + 1] = silu_inside(high<In>(gate[i]));
-  if (block_amax<In>(gate) > kSiluRange) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float lo = low<In>(gate[i]), hi = high<In>(gate[i]);
-      if (fabsf(lo) > kSiluRange) v[2 * i] = silu_outside(lo);
-      if (fabsf(hi) > kSiluRange) v[2 * i + 1] = silu_outside(hi);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = to_pair<In>(v[2 * i] * low<In>(up[i]), v[2 * i + 1] * high<In>(up[i]));
-}
-
 // ---- spec ------------------------------------------------------------------
 using In = bf16;
 constexpr int  kPast       = 2 - 1;
 constexpr int  kVec        = 2;
 constexpr bool kBySequence = true;
-constexpr int  kThreads    = 64;
-constexpr int  kAhead      = kBySequence ? 4 : 8;  // tokens whose loads are under way together
+constexpr int  kThreads    = 128;
+constexpr int  kAhead      = kBySequence ? 4 : 8;
+// Threads that an SM must hold at once. They leave a thread 64, 80, 96 or 200 registers.
+constexpr int  kResident   = kBySequence ? (kVec == 8 ? 768 : 1024) : kVec == 8 ? 320 : kVec == 4 ? 640 : 768;
 
 // ---- kernel ----------------------------------------------------------------
 using Channels = float[kVec];
-using Packed   = uint32[(kVec + 1) / 2];
+using Packed   = uint32[(kVec + 1) / 2];  // as they are in memory
 
-__device__ __forceinline__ void unpack(Channels& v, const Packed& w) {
+// What a thread holds: floats where it goes through many tokens, else pairs, which need fewer registers, so that an SM
+// has more loads under way.
+template <bool> struct HeldAs        { using type = Channels; };
+template <>     struct HeldAs<true>  { using type = Packed; };
+using Held = HeldAs<kBySequence>::type;
+
+__device__ __forceinline__ uint32 half_of(const uint32* words, int i) { return words[i / 2] >> i % 2 * 16 & 0xFFFFu; }
+__device__ __forceinline__ float value(const uint32* words, int i) {
+  return i % 2 ? high<In>(words[i / 2]) : low<In>(words[i / 2]);
+}
+__device__ __forceinline__ float value(const float* v, int i) { return v[i]; }
+__device__ __forceinline__ void hold(Channels& v, const Packed& w) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) v[i] = i % 2 ? high<In>(w[i / 2]) : low<In>(w[i / 2]);
+  for (int i = 0; i < kVec; ++i) v[i] = value(w, i);
+}
+__device__ __forceinline__ void hold(Packed& v, const Packed& w) {
+#pragma unroll
+  for (int i = 0; i < kVec; i += 2) v[i / 2] = w[i / 2];
+}
+__device__ __forceinline__ void pack(Packed& w, const Channels& v) {
+#pragma unroll
+  for (int i = 0; i < kVec; i += 2) w[i / 2] = to_pair<In>(v[i], i + 1 < kVec ? v[i + 1] : 0.0f);
+}
+__device__ __forceinline__ void pack(Packed& w, const Packed& v) { hold(w, v); }
+
+template <int N> __device__ __forceinline__ void store_run(In* p, const uint32* w) {
+  if constexpr (N == 1) ptx::st(p, uint16(w[0]));
+  if constexpr (N == 2) ptx::st(p, w[0]);
+  if constexpr (N == 4) ptx::st(p, uint2{w[0], w[1]});
+  if constexpr (N == 8) ptx::st(p, uint4{w[0], w[1], w[2], w[3]});
 }
 
-// `step` is the distance of neighbouring channels.
-__device__ __forceinline__ void load(Channels& v, const In* p, int64 step) {
-  if (step == 1) {
-    Packed w;
-    ld_halves<kVec>(p, w);
-    unpack(v, w);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) v[i] = low<In>(ptx::ld<uint16>(p + i * step));
+// N columns of each channel, which lie behind each other: element i * N + j is column j of channel i. Accesses are as
+// wide as what a thread has is aligned.
+template <int N> struct Columns {
+  static constexpr int kSize = kVec * N;
+  static constexpr int kRun  = kSize % 8 == 0 ? 8 : kSize % 4 == 0 ? 4 : kSize % 2 == 0 ? 2 : 1;
+  uint32 words[kSize / kRun * ((kRun + 1) / 2)];
+
+  // With runs of one element, each has a word of its own.
+  __device__ __forceinline__ float operator()(int i, int j) const {
+    return kRun == 1 ? low<In>(words[i * N + j]) : value(words, i * N + j);
   }
-}
-__device__ __forceinline__ void store(In* p, int64 step, const Channels& v) {
-  if (step == 1) {
-    Packed w;
+  // Keeps the compiler from holding floats instead.
+  __device__ __forceinline__ void keep() {
 #pragma unroll
-    for (int i = 0; i < kVec; i += 2) w[i / 2] = to_pair<In>(v[i], i + 1 < kVec ? v[i + 1] : 0.0f);
-    if constexpr (kVec == 1) ptx::st(p, uint16(w[0]));
-    if constexpr (kVec == 2) ptx::st(p, w[0]);
-    if constexpr (kVec == 4) ptx::st(p, uint2{w[0], w[1]});
-    if constexpr (kVec == 8) ptx::st(p, uint4{w[0], w[1], w[2], w[3]});
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) ptx::st(p + i * step, uint16(to_pair<In>(v[i], 0.0f)));
+    for (uint32& word : words) asm volatile("" : "+r"(word));
   }
+  __device__ __forceinline__ void load(const In* p) {
+#pragma unroll
+    for (int at = 0; at < kSize; at += kRun) {
+      uint32 run[(kRun + 1) / 2];
+      ld_halves<kRun>(p + at, run);
+#pragma unroll
+      for (int r = 0; r < (kRun + 1) / 2; ++r) words[at / kRun * ((kRun + 1) / 2) + r] = run[r];
+    }
+  }
+  __device__ __forceinline__ void store(In* p) const {
+#pragma unroll
+    for (int at = 0; at < kSize; at += kRun) store_run<kRun>(p + at, words + at / kRun * ((kRun + 1) / 2));
+  }
+};
+
+// By approximate powers and quotients: off by a few units of a float, and 0 where it is below 2^-119.
+__device__ __forceinline__ float silu(float v) {
+  constexpr float kLog2E = 0x1.715476p+0f;
+  return v * ptx::rcp_approx(1.0f + ptx::ex2_approx(v * -kLog2E));
 }
 
 struct Filter {
-  Channels weight[kPast + 1], bias;
-  bool     has_silu;
+  Columns<kPast + 1> columns;
+  Channels           weight[kPast + 1];  // those of many tokens
+  Held               bias;
+  bool               has_silu;
 
-  __device__ __forceinline__ void load_at(const In* weights, const In* biases, int64 channel) {
+  __device__ __forceinline__ Filter(const In* weights, const In* biases, int64 channel, bool with_silu)
+      : has_silu(with_silu) {
+    columns.load(weights + channel * (kPast + 1));
+    Packed w = {};
+    if (biases != nullptr) ld_halves<kVec>(biases + channel, w);
+    hold(bias, w);
 #pragma unroll
-    for (int j = 0; j <= kPast; ++j) load(weight[j], weights + channel * (kPast + 1) + j, kPast + 1);
+    for (int j = 0; j <= kPast; ++j) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) bias[i] = 0.0f;
-    if (biases != nullptr) load(bias, biases + channel, 1);
-  }
-  // Takes the next token: what it gives is in `row`, what came last in `past`.
-  __device__ __forceinline__ void step(Channels (&past)[kPast], Channels& row) const {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      float sum = bias[i];
-#pragma unroll
-      for (int j = 0; j < kPast; ++j) sum = fmaf(past[j][i], weight[j][i], sum);
-      sum = fmaf(row[i], weight[kPast][i], sum);
-#pragma unroll
-      for (int j = 0; j + 1 < kPast; ++j) past[j][i] = past[j + 1][i];
-      past[kPast - 1][i] = row[i];
-      row[i] = has_silu ? silu(sum) : sum;
+      for (int i = 0; i < kVec; ++i) weight[j][i] = columns(i, j);
     }
   }
+  __device__ __forceinline__ float at(int i, int j) const { return kBySequence ? columns(i, j) : weight[j][i]; }
+
+  // Takes the next token: what it gives is stored at `out`, what came last is in `past`.
+  __device__ __forceinline__ void step(Held (&past)[kPast], const Packed& token, In* out) {
+    if constexpr (kBySequence) columns.keep();
+    Channels result;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      float sum = value(bias, i);
+#pragma unroll
+      for (int j = 0; j < kPast; ++j) sum = fmaf(value(past[j], i), at(i, j), sum);
+      sum = fmaf(value(token, i), at(i, kPast), sum);
+      result[i] = has_silu ? silu(sum) : sum;
+    }
+#pragma unroll
+    for (int j = 0; j + 1 < kPast; ++j) {
+#pragma unroll
+      for (int i = 0; i < sizeof(Held) / 4; ++i) past[j][i] = past[j + 1][i];
+    }
+    hold(past[kPast - 1], token);
+    Packed w;
+    pack(w, result);
+    store_run<kVec>(out, w);
+  }
 };
 
-// Where the inputs of a thread's channels are.
-struct Rows {
-  const In* x;
-  In*   out;
-  int64 x_stride, out_stride;
-};
 struct States {
   In*   states;  // at the thread's channels
   int64 stride, channel_stride, token_stride, slots, length;
@@ -559,78 +427,145 @@ struct States {
     const int64 slot = slot_of == nullptr ? sequence : int32(ptx::ld<uint32>(slot_of + sequence * slot_stride));
     return slot < 0 || slot >= slots || (slot_of != nullptr && slot == null_slot) ? nullptr : states + slot * stride;
   }
-  __device__ __forceinline__ void load_past(Channels (&past)[kPast], In* state, int64 sequence) const {
+  // Whether a thread's columns are one run.
+  __device__ __forceinline__ bool is_dense() const {
+    return kVec > 1 && length == kPast && token_stride == 1 && channel_stride == kPast && stride % 8 == 0;
+  }
+  __device__ __forceinline__ void load_past(Held (&past)[kPast], const In* state, int64 sequence) const {
     const bool is_there = has == nullptr ? has_by_default != 0 : ptx::ld<uint8>(has + sequence) != 0;
     int64 first = accepted == nullptr ? 0 : int32(ptx::ld<uint32>(accepted + sequence)) - 1;
     first = max(int64(0), min(first, length - kPast));
+    Packed columns[kPast] = {};
+    if (is_there && is_dense()) {
+      Columns<kPast> run;
+      run.load(state);
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) {
+      for (int j = 0; j < kPast; ++j) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) past[j][i] = 0.0f;
-      if (is_there) load(past[j], state + (first + j) * token_stride, channel_stride);
-    }
-  }
-  // The last inputs behind `tokens` of x, or with drafted tokens all but the first.
-  __device__ __forceinline__ void keep(const Channels (&past)[kPast], In* state, const In* x, int64 x_stride,
-                                       int64 tokens) const {
-    const int64 dropped = accepted == nullptr ? tokens : 1;
-    for (int64 at = dropped; at < min(kPast + tokens, dropped + length); ++at) {
-      Channels v;
-      if (at >= kPast) load(v, x + (at - kPast) * x_stride, 1);
+        for (int i = 0; i < kVec; ++i) columns[j][i / 2] |= half_of(run.words, i * kPast + j) << i % 2 * 16;
+      }
+    } else if (is_there) {
 #pragma unroll
-      for (int j = 0; j < kPast; ++j)
-        if (at == j) {
+      for (int j = 0; j < kPast; ++j) {
+        const In* column = state + (first + j) * token_stride;
+        if (channel_stride == 1) ld_halves<kVec>(column, columns[j]);
+        else {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) v[i] = past[j][i];
+          for (int i = 0; i < kVec; ++i)
+            columns[j][i / 2] |= uint32(ptx::ld<uint16>(column + i * channel_stride)) << i % 2 * 16;
         }
-      store(state + (at - dropped) * token_stride, channel_stride, v);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) hold(past[j], columns[j]);
+  }
+  __device__ __forceinline__ void store_column(In* state, int64 column, const Held& v) const {
+    Packed w;
+    pack(w, v);
+    In* to = state + column * token_stride;
+    if (channel_stride == 1) return store_run<kVec>(to, w);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) ptx::st(to + i * channel_stride, uint16(half_of(w, i)));
+  }
+  __device__ __forceinline__ void store_past(In* state, const Held (&past)[kPast]) const {
+    if (is_dense()) {
+      Packed columns[kPast];
+#pragma unroll
+      for (int j = 0; j < kPast; ++j) pack(columns[j], past[j]);
+      Columns<kPast> run = {};
+#pragma unroll
+      for (int at = 0; at < kVec * kPast; ++at)
+        run.words[at / 2] |= half_of(columns[at % kPast], at / kPast) << at % 2 * 16;
+      return run.store(state);
+    }
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) store_column(state, j, past[j]);
+  }
+};
+
+// Where the inputs and outputs of a thread's channels are, and the loads that are under way.
+struct Rows {
+  const In* x;
+  In*   out;
+  int64 x_stride, out_stride;
+  Packed next[kAhead];
+  int64  first;  // the token of next[0] before a sequence is known, else -1
+
+  __device__ __forceinline__ void load_ahead(int64 from, int64 until) {
+    const In* p = x + from * x_stride;
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (from + a < until) ld_halves<kVec>(p, next[a]);
+      p += x_stride;
+      asm volatile("" : "+l"(p));  // keeps the compiler from holding the distances of all rows
     }
   }
 };
 
 // The tokens from `from` to `until` of a sequence from `start` to `end`.
-__device__ __forceinline__ void run(const Filter& filter, const Rows& rows, const States& states, int64 sequence,
+__device__ __forceinline__ void run(Filter& filter, Rows& rows, const States& states, int64 sequence,
                                     int64 start, int64 end, int64 from, int64 until) {
-  In* state = states.of(sequence);
-  if (state == nullptr) return;
-  Channels past[kPast];
-  if (from == start) {
+  const bool is_first = from == start;
+  Held       past[kPast];
+  const auto load_before = [&](int64 token) {
+#pragma unroll
+    for (int j = 0; j < kPast; ++j) {
+      Packed w;
+      ld_halves<kVec>(rows.x + (token - kPast + j) * rows.x_stride, w);
+      hold(past[j], w);
+    }
+  };
+  if (is_first) {
     until = min(end, max(until, start + kPast));
-    states.load_past(past, state, sequence);
-    states.keep(past, state, rows.x + start * rows.x_stride, rows.x_stride, end - start);
   } else {
     from = max(from, start + kPast);
     if (from >= until) return;
-#pragma unroll
-    for (int j = 0; j < kPast; ++j) load(past[j], rows.x + (from - kPast + j) * rows.x_stride, 1);
+    load_before(from);
   }
-  const auto load_rows = [&](Packed (&row)[kAhead], int64 t) {
+  if (rows.first != from) rows.load_ahead(from, until);
+  rows.first = -1;
+  In* state = states.of(sequence);
+  if (state == nullptr) return;
+  const bool is_drafted = kBySequence && states.accepted != nullptr;  // then all inputs but the first are kept
+  if (is_first) {
+    states.load_past(past, state, sequence);
+    if (is_drafted) {
 #pragma unroll
-    for (int a = 0; a < kAhead; ++a)
-      if (t + a < until) ld_halves<kVec>(rows.x + (t + a) * rows.x_stride, row[a]);
-  };
-  Packed next[kAhead];
-  load_rows(next, from);
-  for (int64 t = from; t < until; t += kAhead) {  // the next loads are under way beside the sums
-    Packed now[kAhead];
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-#pragma unroll
-      for (int i = 0; i < (kVec + 1) / 2; ++i) now[a][i] = next[a][i];
-    }
-    load_rows(next, t + kAhead);
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (t + a >= until) break;
-      Channels row;
-      unpack(row, now[a]);
-      filter.step(past, row);
-      store(rows.out + (t + a) * rows.out_stride, 1, row);
+      for (int j = 1; j < kPast; ++j) states.store_column(state, j - 1, past[j]);
     }
   }
+  int64 t  = from;
+  In*   to = rows.out + from * rows.out_stride;
+  if constexpr (!kBySequence) {
+    for (; t + kAhead <= until; t += kAhead) {  // the next loads are under way beside the sums
+      Packed now[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) hold(now[a], rows.next[a]);
+      rows.load_ahead(t + kAhead, until);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        filter.step(past, now[a], to);
+        to += rows.out_stride;
+        asm volatile("" : "+l"(to));
+      }
+    }
+  }
+#pragma unroll 1
+  for (; t < until; ++t, to += rows.out_stride) {
+    filter.step(past, rows.next[0], to);
+    if (is_drafted && kPast - 1 + t - start < states.length)
+      states.store_column(state, kPast - 1 + t - start, past[kPast - 1]);
+#pragma unroll
+    for (int a = 0; a + 1 < kAhead; ++a) hold(rows.next[a], rows.next[a + 1]);
+    if (kBySequence && t + kAhead < until)
+      ld_halves<kVec>(rows.x + (t + kAhead) * rows.x_stride, rows.next[kAhead - 1]);
+  }
+  if (!is_first || is_drafted) return;
+  if (until < end) load_before(end);
+  states.store_past(state, past);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) conv_causal(
+extern "C" __global__ void __launch_bounds__(kThreads, kResident / kThreads) conv_causal(
     const In* __restrict__ x,             // [tokens, channels]
     const In* __restrict__ weight,        // [channels, width]
     const In* __restrict__ bias,          // [channels]; null: 0
@@ -659,12 +594,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) conv_causal(
     int64 has_by_default,                 // 0 or 1
     int64 has_silu                        // 0 or 1
 ) {
-  if constexpr (kHasPdl) ptx::griddep_launch(), ptx::griddep_wait();
-  const int64 channel = (int64(blockIdx.y) * kThreads + threadIdx.x) * kVec;
-  if (channel >= channels) return;
-  Filter filter;
-  filter.has_silu = has_silu != 0;
-  filter.load_at(weight, bias, channel);
+  if constexpr (kHasPdl) ptx::griddep_launch();
+  const int64 channel = (int64(blockIdx.y) * kThreads + threadIdx.x) * kVec, block = blockIdx.x;
+  const bool  has_channel = channel < channels;
+  Filter      filter(weight, bias, has_channel ? channel : 0, has_silu != 0);
+  if constexpr (kHasPdl) ptx::griddep_wait();
   const States state = {states + channel * state_channel_stride, state_stride, state_channel_stride, state_token_stride,
                         state_slots, state_length, slot_of, has_state, accepted, slot_stride, null_slot,
                         has_by_default};
@@ -673,23 +607,24 @@ extern "C" __global__ void __launch_bounds__(kThreads) conv_causal(
     if (starts == nullptr) return sequence * sequence_tokens;
     return max(int64(0), min(int64(int32(ptx::ld<uint32>(starts + sequence))), tokens));
   };
+  Rows rows = {x + channel, out + channel, x_stride, out_stride, {}, -1};
   if constexpr (kBySequence) {
-    const int64 sequence = blockIdx.x, start = begin_of(sequence), end = begin_of(sequence + 1);
-    const bool  apart = starts == nullptr;  // then each has its own distance to the next
-    const Rows  rows = {x + channel + (apart ? sequence * (x_sequence_stride - sequence_tokens * x_stride) : 0),
-                        out + channel + (apart ? sequence * (out_sequence_stride - sequence_tokens * out_stride) : 0),
-                        x_stride, out_stride};
-    if (start < end) run(filter, rows, state, sequence, start, end, start, end);
-  } else {
-    const Rows  rows = {x + channel, out + channel, x_stride, out_stride};
-    const int64 until = min((int64(blockIdx.x) + 1) * block_tokens, tokens);
-    int64 at = int64(blockIdx.x) * block_tokens, first = 0, behind = sequences;
-    while (first < behind) {  // the first sequence that ends behind `at`
-      const int64 middle = (first + behind) / 2;
-      if (begin_of(middle + 1) <= at) first = middle + 1;
-      else behind = middle;
+    const int64 sequence = block, start = begin_of(sequence), end = begin_of(sequence + 1);
+    if (starts == nullptr) {  // then each has its own distance to the next
+      rows.x += sequence * (x_sequence_stride - sequence_tokens * x_stride);
+      rows.out += sequence * (out_sequence_stride - sequence_tokens * out_stride);
     }
-    for (int64 sequence = first; sequence < sequences; ++sequence) {
+    if (has_channel && start < end) run(filter, rows, state, sequence, start, end, start, end);
+  } else {
+    const int64 until = min((block + 1) * block_tokens, tokens);
+    int64 at = block * block_tokens, first = 0, behind = sequences;
+    if (has_channel) rows.load_ahead(at, tokens), rows.first = at;
+    while (first < behind) {  // the first sequence that ends behind `at`: each lane looks at one, evenly apart
+      const int64  apart = (behind - first + kWarp - 1) / kWarp, seen = first + (threadIdx.x % kWarp + 1) * apart - 1;
+      const uint32 before = __ballot_sync(~0u, seen < behind && begin_of(seen + 1) <= at);
+      first += __popc(before) * apart, behind = min(behind, first + apart - 1);
+    }
+    for (int64 sequence = first; has_channel && sequence < sequences; ++sequence) {
       const int64 start = begin_of(sequence), end = begin_of(sequence + 1);
       at = max(at, start);
       if (at >= until) break;

@@ -970,9 +970,9 @@ __device__ __forceinline__ void update(Rows& h, const Sums& sums, const Shared& 
 }
 
 // ---- kernel ----------------------------------------------------------------
-// Warps that an SM must hold at once: they limit a thread to 168 or 128 registers. Packed floats need register pairs,
-// and so the higher limit.
-constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? 12 : 16;
+// Warps that an SM must hold at once: they limit a thread to 168, 128 or 96 registers. Packed floats need register
+// pairs, and so the highest limit; a state of one TF32 number needs fewer registers, and more warps hide its loads.
+constexpr int kMinWarps = C::kMaxTokens > 8 || kHasF32x2 ? 12 : kTerms == 1 ? 20 : 16;
 extern "C" __global__ void __launch_bounds__(C::kThreads, kMinWarps / C::kWarps) gdn_chunk(
     const In* __restrict__ q,              // [batch, tokens, heads, K]
     const In* __restrict__ k,              // [batch, tokens, heads, K]

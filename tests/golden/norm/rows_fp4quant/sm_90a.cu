@@ -1,9 +1,11 @@
 // norm_rows_fp4quant, generated from templates/norm/rows_fp4quant.cu.j2
-// spec: {"add":false,"block":16,"in_dtype":"bf16","scale":"e4m3","units":1}
+// spec: {"add":false,"block":16,"gate":false,"in_dtype":"bf16","scale":"e4m3","units":1}
 //
 // Normalises rows and quantizes them. Up to kWarps warps of a CTA share a row. A thread keeps its kUnits units and
 // their weights in registers. CTAs take one row each, so that the GPU balances them, and the next kernel's start as
-// soon as there is room. Weights do not come from an earlier kernel, and are loaded before it has ended.
+// soon as there is room. Weights do not come from an earlier kernel, and are loaded before it has ended. With kGate, a
+// row is several heads behind each other, each normalised by itself and multiplied by silu(gate); lanes of one warp
+// share a head.
 
 // ---- partials/arch ---------------------------------------------------------
 // sm_90a
@@ -581,6 +583,61 @@ template <SfLayout L> __device__ __forceinline__ uint32 sf_padded_rows(uint32 ro
   return (rows + Sector<L>::kTileRows - 1) & ~uint32(Sector<L>::kTileRows - 1);
 }
 
+// ---- partials/e4m3 ---------------------------------------------------------
+// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
+__device__ __forceinline__ uint8 encode_e4m3(float v) {
+  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
+  const float  a    = fabsf(v);
+  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
+  if (a != a) return 0x7F;
+  if (a >= 448.0f) return sign | 0x7Eu;
+  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
+  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
+}
+
+__device__ __forceinline__ float decode_e4m3(uint8 b) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
+  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
+  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
+  return __uint_as_float(__float_as_uint(v) | sign);
+}
+// Two bytes to a pair of fp16, which holds every E4M3 value.
+__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
+  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
+  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
+}
+
+// ---- partials/inputs -------------------------------------------------------
+// A unit is 16 neighbouring elements: RawUnit holds them as they are in memory, 8 pairs of 16-bit floats are quantized.
+template <typename In> struct Widened { using type = In; };
+template <> struct Widened<e4m3> { using type = f16; };
+template <typename In> using RawUnit = uint32[16 * sizeof(In) / 4];
+
+// Rows that start at multiples of 32 bytes are loaded 32 bytes at a time where the GPU has such loads.
+template <typename In> __device__ __forceinline__ bool is_wide(const In* x, int64 x_stride) {
+  return kHasLd256 && sizeof(In) == 2 && (uint64(x) | x_stride * sizeof(In)) % 32 == 0;
+}
+template <typename In> __device__ __forceinline__ void load_unit(RawUnit<In>& raw, const In* p, bool wide) {
+  if constexpr (kHasLd256 && sizeof(In) == 2) {
+    if (wide) return ptx::ld_global_nc_32(raw, p);
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * sizeof(In); i += 4) {
+    const uint4 v = ptx::ld_global_nc_16(p + i * 4 / sizeof(In));
+    raw[i] = v.x, raw[i + 1] = v.y, raw[i + 2] = v.z, raw[i + 3] = v.w;
+  }
+}
+
+// fp16(x * (6 * (1 / g))): FlashInfer's convention, after which the codes stand for 6 x / g.
+__device__ __forceinline__ void widen_unit(const RawUnit<e4m3>& raw, float g, uint32 (&x)[8]) {
+  const float p = 1.0f / g * 6.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32 pair = decode_e4m3x2(uint16(raw[i / 2] >> i % 2 * 16));
+    x[i] = to_pair<f16>(low<f16>(pair) * p, high<f16>(pair) * p);
+  }
+}
+
 // ---- partials/e2m1 ---------------------------------------------------------
 // Rounds to E2M1: to nearest even, saturating at 6; NaN becomes +6 (code 7), a zero keeps its sign.
 //
@@ -611,30 +668,6 @@ __device__ __forceinline__ uint32 e2m1x8(const float (&v)[8]) {
   const uint32 even = e2m1x4(v[0], v[2], v[4], v[6]), odd = e2m1x4(v[1], v[3], v[5], v[7]);
   return ptx::select_bits(0x0F0F0F0Fu, even >> 4, odd);
 }
-// ---- partials/e4m3 ---------------------------------------------------------
-// Rounds to E4M3: to nearest even, saturating at 448; NaN becomes 0x7F.
-__device__ __forceinline__ uint8 encode_e4m3(float v) {
-  if constexpr (kHasE4m3Cvt) return uint8(ptx::cvt_e4m3x2(v, 0.0f));
-  const float  a    = fabsf(v);
-  const uint32 bits = __float_as_uint(a), sign = __float_as_uint(v) >> 24 & 0x80u;
-  if (a != a) return 0x7F;
-  if (a >= 448.0f) return sign | 0x7Eu;
-  if (a < 0x1p-6f) return sign | (__float_as_uint(a + 0x1p14f) - __float_as_uint(0x1p14f));  // in steps of 2^-9
-  return sign | ((bits + 0x7FFFFu + (bits >> 20 & 1u) - (120u << 23)) >> 20);
-}
-
-__device__ __forceinline__ float decode_e4m3(uint8 b) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f32_f16(uint16(ptx::cvt_f16x2_e4m3x2(b)));
-  const uint32 a = b & 0x7Fu, sign = uint32(b & 0x80u) << 24;
-  const float  v = a == 0x7Fu ? __uint_as_float(0x7FFFFFFFu) : __uint_as_float(a << 20) * 0x1p120f;
-  return __uint_as_float(__float_as_uint(v) | sign);
-}
-// Two bytes to a pair of fp16, which holds every E4M3 value.
-__device__ __forceinline__ uint32 decode_e4m3x2(uint16 bytes) {
-  if constexpr (kHasE4m3Cvt) return ptx::cvt_f16x2_e4m3x2(bytes);
-  return ptx::cvt_f16x2(decode_e4m3(uint8(bytes)), decode_e4m3(uint8(bytes >> 8)));
-}
-
 // ---- partials/nvfp4 --------------------------------------------------------
 // Blocks of 16 elements with one E4M3 scale b each, and one global encode scale g. Every step is correctly rounded:
 //   s = amax * (g * fl(1/6));  b = e4m3(s);  o = min(1 / (dec8(b) * (1 / g)), FLT_MAX);  codes = e2m1(x * o)
@@ -686,6 +719,46 @@ template <typename In> __device__ __forceinline__ uint2 encode_block(const uint3
   return make_uint2(codes[0], codes[1]);
 }
 
+// ---- partials/silu_of ------------------------------------------------------
+// v / (1 + exp(-v)). exp is ex2.approx of a rounded product: the one step that is not correctly rounded, with a
+// relative error of up to 2^-22 + |v| * 2^-23.
+constexpr float kLog2E = 0x1.715476p+0f, kSiluRange = 80.0f;
+
+// For |v| <= kSiluRange, where the divisor is far from overflow: the quotient of a correctly rounded reciprocal,
+// corrected by its remainder, is correctly rounded (Markstein). The remainder is subtracted, so that -0 stays -0.
+__device__ __forceinline__ float silu_inside(float v) {
+  const float d = 1.0f + ptx::ex2_approx(v * -kLog2E), r = reciprocal_inside(d), q = v * r;
+  return fmaf(-fmaf(d, q, -v), r, q);
+}
+// For larger |v|, 1 + exp(-v) rounds to 1 or to exp(-v). ex2.approx flushes subnormal results to zero, and exp(v) may
+// be subnormal; exp(v) times 2^64 is not.
+__device__ __forceinline__ float silu_outside(float v) {
+  return v > 0.0f ? v : v * ptx::ex2_approx(fmaf(v, kLog2E, 64.0f)) * 0x1p-64f;
+}
+
+__device__ __forceinline__ float silu(float v) {
+  return fabsf(v) > kSiluRange ? silu_outside(v) : silu_inside(v);
+}
+
+// ---- partials/silu ---------------------------------------------------------
+// round(silu(gate) * up)
+template <typename In>
+__device__ __forceinline__ void silu_and_mul(const RawUnit<In>& gate, const RawUnit<In>& up, uint32 (&x)[8]) {
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[2 * i] = silu_inside(low<In>(gate[i])), v[2 * i + 1] = silu_inside(high<In>(gate[i]));
+  if (block_amax<In>(gate) > kSiluRange) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float lo = low<In>(gate[i]), hi = high<In>(gate[i]);
+      if (fabsf(lo) > kSiluRange) v[2 * i] = silu_outside(lo);
+      if (fabsf(hi) > kSiluRange) v[2 * i + 1] = silu_outside(hi);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = to_pair<In>(v[2 * i] * low<In>(up[i]), v[2 * i + 1] * high<In>(up[i]));
+}
+
 // ---- spec ------------------------------------------------------------------
 enum class Scale { kE4m3, kUe8m0 };
 
@@ -693,6 +766,7 @@ using In = bf16;
 constexpr int   kBlock   = 16;
 constexpr Scale kScale   = Scale::kE4m3;
 constexpr bool  kAdd     = false;
+constexpr bool  kGate    = false;
 constexpr int   kUnits   = 1;
 constexpr int   kWarps   = 8;
 constexpr int   kMinCtas = 4;     // that an SM must hold at once; bounds the registers
@@ -711,6 +785,14 @@ template <typename F> __device__ __forceinline__ void each_unit(uint32 first, ui
     if (first + v * kWarp < units) f(v, first + v * kWarp);
 }
 
+// The sum of 2^n neighbouring lanes, neighbours first.
+__device__ __forceinline__ float sum_of_lanes(float mine, uint32 lanes) {
+#pragma unroll
+  for (int distance = 1; distance < kWarp; distance *= 2)
+    if (distance < lanes) mine += __shfl_xor_sync(~0u, mine, distance);
+  return mine;
+}
+
 // Writes a unit to `to`. Two neighbouring lanes write their units one after the other, a half each, so that every store
 // fills whole sectors. All lanes of a warp call this; those without a unit write nothing of their own.
 __device__ __forceinline__ void write_units(In* to, const Unit& u, uint32 unit, uint32 units) {
@@ -724,6 +806,15 @@ __device__ __forceinline__ void write_units(In* to, const Unit& u, uint32 unit, 
   In* half = to - (odd ? kUnit / 2 : 0);
   if (unit - odd < units) ptx::st_16(half, {even_half[0], even_half[1], even_half[2], even_half[3]});
   if (unit + !odd < units) ptx::st_16(half + kUnit, {odd_half[0], odd_half[1], odd_half[2], odd_half[3]});
+}
+
+// round(((x * s) * w) * silu(z))
+__device__ __forceinline__ void scale_gated(Unit& to, const float (&x)[kUnit], float s, const float (&w)[kUnit],
+                                            const Unit& z) {
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i)
+    to[i] = to_pair<In>(x[2 * i] * s * w[2 * i] * silu(low<In>(z[i])),
+                        x[2 * i + 1] * s * w[2 * i + 1] * silu(high<In>(z[i])));
 }
 
 // Codes and scale byte of a unit.
@@ -745,7 +836,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows
     In* __restrict__ y,                      // [m, h], what is quantized, or null
     int64 m,
     int64 h,
-    float eps) {
+    float eps,
+    const In* __restrict__ gate,             // [m, h]; with it, weight is that of a head; or null
+    int64 head_units                         // of the elements that are normalised together, with a gate
+) {
   __shared__ RowSum<kWarps, false> row_sum;
   const uint32 lane  = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, row = blockIdx.x;
   const uint32 rows  = uint32(m), cols = uint32(h) / kBlock, sf_cols = sf_padded_cols<SfLayout::k128x4>(cols);
@@ -753,8 +847,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows
   const uint32 col   = first / kUnitsPerBlock;
   const int64  at    = row * h + first * kUnit;  // element
 
-  Unit w[kUnits] = {}, u[kUnits] = {};
-  each_unit(first, units, [&](int v, uint32 unit) { ptx::ld_unit(w[v], weight + unit * kUnit); });
+  Unit w[kUnits] = {}, u[kUnits] = {}, z[kUnits] = {};
+  each_unit(first, units, [&](int v, uint32 unit) {
+    ptx::ld_unit(w[v], weight + (kGate ? unit % uint32(head_units) : unit) * kUnit);
+  });
   if constexpr (kHasPdl) ptx::griddep_wait();
   each_unit(first, units, [&](int v, uint32) { ptx::ld_unit(u[v], x + at + v * kTurn); });
   if constexpr (kAdd) {
@@ -768,6 +864,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows
       write_units(residual + at + v * kTurn, u[v], first + v * kWarp, units);
     }
   } else {
+    if constexpr (kGate) each_unit(first, units, [&](int v, uint32) { ptx::ld_unit(z[v], gate + at + v * kTurn); });
     if constexpr (kHasPdl) ptx::griddep_launch();
   }
   const float g = kScale == Scale::kE4m3 && global_scale ? ptx::ld_f32(global_scale) : 1.0f;
@@ -778,10 +875,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows
     widen<In>(f, u[v]);
     sums[v] = sum_of_squares(f);
   }
-  const Rstd  rstd_of{float(uint32(h)), 1.0f / float(uint32(h)), eps};
+  const float normalised = kGate ? float(uint32(head_units) * kUnit) : float(uint32(h));
+  const Rstd  rstd_of{normalised, 1.0f / normalised, eps};
   const float sixth = nvfp4_sixth(g);
   const Nvfp4Multiplier multiplier_of(g);
-  const float rstd = rstd_of(row_sum(tree_sum(sums), 0, kWarp));
+  const float rstd = kGate ? 0.0f : rstd_of(row_sum(tree_sum(sums), 0, kWarp));
 
   // Where a block is two units, the first of its two lanes writes the scale. Lanes beyond the last column write zeros.
   const bool has_scale = lane % kUnitsPerBlock == 0;
@@ -792,7 +890,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * kWarp, kMinCtas) norm_rows
   for (int v = 0; v < kUnits; ++v) {
     float f[kUnit], by[kUnit];
     widen<In>(f, u[v]), widen<In>(by, w[v]);
-    scale<In>(u[v], f, rstd, by);
+    if constexpr (kGate) scale_gated(u[v], f, rstd_of(sum_of_lanes(sums[v], uint32(head_units))), by, z[v]);
+    else scale<In>(u[v], f, rstd, by);
     uint8 b;
     const uint2 codes  = quantize(u[v], b, sixth, multiplier_of);
     const bool  exists = first + v * kWarp < units;
