@@ -14,8 +14,8 @@ from jitfp4 import ArgumentError
 from jitfp4.flashinfer import cutlass_fused_moe, moe
 from jitfp4.formats import MXFP4, NVFP4, BlockFormat
 from tests.engines.trial import Arguments
-from tests.engines.values_experts import EXPERTS, HIDDEN, INTER, moe_arguments, swiglu_constants
-from tests.support.experts import make_raw
+from tests.engines.values_experts import EXPERTS, HIDDEN, INTER, ORDER, moe_arguments, swiglu_constants
+from tests.support.experts import dense, make_raw
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +160,44 @@ def test_scales_in_another_order_are_refused() -> None:
     raw = make_raw(EXPERTS, HIDDEN, INTER, MXFP4)
     with pytest.raises(ArgumentError, match="interleave_moe_scales_for_sm90_mixed_gemm"):
         run(arguments(), quant_scales=[raw.w13_scales, raw.w2_scales])
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(given: Arguments) -> Arguments:
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    return {name: moved(value) for name, value in given.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_format", BlockFormat)
+def test_on_a_gpu(block_format: BlockFormat) -> None:
+    raw = make_raw(EXPERTS, HIDDEN, INTER, block_format)
+    given = moe_arguments(raw)
+    want = dense(
+        raw, ORDER, given["input"], *(given[f"token_{name}"] for name in ("selected_experts", "final_scales")), "swiglu"
+    )
+    out = run(on_gpu(given))
+    assert (out.cpu().double() - want).norm() < 2.0**-8 * want.norm()
+
+
+@pytest.mark.gpu
+def test_a_graph_needs_a_call_before() -> None:
+    given = on_gpu(arguments())
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ArgumentError, match="before this capture"), torch.cuda.graph(graph):
+        run(given)
+    eager, graph = run(given), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(given)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, eager)
 
 
 # ---- beside FlashInfer -----------------------------------------------------------------------------------------------
