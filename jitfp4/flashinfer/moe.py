@@ -146,6 +146,8 @@ def cutlass_fused_moe(
     check_dtype("input", input, _HALVES)
     if output_dtype != input.dtype:
         raise ArgumentTypeError("output_dtype", output_dtype, f"{input.dtype}, as input")
+    if not isinstance(activation_type, int):
+        raise ArgumentTypeError("activation_type", type(activation_type).__name__, "an ActivationType")
     if not 0 <= ep_rank < ep_size:
         raise ArgumentError("ep_rank", ep_rank, f"0 to ep_size - 1, {ep_size - 1}")
     weights = _Weights(

@@ -156,6 +156,11 @@ def test_an_error_names_the_argument(name: str) -> None:
         run(arguments(block_format), **wrong)
 
 
+def test_an_activation_has_a_number() -> None:
+    with pytest.raises(ArgumentError, match="^activation_type: got str"):
+        run(arguments(), activation_type="swiglu")
+
+
 def test_scales_in_another_order_are_refused() -> None:
     raw = make_raw(EXPERTS, HIDDEN, INTER, MXFP4)
     with pytest.raises(ArgumentError, match="interleave_moe_scales_for_sm90_mixed_gemm"):
