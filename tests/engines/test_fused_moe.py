@@ -157,7 +157,7 @@ def test_an_error_names_the_argument(name: str) -> None:
 
 
 def test_an_activation_has_a_number() -> None:
-    with pytest.raises(ArgumentError, match="^activation_type: got str"):
+    with pytest.raises(ArgumentError, match=r"^activation_type: got str"):
         run(arguments(), activation_type="swiglu")
 
 
