@@ -202,7 +202,7 @@ def test_impossible_cuts_name_the_field(name: str, tactic: WideTactic) -> None:
 
 def test_grids() -> None:
     assert geometry(problem(64), WideTactic(64, 16, 4), SM_90A).grid == (132, 1, 1)  # of 8 * 380 tiles
-    assert geometry(problem(64, tokens=1)._replace(n=256), WideTactic(64, 16, 4), SM_90A).grid == (32, 1, 1)
+    assert geometry(problem(64, tokens=1), WideTactic(64, 16, 4), SM_90A).grid == (64, 1, 1)
     assert geometry(problem(64), WideTactic(64, 16, 3), SM_90A).block == (512, 1, 1)
 
 

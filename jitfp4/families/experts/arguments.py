@@ -15,10 +15,10 @@ class RouteArguments(NamedTuple):
     ``ids`` int32 or int64 [tokens, slots]; ``expert_map`` int32 [global experts], the number of each expert among the
     ``experts`` of this GPU or -1, None for the identity. Slots whose id is outside, or maps outside, are skipped.
 
-    ``items`` int32 [most_items, 4]: expert, first, rows, the number of items: an item is up to ``item_rows`` rows of
-    one expert. Items are in the order of experts; behind the last all are zero. ``order`` int32 [tokens * slots]:
-    items[i] has rows ``first`` to ``first + rows - 1`` of it, and order[row] is the assignment ``token * slots +
-    slot``. Behind the last row it is unwritten.
+    ``items`` int32 [most_items, 4]: expert, first, rows, 0: an item is up to ``item_rows`` rows of one expert. Items
+    are in the order of experts; behind the last all are zero. ``order`` int32 [tokens * slots]: items[i] has rows
+    ``first`` to ``first + rows - 1`` of it, and order[row] is the assignment ``token * slots + slot``. Behind the last
+    row it is unwritten.
     """
 
     ids: torch.Tensor

@@ -79,7 +79,6 @@ def _route_reference(arguments: RouteArguments) -> None:
             arguments.items[item] = torch.tensor([expert, row + first, rows, 0], dtype=torch.int32)
             item += 1
         row += len(found)
-    arguments.items[:item, 3] = item
 
 
 def _rows_of_h(

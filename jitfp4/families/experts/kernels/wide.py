@@ -16,7 +16,7 @@ from jitfp4.families.experts.problem import Problem, Product
 from jitfp4.formats import BlockFormat, DType
 from jitfp4.kernel import Before, Kernel, Plan, Scratch
 from jitfp4.layouts import ceil_div, round_up
-from jitfp4.spec import Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
+from jitfp4.spec import I64, Geometry, KernelSpec, Ptr, TensorMapParam, TileMap
 from jitfp4.weight import TILE_COLS, TILE_ROWS, tile_bytes
 
 _SHARED_BYTES = shared_bytes_with("has_wgmma")
@@ -152,9 +152,9 @@ def rejects(problem: Problem, tactic: WideTactic, arch: Arch) -> str | None:
 
 
 def geometry(problem: Problem, tactic: WideTactic, arch: Arch) -> Geometry:
-    """A cluster for a tile of each of its CTAs, but at most as many as fill the GPU: they are persistent."""
+    """A cluster for each tile, but at most as many as fill the GPU: they are persistent."""
     spec = specialise(problem, tactic)
-    tiles = problem.items * ceil_div(problem.n, TILE_ROWS * spec.cluster)
+    tiles = problem.items * ceil_div(problem.n, TILE_ROWS * spec.groups * spec.cluster)
     grid = (min(arch.num_sms // spec.cluster, tiles) * spec.cluster, 1, 1)
     cluster = (spec.cluster, 1, 1)
     return Geometry(grid=grid, block=(spec.threads, 1, 1), cluster=cluster, shared_bytes=spec.shared_bytes)
@@ -187,7 +187,7 @@ def _gather(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> GatherArg
 
 def _bind_items(arguments: UpArguments | ResultArguments, plan: Plan) -> dict[str, Any]:
     problem: Problem = plan.problem
-    return {"items": arguments.items, "n": problem.n, "k": problem.k}
+    return {"items": arguments.items, "items_end": problem.items, "n": problem.n, "k": problem.k}
 
 
 def _bind_up(arguments: UpArguments, plan: Plan, rows: torch.Tensor) -> dict[str, Any]:
@@ -199,7 +199,8 @@ def _bind_down(arguments: ResultArguments, plan: Plan) -> dict[str, Any]:
     return own | bind_down(arguments) | _bind_items(arguments, plan)
 
 
-_ITEMS = Ptr("items", "const int4", "expert, first, rows, number of items; there is one at least")
+_ITEMS = Ptr("items", "const int4", "[items_end]")
+_SIZES = (I64("items_end"), *MATRIX)
 
 _CUTS = ((16, 8, (4, 5, 6)), (32, 8, (4, 5)), (48, 8, (4,)), (80, 8, (4,)), (96, 8, (4,)), (160, 16, (3,)))
 WIDE_TACTICS = (
@@ -222,7 +223,7 @@ WIDE_UP = Kernel(
         _ITEMS,
         Ptr("h", "In", "[tokens * slots, n, with gates n / 2]"),
         Ptr("done", "int32", "[counters]"),
-        *MATRIX,
+        *_SIZES,
         *SWIGLU,
     ),
     tactics=WIDE_TACTICS,
@@ -243,7 +244,7 @@ WIDE_DOWN = Kernel(
         _ITEMS,
         Ptr("order", "const int32", "[tokens * slots]"),
         Ptr("y", "In", "[tokens * slots, n], by assignment"),
-        *MATRIX,
+        *_SIZES,
     ),
     tactics=WIDE_TACTICS,
     rejects=rejects,

@@ -368,42 +368,22 @@ __device__ __forceinline__ int32 sum_up_to(int32 v, int lane) {
   return v;
 }
 
-// A thread's assignments, of which `ctas` CTAs take turns, in batches; most threads have one batch, which they keep.
-struct Assignments {
-  const Routing& routing;
-  int64 end, begin, step;
-  int32 first[kBatch];  // experts of the first batch; -1: skipped
-
-  __device__ __forceinline__ Assignments(const Routing& routing, int64 end, int cta, int ctas)
-      : routing(routing), end(end), begin(cta * kThreads + threadIdx.x), step(int64(ctas) * kThreads) {
-    load(first, begin);
-  }
-  // Calls f(assignment, expert) for each that is not skipped.
-  template <typename F> __device__ __forceinline__ void each(F f) const {
-    each_of(first, begin, f);
-    for (int64 i = begin + step * kBatch; i < end; i += step * kBatch) {
-      int32 more[kBatch];
-      load(more, i);
-      each_of(more, i, f);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void load(int32 (&experts)[kBatch], int64 from) const {
+// Calls f(assignment, expert) for each assignment of a thread that is not skipped; `ctas` CTAs take turns.
+template <typename F>
+__device__ __forceinline__ void each_taken(const Routing& routing, int64 assignments, int cta, int ctas, F f) {
+  const int64 step = int64(ctas) * kThreads;
+  for (int64 i = cta * kThreads + threadIdx.x; i < assignments; i += step * kBatch) {
     int64 id[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) id[b] = from + b * step < end ? routing.id(from + b * step) : -1;
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) experts[b] = routing.expert(id[b]);
-  }
-  template <typename F>
-  __device__ __forceinline__ void each_of(const int32 (&experts)[kBatch], int64 from, F f) const {
+    for (int b = 0; b < kBatch; ++b) id[b] = routing.id(min(i + b * step, assignments - 1));
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (experts[b] >= 0) f(from + b * step, experts[b]);
+      const int64 at     = i + b * step;
+      const int32 expert = at < assignments ? routing.expert(id[b]) : -1;
+      if (expert >= 0) f(at, expert);
     }
   }
-};
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
     const uint8* __restrict__ ids,         // [tokens, slots] of id_bytes bytes
@@ -429,9 +409,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
     ptx::griddep_launch();
     ptx::griddep_wait();
   }
-  const Assignments own(routing, assignments, cta, ctas);
   __syncthreads();
-  own.each([&](int64, int32 expert) { atomicAdd(&counts[expert], 1); });
+  each_taken(routing, assignments, cta, ctas, [&](int64, int32 expert) { atomicAdd(&counts[expert], 1); });
   int32 rows = 0, lower = 0;  // of all CTAs, of those before this one
   if (kHasClusters && ctas > 1) {
     ptx::cluster_sync();
@@ -453,17 +432,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) experts_route(
   }
   __syncthreads();
   const int2  ahead = warp == 0 ? make_int2(0, 0) : sums[warp - 1];
-  const int32 all   = sums[kWarps - 1].y;  // items
   const int32 first = ahead.x + up_to.x - rows, item = ahead.y + up_to.y - parts;
   next[thread] = first + lower;
   for (int32 i = cta; i < parts; i += ctas) {
     const int32 start = i * int32(item_rows);
-    items[item + i] = {thread, first + start, min(int32(item_rows), rows - start), all};
+    items[item + i] = {thread, first + start, min(int32(item_rows), rows - start), 0};
   }
-  for (int64 i = all + cta * kThreads + thread; i < items_end; i += ctas * kThreads) {
+  for (int64 i = sums[kWarps - 1].y + cta * kThreads + thread; i < items_end; i += ctas * kThreads) {
     items[i] = {0, 0, 0, 0};
   }
   __syncthreads();
-  own.each([&](int64 assignment, int32 expert) { order[atomicAdd(&next[expert], 1)] = int32(assignment); });
+  each_taken(routing, assignments, cta, ctas,
+             [&](int64 assignment, int32 expert) { order[atomicAdd(&next[expert], 1)] = int32(assignment); });
   if (kHasClusters && ctas > 1) ptx::cluster_sync();  // a CTA's memory lives until the others have read it
 }

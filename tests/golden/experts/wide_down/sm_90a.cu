@@ -714,6 +714,7 @@ constexpr int kProducerRegisters = 32;
 constexpr int kConsumerRegisters =
     (65536 / kThreads / 8 * 8 * kThreads - 128 * kProducerRegisters) / kConsumers / 8 * 8;
 
+constexpr int kTileN       = kGroups * kTileRows;
 constexpr int kHalf        = kTileCols / 2;
 constexpr int kHalfBytes   = kHalf * 2;  // of a row of x
 constexpr int kSums        = kTileM / 2;  // of a thread
@@ -931,8 +932,8 @@ struct Routing {
 };
 
 // ---- experts/wide ----------------------------------------------------------
-// Persistent clusters of kCluster CTAs take up to kTileM rows of an item. The CTAs of a cluster share these rows, each
-// by tiles of the weight of its own, up to kGroups, in steps of 128 columns. A stage of a CTA goes round:
+// Persistent clusters of kCluster CTAs take tiles of up to kTileM rows of an item. The CTAs of a cluster share these
+// rows, each by kTileN rows of the weight of its own, in steps of 128 columns. A stage of a CTA goes round:
 //
 //   x        producer warp 0       wait for empty -> expect bytes at full -> TMA of a share of the rows, to all CTAs
 //   weight   producer warp 1       wait for empty -> expect bytes at full -> bulk copies
@@ -953,7 +954,7 @@ struct Layer {
   const float* bias;
   const int4*  items;
   const int32* order;
-  uint32 n, k;
+  uint32 items_end, n, k;
 
   __device__ __forceinline__ uint32 tiles() const { return ceil_div(n, kTileRows); }
   __device__ __forceinline__ uint32 steps() const { return ceil_div(k, kTileCols); }
@@ -966,71 +967,41 @@ __device__ __forceinline__ uint32 rank_in_cluster() { return kCluster == 1 ? 0 :
 
 // ---- work ------------------------------------------------------------------
 struct Work {
-  uint32 expert, first, rows;  // the item
-  uint32 row, tiles;           // of the weight: the first row, and how many tiles of kTileRows rows
+  uint32 expert, first, rows, row;  // the item, and its first row of the weight
 };
 
-// A cluster takes as many tiles of an item at a time as its warpgroups can. For few rows of an item, every cluster has
-// an equal share of the tiles of all items, one behind the other. For many, clusters take tiles in turn: those that run
-// at the same time read the same rows of x, which all together are more than L2 holds. Items of an expert follow each
-// other: the weight lies in L2 when it is read again. The item of the next work is loaded while this one is worked on.
-// kFresh: L1 may hold an older list, because the thread has not waited for the kernel ahead.
+// Tiles of an item follow each other, and items of an expert do: CTAs that run at the same time read the same rows of x
+// and the same weight, which lie in L2. An item without rows ends the list. The item of the next tile is loaded while a
+// tile is worked on. kFresh: L1 may hold an older list, because the thread has not waited for the kernel ahead.
 template <bool kFresh> class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Layer& layer)
-      : items_(layer.items), tiles_(layer.tiles()), clusters_(kCluster == 1 ? gridDim.x : ptx::clusters()) {
-    const uint32 number = kCluster == 1 ? blockIdx.x : ptx::cluster_id();
-    count_ = uniform(load(0).w);
-    if constexpr (kShares) {
-      const uint32 all = count_ * tiles_, each = all / clusters_, more = all % clusters_;
-      const uint32 first = number * each + min(number, more);
-      left_ = each + (number < more ? 1 : 0);
-      item_ = first / tiles_, tile_ = first - item_ * tiles_;
-      if (left_ > 0) of_ = load(item_);
-    } else {
-      go_to(number);
-    }
+      : items_(layer.items), end_(layer.items_end), tiles_(ceil_div(layer.n, kTileN * kCluster)),
+        next_(kCluster == 1 ? blockIdx.x : ptx::cluster_id()) {
+    load();
   }
   __device__ __forceinline__ bool take(Work& work) {
-    if (left_ == 0) return false;
-    const uint32 ahead = min(left_, tiles_ - tile_), turns = kShares ? ceil_div(ahead, kTiles) : 1;
-    const uint32 count = ceil_div(ahead, turns), share = ceil_div(count, kCluster);
-    const uint32 own = min(rank_in_cluster() * share, count);
-    work = {uniform(of_.x), uniform(of_.y), uniform(of_.z), (tile_ + own) * kTileRows, min(share, count - own)};
-    if constexpr (kShares) {
-      left_ -= count, tile_ += count;
-      if (tile_ == tiles_) {
-        tile_ = 0, ++item_;
-        if (left_ > 0) of_ = load(item_);
-      }
-    } else {
-      go_to(turn_ + clusters_);
-    }
-    return true;
+    work = {uniform(of_.x), uniform(of_.y), uniform(of_.z), tile_ * (kTileN * kCluster) + rank_in_cluster() * kTileN};
+    next_ += kCluster == 1 ? gridDim.x : ptx::clusters();
+    load();
+    return work.rows > 0;
   }
 
  private:
-  static constexpr bool   kShares = kTileM <= 32;
-  static constexpr uint32 kTiles  = kGroups * kCluster;
-
-  __device__ __forceinline__ void go_to(uint32 turn) {
-    const uint32 turns = ceil_div(tiles_, kTiles);  // of an item
-    turn_ = turn, item_ = turn / turns, tile_ = (turn - item_ * turns) * kTiles;
-    left_ = item_ < count_ ? kTiles : 0;
-    if (left_ > 0) of_ = load(item_);
-  }
-  __device__ __forceinline__ uint4 load(uint32 item) const {
+  __device__ __forceinline__ void load() {
+    const uint32 item = next_ / tiles_;
+    tile_ = next_ - item * tiles_, of_ = {};
+    if (item >= end_) return;
     if constexpr (kFresh) {
       const int4 v = ptx::ld_fresh_16(items_ + item);
-      return make_uint4(v.x, v.y, v.z, v.w);
+      of_ = make_uint4(v.x, v.y, v.z, v.w);
     } else {
-      return ptx::ld<uint4>(items_ + item);
+      of_ = ptx::ld<uint4>(items_ + item);
     }
   }
   const int4* items_;
-  uint32 tiles_, clusters_, count_;  // of an item; items
-  uint32 turn_, item_, tile_, left_;
-  uint4  of_;  // expert, first, rows, and the number of items
+  uint32 end_, tiles_, next_, tile_;
+  uint4  of_;  // expert, first, rows
 };
 
 // ---- producers -------------------------------------------------------------
@@ -1065,14 +1036,14 @@ __device__ __forceinline__ void produce_weight(Shared& shared, const Layer& laye
   Schedule<true> schedule(layer);
   Ring<kStages> ring;
   for (Work work; schedule.take(work);) {
-    const uint32 tile = work.row / kTileRows;
+    const uint32 tile = work.row / kTileRows, count = tile < tiles ? min(uint32(kGroups), tiles - tile) : 0;
     const uint8* const weight = layer.weight + (uint64(work.expert) * tiles + tile) * steps * kTileBytes;
     for (uint32 step = 0; step < steps; ++step, ring.advance()) {
       Barrier* const full = &shared.full[ring.slot];
       ptx::mbarrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
       if (ptx::elect_one()) {
-        ptx::mbarrier_arrive_expect_tx(full, work.tiles * kTileBytes);
-        for (uint32 i = 0; i < work.tiles; ++i) {
+        ptx::mbarrier_arrive_expect_tx(full, count * kTileBytes);
+        for (uint32 i = 0; i < count; ++i) {
           uint8* const to = shared.stages[ring.slot].weight[i];
           ptx::bulk_load_once(to, weight + (i * steps + step) * kTileBytes, kTileBytes, full);
         }
@@ -1149,7 +1120,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Layer& layer, uint
   Schedule<false> schedule(layer);
   for (Work work; schedule.take(work);) {
     const uint32 col = work.row + team * kTileRows;
-    if (__any_sync(~0u, team >= work.tiles)) {  // a vote: then slots and what follows stay in uniform registers
+    if (__any_sync(~0u, col >= layer.n)) {  // a vote: then slots and what follows stay in uniform registers
       consumer.skip(layer.steps());
       continue;
     }
@@ -1230,14 +1201,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) experts_wide_down(
     const uint8* __restrict__ weight,     // [experts, ceil(n / 64), ceil(k / 128), kTileBytes]
     const float* __restrict__ scale,      // [experts, round_up(n, 64)]
     const float* __restrict__ bias,       // as scale; null: none
-    const int4* __restrict__ items,       // expert, first, rows, number of items; there is one at least
+    const int4* __restrict__ items,       // [items_end]
     const int32* __restrict__ order,      // [tokens * slots]
     In* __restrict__ y,                   // [tokens * slots, n], by assignment
+    int64 items_end,
     int64 n,                              // rows of the weight
     int64 k                               // columns, a multiple of 32
 ) {
   extern __shared__ uint8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const Layer layer{weight, scale, bias, items, order, uint32(n), uint32(k)};
+  const Layer layer{weight, scale, bias, items, order, uint32(items_end), uint32(n), uint32(k)};
   run<true>(shared, layer, x, Finish{shared, y, uint32(n)}, [](uint32) {});
 }
