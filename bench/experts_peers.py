@@ -6,7 +6,7 @@ vllm_marlin     two files of vLLM, ``_C_stable_libtorch`` and ``_moe_C_stable_li
 humming         humming-kernels, whose compiler needs CUDA's headers
 triton_kernels  MXFP4 alone, as vLLM carries it: its ``third_party`` folder is on the path
 
-On 2026-11-24 they were vLLM 0.33.0's and humming-kernels 0.1.19.
+Recorded are those of vLLM 0.33.0 and humming-kernels 0.1.19.
 
 ``products`` are both products and the activation behind a routing that was prepared; ``layer`` begins with the ids and
 ends with the sum over slots. triton_kernels' products end with that sum, and have no layer: its routing begins with
